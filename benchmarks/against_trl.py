@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks import record
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.config.load import load_config
 from grpo_dist.config.processor import has_bf16
+from grpo_dist.plan.commands import load_config
 from grpo_dist.tasks.arithmetic import rows
 
 ROOT = Path(__file__).parents[1]

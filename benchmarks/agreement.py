@@ -9,13 +9,13 @@ from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ModelSettings, SamplingSettings
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.policy import PolicySettings, PolicyWorker
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.policy import PolicySettings, PolicyWorker
+from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.roles.rollout_group import RolloutGroup
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
 
 PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 16, 4, 96, 32
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -20,17 +20,18 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from grpo_dist.config.load import load_config
+from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import local_shard
+from grpo_dist.plan.commands import load_config
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.freed_memory import FreedMemory
 from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.freed_memory import FreedMemory
 
 MIB, SAMPLED_S, PIECE, TIMEOUT_S = 1 << 20, 0.1, 16 << 20, 600.0
 # Imported once, by the server that the ranks are forked from.
@@ -93,7 +94,7 @@ def _serve(rank: int, count: int, port: int, model: str, pipe: Connection) -> No
     store = torch.distributed.TCPStore(LOOPBACK, port)
     init_process_group(device="cpu", rank=rank, world_size=count, store=store, timeout_s=TIMEOUT_S)
     settings = ModelSettings(model, False, "fp32", "fp32", False, True)
-    schedule = OptimizerSettings(1e-6, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0)
+    schedule = AdamWConfig(lr=1e-6, weight_decay=0.0, betas=(0.9, 0.999))
     engine = FSDPEngine(settings, device="cpu", temperature=1.0, optimizer=schedule)
     for parameter in engine.model.parameters():
         means = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.config.node_layout import slots_of
-from grpo_dist.engines.fakes import FakeRolloutEngine
-from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
+from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.plan.node_layout import slots_of
 from grpo_dist.protocol import DataProto, Mean, Ragged
+from grpo_dist.roles.gang import ActorGroup
+from grpo_dist.roles.reward import Task, on_last_token
+from grpo_dist.roles.reward_pool import RewardPool
+from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
+from grpo_dist.runtime.resources import reserve
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import ActorGroup
-from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.resources import reserve
-from grpo_dist.workers.reward import Task, on_last_token
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from tests.engines.fakes import FakeRolloutEngine
 
 N, PROMPT_LENGTH, LENGTHS = 8, 64, (32, 256)
 PROCESSES = {"rollout": 4, "reward": 2, "actor": 1}

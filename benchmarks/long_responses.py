@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from typing import Any
 import torch
 
 from benchmarks import record, workload
+from benchmarks.throughput import engine_settings
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.freed_memory import FreedMemory
+from grpo_dist.runtime.freed_memory import FreedMemory
 
 PROMPT, WARM_UP = 64, 256
 LENGTHS = tuple(1024 << i for i in range(6))
@@ -66,10 +68,9 @@ def generating(path: str, longest: int) -> Callable[[int], Any]:
     """What samples a response of so many tokens."""
     from grpo_dist.engines.vllm.engine import VLLMEngine
 
-    settings = EngineSettings(
-        *(path, "cpu", "float32", False, 1, longest, 1, longest, 0.8, KV_CACHE_GIB, True, False, 0)
-    )
-    engine = VLLMEngine(settings)
+    settings = engine_settings(path, longest=longest)
+    limits = {"max_num_seqs": 1, "max_num_batched_tokens": longest, "kv_cache_memory_gib": KV_CACHE_GIB}
+    engine = VLLMEngine(replace(settings, rollout=settings.rollout.replaced(**limits)))
     asyncio.run(engine.start())
 
     def generate(length: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.workers.cluster import connect, set_local_environment
+from grpo_dist.runtime.cluster import connect, set_local_environment
 
 
 def main() -> None:

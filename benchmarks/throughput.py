@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
-from grpo_dist.config.node_layout import slots_of
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.resources import reserve
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.node_layout import slots_of
+from grpo_dist.roles.reward import Task
+from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.resources import reserve
 
 HF_BATCH = 32
 MAX_NUM_SEQS = 64
@@ -65,12 +65,12 @@ def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str,
     return rows
 
 
-def engine_settings(path: str, *, dtype: str = "float32", **changes: Any) -> EngineSettings:
+def engine_settings(path: str, *, dtype: str = "float32", longest: int = 128, **changes: Any) -> EngineSettings:
     """An engine on CPU."""
-    limits = {"max_model_len": 128, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
-    memory = {"gpu_memory_utilization": 0.8, "kv_cache_memory_gib": 1.0}
-    ways = {"enforce_eager": True, "enable_chunked_prefill": False}
-    return EngineSettings(path, "cpu", dtype, False, 1, seed=0, **limits, **memory, **ways, **changes)  # type: ignore[arg-type]
+    roles = load_config([])[0].actor_rollout_ref
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192, "kv_cache_memory_gib": 1.0}
+    rollout = roles.rollout.replaced(enforce_eager=True, enable_chunked_prefill=False, **limits)
+    return EngineSettings(rollout, roles.model.replaced(path=path), "cpu", dtype, longest, seed=0, **changes)
 
 
 def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **options: Any) -> WorkerGroup:
@@ -121,19 +121,19 @@ class Offline:
         from vllm import LLM, SamplingParams
 
         options: dict[str, Any] = {
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "enforce_eager": settings.enforce_eager,
-            "enable_chunked_prefill": settings.enable_chunked_prefill,
+            "gpu_memory_utilization": settings.rollout.gpu_memory_utilization,
+            "enforce_eager": settings.rollout.enforce_eager,
+            "enable_chunked_prefill": settings.rollout.enable_chunked_prefill,
         }
         if settings.device == "cpu":  # as our engine has it there
             options = {"block_size": 32, "kv_cache_memory_bytes": 1 << 30}
             options |= {"enforce_eager": True, "enable_chunked_prefill": False}
         options["dtype"] = settings.dtype
         self.llm = LLM(
-            model=settings.model_path,
+            model=settings.model.path,
             max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.rollout.max_num_seqs,
+            max_num_batched_tokens=settings.rollout.max_num_batched_tokens,
             skip_tokenizer_init=True,
             **options,
         )

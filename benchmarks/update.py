@@ -24,7 +24,7 @@ from benchmarks import floor, head, record, workload
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.freed_memory import FreedMemory
+from grpo_dist.runtime.freed_memory import FreedMemory
 
 # Tokens of a micro-batch in (a).
 BUDGET = 2048

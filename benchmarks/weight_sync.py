@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.throughput import engine_settings, kill, spawn
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import ActorWorker, PolicySettings
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.weight_transport import weight_transport
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.policy import ActorWorker, PolicySettings
+from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.roles.weight_transport import weight_transport
+from grpo_dist.runtime.event_loop import run
 
 TRANSPORTS = ("object_store", "broadcast")
 
@@ -87,5 +88,5 @@ def _policy_settings(path: str, threads: int) -> PolicySettings:
         log_prob_micro_batch_size=4,
         collective_timeout_s=240.0,
         seed=1,
-        optimizer=OptimizerSettings(1e-6, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
+        optimizer=AdamWConfig(lr=1e-6, weight_decay=0.0, betas=(0.9, 0.999)),
     )

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
-from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
 
@@ -71,7 +73,7 @@ def engine(
     model = ModelSettings(
         path, False, "fp32", compute, gradient_checkpointing, False, layout, optimizer_offload=optimizer_offload
     )
-    optimizer = OptimizerSettings(1e-6, 0.01, (0.9, 0.999), "constant", 0, 1, 0.0) if trains else None
+    optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999)) if trains else None
     return FSDPEngine(model, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
 
 

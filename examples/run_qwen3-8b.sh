@@ -2,11 +2,11 @@
 # GRPO on Qwen3-8B with GSM8K on one machine with 8 GPUs of 80 GB.
 #
 #   make setup DEVICE=gpu && .venv/bin/uv pip install --python .venv/bin/python datasets
-#   .venv/bin/python -m grpo_dist.tasks.prepare gsm8k --local_save_dir data/gsm8k
+#   .venv/bin/grpo-dist data gsm8k --local_save_dir data/gsm8k
 #   bash examples/run_qwen3-8b.sh [key=value ...]
 #
-# `bash examples/run_qwen3-8b.sh trainer.dry_run=config` shows the batch arithmetic, the placement, the memory, and an
-# estimate of a step by phase, with who waits.
+# `bash examples/run_qwen3-8b.sh trainer.dry_run=config` shows the batch arithmetic, the placement and the
+# memory; the end of a run says which role waited.
 set -euo pipefail
 # shellcheck source=examples/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/python.sh"

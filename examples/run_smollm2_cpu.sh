@@ -13,7 +13,7 @@ export DEVICE=${DEVICE:-cpu}
 source "$(dirname "${BASH_SOURCE[0]}")/smollm2.sh"
 
 data=${DATA_DIR:-data/gsm8k}
-prepare=("$python" -m grpo_dist.tasks.prepare gsm8k --local_save_dir "$data")
+prepare=("$python" -m grpo_dist data gsm8k --local_save_dir "$data")
 [[ -z ${GSM8K_DIR:-} ]] || prepare+=(--local_dataset_path "$GSM8K_DIR")
 have_gsm8k=true
 if [[ ! -f $data/train.parquet || ! -f $data/test.parquet ]]; then

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from grpo_dist.command_line import dry_run
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command, run_folder
-from grpo_dist.config.plan import format_plan
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.function_files import function_name, write_function
+from grpo_dist.plan.commands import GRPO
+from grpo_dist.plugins.function_files import function_name, write_function
+from grpo_dist.run.command_line import dry_run
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 Callback = Callable[[int, dict[str, float]], Any]
@@ -33,7 +32,7 @@ Callback = Callable[[int, dict[str, float]], Any]
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run has left.
+    """The results of a run.
 
     Attributes:
         run_dir: its folder.
@@ -113,7 +112,7 @@ def _sets(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_option(model: str | Path) -> bool:
-    """Whether this names an option of the config group `model`, and no folder."""
+    """Tell if this names an option of the config group `model`, and no folder."""
     return str(model) in GRPO.group_options()["model"] and not Path(model).is_dir()
 
 
@@ -121,15 +120,14 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     checked, notes = load_command([*given.items()], GRPO)
     run_dir = checked.trainer.record_dir.absolute()
     if checked.trainer.dry_run:
-        dry_run(checked, notes, "grpo_dist.trainer.grpo:GRPO_JOB", format_plan)
+        dry_run(checked, notes)
         return TrainingResult(run_dir, None, [])
-    from grpo_dist.workers.cluster import set_local_environment
+    from grpo_dist.runtime.cluster import set_local_environment
 
     set_local_environment()  # before something imports Ray
-    from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
-    from grpo_dist.trainer.grpo import GRPO_JOB
+    from grpo_dist.run.run import run
+    from grpo_dist.tracking.jsonl import METRICS, read_metrics
     from grpo_dist.trainer.record import EXPORTED, say
-    from grpo_dist.trainer.run import run
 
     for note in notes:
         say(checked, f"note: {note}")
@@ -137,9 +135,9 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     def on_step(step: int, metrics: dict[str, float]) -> bool:
         return any([callback(step, dict(metrics)) for callback in callbacks])  # all are called
 
-    run(checked, GRPO_JOB, on_step)
+    run(checked, on_step)
     exported = checked.trainer.export_hf_model and not checked.trainer.val_only
-    return TrainingResult(run_dir, run_dir / EXPORTED if exported else None, read_metrics(run_dir / FILE_NAME))
+    return TrainingResult(run_dir, run_dir / EXPORTED if exported else None, read_metrics(run_dir / METRICS))
 
 
 def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]], folder: Path) -> dict[str, Any]:

@@ -45,26 +45,26 @@ def main(mark: str) -> None:
 
 
 def _end_all(mark: str, seen: set[psutil.Process]) -> None:
-    begun, told = time.monotonic(), set[psutil.Process]()
+    begun, asked_to_end = time.monotonic(), set[psutil.Process]()
     while (left := _left(mark, seen)) and time.monotonic() < begun + END_S:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 if time.monotonic() > begun + POLITE_S:
                     process.kill()
-                elif process not in told:  # supervisors among them end what is theirs
+                elif process not in asked_to_end:  # supervisors among them end what is theirs
                     process.terminate()
-        told |= left
+        asked_to_end |= left
         psutil.wait_procs(left, timeout=0.1)
 
 
 def _left(mark: str, seen: set[psutil.Process]) -> set[psutil.Process]:
     """The living processes with this mark or among these, and their descendants, but for this one."""
-    found = set()
+    started = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # gone, or of another user
             if process in seen or process.environ().get(MARK) == mark:
-                found |= {process, *process.children(recursive=True)}
-    return set(filter(_lives, found - {psutil.Process()}))
+                started |= {process, *process.children(recursive=True)}
+    return set(filter(_lives, started - {psutil.Process()}))
 
 
 def _lives(process: psutil.Process) -> bool:

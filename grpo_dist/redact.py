@@ -94,7 +94,7 @@ def redact(value: Any) -> Any:
         return [_redact_item(item, option) for item, option in zip(value, before, strict=False)]
     if isinstance(value, str):
         text = _RUN.sub(lambda run: _FORMS.sub(REDACTED, run[0]), value)
-        text = _WITH_HEAD.sub(lambda found: (found[found.lastindex] if found.lastindex else "") + REDACTED, text)
+        text = _WITH_HEAD.sub(lambda match: (match[match.lastindex] if match.lastindex else "") + REDACTED, text)
         return _hide(_hide(text, _QUERY, _ARGUMENT), _OPTION, _ARGUMENT)
     return value
 
@@ -136,14 +136,14 @@ def names_a_secret(name: str) -> bool:
 def _hide(text: str, named: re.Pattern[str], values: re.Pattern[str]) -> str:
     """A text without the values behind the names of secrets; `the token: that ...` and `key=value` are prose."""
     kept, end = [], 0
-    for found in named.finditer(text):
-        name, sign = found.group("name", "sign")
+    for match in named.finditer(text):
+        name, sign = match.group("name", "sign")
         prose = named is _ASSIGNED and (name.lower() == "key" or (name.lower() in _ORDINARY and sign.strip() == ":"))
-        if found.start() < end or prose or not names_a_secret(name):
+        if match.start() < end or prose or not names_a_secret(name):
             continue
-        value = values.match(text, found.end())
+        value = values.match(text, match.end())
         if value is not None and _is_secret(name, value[0]):
-            kept += [text[end : found.end()], REDACTED]
+            kept += [text[end : match.end()], REDACTED]
             end = value.end()
     return "".join([*kept, text[end:]])
 
@@ -155,9 +155,9 @@ def _redact_item(item: Any, before: Any) -> Any:
     is_option = isinstance(before, str) and before.startswith("-") and "=" not in before
     if is_option and not item.startswith("-") and _is_secret(before, item):
         return REDACTED
-    found = _ASSIGNED.match(item)
-    if found is not None and _is_secret(found["name"], item[found.end() :]):
-        return found[0] + REDACTED
+    match = _ASSIGNED.match(item)
+    if match is not None and _is_secret(match["name"], item[match.end() :]):
+        return match[0] + REDACTED
     return redact(item)
 
 

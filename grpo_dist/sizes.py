@@ -22,7 +22,7 @@ ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def heads_split(heads: int, kv_heads: int, size: int) -> bool:
-    """Whether attention heads split over processes: each gets whole ones, and whole key-value heads or one of them."""
+    """Tell if attention heads split over processes: each gets whole ones, and whole key-value heads or one of them."""
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
@@ -36,3 +36,6 @@ def divisor_up_to(number: int, most: int) -> int:
 def engine_lora_rank(rank: int) -> int:
     """The rank for which an engine makes room."""
     return next((size for size in ENGINE_LORA_RANKS if size >= rank), rank)
+
+
+ADAM_STATES = 2  # AdamW's two running means, in the type of the weights

@@ -1,7 +1,9 @@
-"""Processes that outlive their worker only to end whatever the worker has started.
+"""Ties the end of processes to that of others: of their parents, and of a worker by supervisors that outlive it.
 
-`supervised()` forks: the child goes on as the worker, the parent stays behind as its supervisor. When the worker has
-ended, in whatever way, or when the supervisor is told to end (SIGTERM, which the kernel also sends when the process
+Supervisors end whatever the worker has started.
+
+`under_supervisors()` forks: the child goes on as the worker, the parent stays behind as its supervisor. When the worker
+has ended, in whatever way, or when the supervisor is told to end (SIGTERM, which the kernel also sends when the process
 that started it is gone), it kills all descendants and ends as the worker did. Descendants that became sessions or
 daemons of their own are among them: the supervisor is their subreaper (Linux, `man 2 prctl`), so that they cannot be
 orphaned away from it.
@@ -9,23 +11,54 @@ orphaned away from it.
 There are two, the second one a child of the first, since a supervisor may be killed too: a Ray worker that ends kills
 its direct children (SIGKILL). If the first one is killed, the second one is told; if the second one is, the first one
 adopts what is left. Worker and supervisors are sessions of their own, so that no signal to a group reaches two of them.
+
+`python -m grpo_dist.supervisor PROGRAM ARGUMENT ...` runs a program of another environment so that it leaves nothing
+behind. It gets the environment variables without those that would lead another Python to this one's packages.
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
-from grpo_dist.descendants import adopt_orphans, signal_at_parents_end
-
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux; elsewhere nothing is tied
 END_S = 5.0  # for killed processes to be gone
+_OF_THIS_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
-def supervised(keep: int) -> None:
+def signal_at_parents_end(number: int) -> None:
+    """Have the kernel send this process signal `number` when the thread that started it ends for any reason."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_with_parent() -> None:
+    """Have this process, if multiprocessing started it, killed when the thread that started it ends."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != parent.pid:  # the parent had already ended
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent has ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def under_supervisors(keep: int) -> None:
     """Return in a new process, the worker; this process becomes its first supervisor and does not return.
 
     To be called before there are threads.
@@ -119,3 +152,17 @@ def _end_as(status: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {end})
         os.kill(os.getpid(), end)
     os._exit(os.WEXITSTATUS(status))
+
+
+def main(command: list[str]) -> None:
+    """Become the program, under supervisors."""
+    under_supervisors(os.open(os.devnull, os.O_RDONLY))
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_THIS_PYTHON}
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

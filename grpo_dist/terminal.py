@@ -33,4 +33,4 @@ def as_shown(text: str, stream: TextIO) -> str:
 def json_line(row: Any) -> str:
     """A row as a line of JSON, with control characters as JSON's escapes, so that it can be shown and read back."""
     text = json.dumps(row, ensure_ascii=False, default=str)
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+    return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"

@@ -9,13 +9,11 @@ import sys
 from collections.abc import Iterator
 
 from grpo_dist.config.command import AnyCommand, default_options
-from grpo_dist.config.documented import Key, documented_keys, set_by_groups
-from grpo_dist.config.foreign_keys import ELSEWHERE, FOREIGN_KEYS, RENAMED
-from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.documented import Key, documented_keys, first_comment, set_by_groups
+from grpo_dist.config.keys import ELSEWHERE, FOREIGN_KEYS, RENAMED
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_health import RULES, rule_defaults
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
-from grpo_dist.config.usage import first_comment
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 
 _HEAD = """# Config
 
@@ -32,7 +30,7 @@ anything is started, with exit code 2.
 _SUPERVISED = """
 ## Commands that train one model
 
-`python -m grpo_dist.reward_model` ([reward_models.md](reward_models.md#training-one)) and `python -m grpo_dist.sft`
+`grpo-dist reward-model` ([reward_models.md](reward_models.md#training-one)) and `grpo-dist sft`
 ([sft.md](sft.md)) have a config of their own, made from `grpo_dist/config/commands/`; keys, groups and messages work in
 the same way. These are the keys that both have.
 """
@@ -64,7 +62,8 @@ def reference() -> str:
     assert SFT.shared is not None
     blocks += [table for _, table in _tables(list(documented_keys(SFT.shared, SFT.schema)), "###")]
     for command in (REWARD_MODEL, SFT):
-        blocks += [f"## `{command.module}`\n\nKeys of its own, or with another meaning or default.\n", _groups(command)]
+        own = "Keys of its own, or with another meaning or default.\n"
+        blocks += [f"## `grpo-dist {command.name}`\n\n{own}", _groups(command)]
         blocks += [table for _, table in _tables(list(documented_keys(command.file, command.schema)), "###")]
     return "\n".join(blocks)
 

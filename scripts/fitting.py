@@ -5,19 +5,17 @@ python scripts/fitting.py
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_dist.config.load import load_config
-from grpo_dist.config.memory import memory_estimate
-from grpo_dist.config.memory_rules import fits
-from grpo_dist.config.model_shape import model_config_at_hand
-from grpo_dist.config.placement import placement
-from grpo_dist.config.placement_rules import PLACEMENT_RULES
 from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.memory_rules import memory_problems
+from grpo_dist.plan.model_shape import model_config_at_hand
+from grpo_dist.plan.placement import placement
+from grpo_dist.plan.placement_rules import PLACEMENT_RULES
 
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
 # What CUDA gives of a GPU that is sold as so large, in GiB.
@@ -62,11 +60,10 @@ def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 def fewest(model: str, gib: float, lora_rank: int) -> str:
     """The fewest GPUs of that size, and how an engine lies on them."""
     sizes: Mapping[str, Any] | None = model_config_at_hand(f"Qwen/{model}")
-    estimate = functools.partial(memory_estimate, model_config=sizes)
     for count in COUNTS:
         for mark, config in variants(run_on(model, count, lora_rank)):
             allowed = not any(problem for rule in PLACEMENT_RULES for problem in rule(config))
-            if allowed and fits(config, estimate, gib):
+            if allowed and not any(memory_problems(config, sizes, gib, None, certain=False)):
                 return f"{count}{mark}"
     return f"more than {COUNTS[-1]}"
 

@@ -33,8 +33,8 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_dist.algorithms.supervised import supervised_loss
-from grpo_dist.data.chat_rows import Chat
 from grpo_dist.data.chat_tokens import tokenize_chats
+from grpo_dist.data.training_rows import Conversation
 from grpo_dist.tasks import arithmetic
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -126,7 +126,7 @@ class Examples:
 
     def batch(self, size: int, *, worked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids [size, T] and labels [size, T] (IGNORED outside the response)."""
-        chats: list[Chat] = []
+        chats: list[Conversation] = []
         respond = arithmetic.worked_answer if worked else direct_response
         while len(chats) < size:
             a, b = arithmetic.draw_question(self.rng)
@@ -134,11 +134,11 @@ class Examples:
                 continue
             question, answer = arithmetic.question(a, b), respond(a, b)
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            chats.append(Chat(question, messages, trained=(1,)))
+            chats.append(Conversation(question, messages, trained=(1,)))
         options: Any = {"max_length": MAX_LENGTH, "apply_chat_template_kwargs": {}, "end_ids": ()}
         examples, _ = tokenize_chats(chats, self.tokenizer, **options)
-        ids = [torch.tensor([*each.prompt, *each.response]) for each in examples]
-        labels = [torch.tensor([*[IGNORED] * len(each.prompt), *each.response]) for each in examples]
+        ids = [torch.tensor([*each.prompt, *each.responses[0]]) for each in examples]
+        labels = [torch.tensor([*[IGNORED] * len(each.prompt), *each.responses[0]]) for each in examples]
         pad = torch.nn.utils.rnn.pad_sequence
         return (
             pad(ids, batch_first=True, padding_value=self.tokenizer.pad_token_id),

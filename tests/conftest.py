@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,13 +12,22 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.workers import event_loop
-from grpo_dist.workers.cluster import connect, set_local_environment
+from grpo_dist.runtime import event_loop
+from grpo_dist.runtime.cluster import TIMELINE_VARIABLE, connect, set_local_environment
 from tests.chaos.runs import Outcome, train
 
 # Test modules import Ray when they are collected; what `connect` sets for a local cluster would come too late then.
 set_local_environment()
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPU, also where there are GPUs
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function, on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +75,7 @@ def main_run(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         loggers = "trainer.logger=[console,tensorboard,mlflow,trackio,prometheus]"
+        patch.delenv(TIMELINE_VARIABLE, raising=False)  # set by a cluster of the tests
         profile = ("trainer.profile_steps=[2]", "trainer.stage_timeout_s.profile=300")
         return train(folder / "run", [], loggers, "trainer.log_val_generations=2", *profile)
 
@@ -119,14 +130,12 @@ def rollouts(local_ray: None, random_models: dict[str, str], tmp_path_factory: p
     """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model and has a profiler, rank 1 the
     untied one and a tokenizer.
     """
-    from grpo_dist.engines.settings import EngineSettings
     from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
     from tests.processes import spawned
+    from tests.worker_settings import engine_settings
 
     settings = [
-        EngineSettings(
-            path, "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, seed, needs_tokenizer=seed == 1
-        )
+        engine_settings(path, seed=seed, needs_tokenizer=seed == 1)
         for seed, path in enumerate((random_models["tied"], random_models["untied"]))
     ]
     settings[0] = replace(settings[0], profile_dir=str(tmp_path_factory.mktemp("profiles") / ".rollout0"))

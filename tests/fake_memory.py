@@ -24,12 +24,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import attention, fsdp_model, lm_head, objectives
-from grpo_dist.engines.train import offload as offload_module
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel
-from grpo_dist.engines.train.offload import move_states
+from grpo_dist.engines.train.optimizer import move_states
 from grpo_dist.engines.train.ulysses import SequenceGroup, over_heads
 from grpo_dist.protocol import DataProto, Ragged
 from tests.models import objective
@@ -37,7 +37,8 @@ from tests.models import objective
 GIB = 2**30
 # Where DTensor asks for the shape of a result: the tracker would count these tensors, which are of the whole size.
 _SHAPES = "_propagate_tensor_meta_non_cached"
-OPTIMIZER = OptimizerSettings(1e-6, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
+MOVE_STATES = "grpo_dist.engines.train.optimizer.move_states"
+OPTIMIZER = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999))
 
 
 class _KernelMemory(torch.autograd.Function):
@@ -190,7 +191,7 @@ def peak_of_update(engine: FSDPEngine, data: DataProto, **limits: Any) -> dict[s
     optimizer.zero_grad()
     offload.device = torch.device("cuda")  # not where fake tensors are, so that offloading is not left out
     tracker = FSDPMemTracker(engine.model, optimizer)
-    with mock.patch.object(offload_module, "move_states", _move_states), _tracked(engine, tracker):
+    with mock.patch(MOVE_STATES, _move_states), _tracked(engine, tracker):
         if offload.optimizer_states:
             _move_states(optimizer, torch.device("cpu"))
         with tracker:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config.load import load_config
-from grpo_dist.config.memory import RoleMemory, memory_estimate
-from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.memory import RoleMemory, memory_estimate
+from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.settings import policy_settings, reference_settings
 from tests.fake_memory import fake_engine, peak_of_pass, peak_of_update, sequences

@@ -9,8 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.engines.settings import LoraSettings, ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.assets.model_folder import ModelFolder
+from grpo_dist.checks.models import check_files, checked_models
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import AdamWConfig, LoraSection, OptimConfig
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
 
@@ -152,6 +157,20 @@ def objective(**changes: object) -> ObjectiveSettings:
     return ObjectiveSettings(**(settings | changes))  # type: ignore[arg-type]
 
 
+def scheduled(*, warmup: int = 2, lr: float = 1e-2, **changes: object) -> OptimConfig:
+    """AdamW with a warm-up of so many steps, and a cosine down to a tenth."""
+    values = {
+        "lr": lr,
+        "weight_decay": 0.01,
+        "betas": (0.9, 0.999),
+        "lr_warmup_steps": warmup,
+        "lr_warmup_steps_ratio": 0.0,
+        "lr_scheduler_type": "cosine",
+        "min_lr_ratio": 0.1,
+    }
+    return OptimConfig(**(values | changes))  # type: ignore[arg-type]
+
+
 def trainable_engine(
     path: str,
     *,
@@ -161,12 +180,17 @@ def trainable_engine(
     dtype: str = "fp32",
     fsdp_size: int = -1,
     defer_grad_sync: bool = False,
-    lora: LoraSettings | None = None,
+    lora: LoraSection | None = None,
     gradient_checkpointing: bool = False,
     reshard: bool = True,
 ) -> FSDPEngine:
     """A CPU engine with AdamW."""
     sharding = {"fsdp_size": fsdp_size, "defer_grad_sync": defer_grad_sync}
     model = ModelSettings(path, False, "fp32", dtype, gradient_checkpointing, reshard, layout, lora=lora, **sharding)
-    optimizer = OptimizerSettings(lr, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
+    optimizer = AdamWConfig(lr=lr, weight_decay=0.01, betas=(0.9, 0.999))
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)
+
+
+def policy_folder(config: RunConfig) -> ModelFolder:
+    """Return the checked folder of a run's policy."""
+    return check_files(checked_models(config)[0])

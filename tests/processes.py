@@ -11,11 +11,10 @@ from typing import Any
 
 import psutil
 
-from grpo_dist.config.node_layout import slots_of
-from grpo_dist.workers.event_loop import blocking
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.resources import Bundle, release, reserve
+from grpo_dist.plan.node_layout import slots_of
+from grpo_dist.runtime.event_loop import TimeLimits, blocking
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.resources import Bundle, release, reserve
 from tests.observed import command_line
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from grpo_dist.engines.train.checkpoint_reader import SafePlanner, SafeReader
+from grpo_dist.engines.train.checkpoint import SafePlanner, SafeReader
 
 
 def tensor_bytes(folder: Path) -> dict[str, int]:

@@ -12,7 +12,7 @@ import pytest
 import grpo_dist
 from grpo_dist import api
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins.registry import load_attribute
 from tests.messages import refuses, says
 
 SMALL = {"data": "arithmetic", "data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
@@ -149,7 +149,7 @@ def test_a_dry_run_trains_nothing(
     dry_run: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It prints what the command prints: the plan and, on this machine, what was checked."""
-    monkeypatch.setattr("grpo_dist.trainer.run.run", lambda *arguments: pytest.fail("it trains"))
+    monkeypatch.setattr("grpo_dist.run.run.run", lambda *arguments: pytest.fail("it trains"))
     config = SMALL | {"trainer": {"default_local_dir": str(tmp_path), "dry_run": dry_run}}
     assert grpo_dist.train(config=config) == grpo_dist.TrainingResult(tmp_path, None, [])
     told = capsys.readouterr().out

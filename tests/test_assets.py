@@ -1,4 +1,7 @@
-"""The built-in model: found by name, loads like any model, and starts where GRPO has something to improve."""
+"""The built-in model: found by name, loads like any model, and starts where GRPO has something to improve.
+
+Paths that cannot be looked at are not there; nothing raises.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets import expanded, is_file, is_folder, is_on_the_hub, resolve_model_path
 from grpo_dist.errors import ConfigError
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tasks.gsm8k import compute_score
@@ -52,6 +55,12 @@ def test_builtin_names_resolve_inside_the_package() -> None:
 
     assert TINY.parent == Path(grpo_dist.__file__).parent / "assets"
     assert (TINY / "model.safetensors").is_file()
+
+
+def test_a_model_that_is_no_folder_is_on_the_hub(tmp_path: Path) -> None:
+    assert is_on_the_hub("Qwen/Qwen3-0.6B")
+    assert not is_on_the_hub("builtin:tiny-qwen3")
+    assert not is_on_the_hub(str(tmp_path))
 
 
 def test_folders_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,3 +177,30 @@ def test_greedy_is_direct_and_sampling_shows_the_worked_style(script: ModuleType
     worked = [score(row, text) for row, text in zip(rows, sampled, strict=True) if "=" in text]
     assert 0.15 <= len(worked) / len(rows) <= 0.35  # 0.25 +- 3 standard errors
     assert sum(worked) / len(worked) > 0.8  # 0.94 of 640 worked responses
+
+
+def test_files_folders_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert is_file(tmp_path / "file")
+    assert is_file("~/file")
+    assert not is_folder("~/file")
+    assert is_folder(str(tmp_path))
+    assert not is_file(tmp_path)
+    assert expanded("~/file") == tmp_path / "file"
+    assert expanded("file") == Path("file")
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\x00b", "\ud800", "~no_such_user_here/x", "/" * 5000 + "gone"])
+def test_what_cannot_be_looked_at(path: str) -> None:
+    assert not is_file(path)
+    assert not is_folder(path)
+
+
+def test_a_folder_that_may_not_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.stat", refuse)
+    assert not is_file("/root/x")
+    assert not is_folder("/root")

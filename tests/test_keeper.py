@@ -23,7 +23,7 @@ daemon = "trap '' TERM; setsid sh -c \\"trap '' TERM; sleep 1000 & wait; sleep 1
 for command in (
     ["sleep", "1000"],
     ["sh", "-c", daemon],
-    [sys.executable, "-m", "grpo_dist.agents.guard", "env", "-i", "/bin/sh", "-c", "sleep 1000 & wait"],
+    [sys.executable, "-m", "grpo_dist.supervisor", "env", "-i", "/bin/sh", "-c", "sleep 1000 & wait"],
 ):
     subprocess.Popen(command, stdout=held, start_new_session=True)
 held.close()

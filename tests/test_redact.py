@@ -1,8 +1,7 @@
 import pytest
 
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys, section_keys
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.redact import REDACTED, hide_in_texts, names_a_secret, redact, redact_text
 
 

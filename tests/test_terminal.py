@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from grpo_dist.cli.chat import side_by_side
 from grpo_dist.cli.entry import main
+from grpo_dist.cli.generate import side_by_side
 from grpo_dist.errors import DataError
 from grpo_dist.terminal import json_line, printable, show
 from grpo_dist.tracking.console import Progress

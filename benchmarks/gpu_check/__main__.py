@@ -1,7 +1,7 @@
 """What a machine with one NVIDIA GPU shows, part by part: `python -m benchmarks.gpu_check` prints a table, writes JSON.
 
-The engine layer needs torch >= 2.11, transformers and safetensors; the whole one an environment by `make setup
-DEVICE=gpu`. A check that was cut off goes on where it was; what was skipped or has failed is tried again. Exit codes: 0
+The engine layer needs torch >= 2.11, transformers, safetensors and pydantic; the whole one what `DEVICE=gpu make setup`
+installs. A check that was cut off goes on where it was; what was skipped or has failed is tried again. Exit codes: 0
 all is as expected, 1 something failed or missed what is expected of it, 2 nothing could run.
 """
 

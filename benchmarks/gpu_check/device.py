@@ -8,8 +8,8 @@ from benchmarks import head as ways
 from benchmarks.gpu_check.gpu import host_gib, median_seconds, used_gib
 from benchmarks.gpu_check.results import largest
 from benchmarks.gpu_check.work import Work
-from grpo_dist.config.rank_memory import CUDA_GIB
 from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.plan.memory import CUDA_GIB
 from grpo_dist.sizes import GIB
 
 # Less than any CUDA context, which takes some hundred MiB.

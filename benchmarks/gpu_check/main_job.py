@@ -15,7 +15,7 @@ LEAST_RISE = 0.2
 
 def main_job(work: Work) -> None:
     """A few steps of the built-in job on this machine, from the command to its exit code."""
-    from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
+    from grpo_dist.tracking.jsonl import METRICS, read_metrics
 
     run_dir = work.folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -28,7 +28,7 @@ def main_job(work: Work) -> None:
     work.found.note("from the command to its end", time.perf_counter() - started, "s")
     if code:
         return
-    rows = [row for row in read_metrics(run_dir / FILE_NAME) if "critic/score/mean" in row]
+    rows = [row for row in read_metrics(run_dir / METRICS) if "critic/score/mean" in row]
     first, last = (float(row["critic/score/mean"]) for row in (rows[0], rows[-1]))
     work.found.at_least(
         f"rise of the score in {len(rows)} steps", last - first, LEAST_RISE, note=f"{first:.3g} to {last:.3g}"

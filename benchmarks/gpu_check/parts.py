@@ -8,8 +8,8 @@ from typing import Literal
 
 Layer = Literal["engine", "whole"]
 NEEDED: dict[Layer, tuple[str, ...]] = {
-    "engine": ("torch", "transformers", "safetensors"),
-    "whole": ("torch", "transformers", "safetensors", "ray", "vllm", "hydra", "pydantic"),
+    "engine": ("torch", "transformers", "safetensors", "pydantic"),
+    "whole": ("torch", "transformers", "safetensors", "pydantic", "ray", "vllm", "hydra"),
 }
 # A part that takes this many times what it should is ended, and none sooner than after so many seconds.
 PATIENCE, LEAST_LIMIT_S = 3, 120

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,7 @@ from benchmarks.gpu_check.work import Work
 
 if TYPE_CHECKING:
     from grpo_dist.config.schema import RunConfig
-    from grpo_dist.trainer.build import Workers
-    from grpo_dist.trainer.roles import Roles
+    from grpo_dist.roles.roles import Roles
 
 # How long the kernel and the driver may take to clear up after a process.
 FREED_S = 30.0
@@ -30,22 +29,22 @@ OURS = "our rollout group: tokens"
 
 def roles(work: Work) -> None:
     """All roles on one GPU: sync, tokens per second, then kill -9 of the engine."""
-    with _started(work, _config(work)) as (config, workers, started):
-        _sync(work, config, workers, started)
+    with _started(work, _config(work)) as (config, started):
+        _sync(work, config, started)
         _generate(work, started)
-        _kill_engine(work, config, workers)
+        _kill_engine(work, config, started)
 
 
 def broadcast(work: Work) -> None:
     """Weight sync where actor and engine have a GPU each: NCCL."""
-    with _started(work, _config(work, TWO_GPUS)) as (config, workers, started):
-        _sync(work, config, workers, started)
+    with _started(work, _config(work, TWO_GPUS)) as (config, started):
+        _sync(work, config, started)
 
 
 def vllm_alone(work: Work) -> None:
     """The `LLM` of vLLM with the settings of our engine, on the same prompts."""
-    from grpo_dist.config.placement import placement
     from grpo_dist.engines.vllm.arguments import quiet_environment
+    from grpo_dist.plan.placement import placement
 
     config = _config(work)
     place = placement(config)
@@ -68,7 +67,7 @@ def vllm_alone(work: Work) -> None:
 
 
 def _config(work: Work, cluster: Sequence[str] = ()) -> RunConfig:
-    from grpo_dist.config.load import load_config
+    from grpo_dist.plan.commands import load_config
 
     sizes = work.scale.rollout
     overrides = [
@@ -84,41 +83,41 @@ def _config(work: Work, cluster: Sequence[str] = ()) -> RunConfig:
 
 
 @contextmanager
-def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Workers, Roles]]:
+def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Roles]]:
     """The roles of a run on a Ray of their own, ended behind the block."""
-    from grpo_dist.workers.cluster import connect, set_local_environment
+    from grpo_dist.runtime.cluster import connect, set_local_environment
 
     set_local_environment()  # before Ray is imported
     import ray
 
-    from grpo_dist.trainer.build import Workers
+    from grpo_dist.run.build import spawn_roles, start_roles
 
     connect("local", None)
     started = time.perf_counter()
-    workers = Workers(config)
-    try:
-        ready = workers.start(1)
+    with ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        ready = spawn_roles(config, stack)
+        start_roles(config, ready, 1)
         work.found.note("from the first process to all roles ready", time.perf_counter() - started, "s")
-        yield config, workers, ready
-    finally:
-        workers.shutdown()
-        ray.shutdown()
+        yield config, ready
 
 
-def _sync(work: Work, config: RunConfig, workers: Workers, started: Roles) -> None:
+def _sync(work: Work, config: RunConfig, started: Roles) -> None:
     from benchmarks.gpu_check.weights import num_bytes
+    from grpo_dist.plan.placement import placement
+    from grpo_dist.roles.weight_sync import sync_weights
+    from grpo_dist.roles.weight_transport import weight_transport
+    from grpo_dist.runtime.event_loop import run
     from grpo_dist.trainer.settings import engine_settings
-    from grpo_dist.workers.event_loop import run
-    from grpo_dist.workers.weight_sync import sync_weights
-    from grpo_dist.workers.weight_transport import weight_transport
 
-    settings = engine_settings(config, workers.place, 0)
+    place = placement(config)
+    settings = engine_settings(config, place, 0)
     way = weight_transport(
         settings.weight_transport,
-        workers_per_engine=workers.place.tensor_parallel,
+        workers_per_engine=place.tensor_parallel,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
     )
-    actor, times = workers.groups["actor"], []
+    actor, times = started.actor.workers, []
     for version in range(ROUNDS + 1):  # the first one warms up
         begun = time.perf_counter()
         run(sync_weights(actor, started.rollout, version=version, dtype=settings.dtype, transport=way))
@@ -140,11 +139,11 @@ def _generate(work: Work, started: Roles) -> None:
     work.found.note(OURS, load.tokens / seconds, "/s")
 
 
-def _kill_engine(work: Work, config: RunConfig, workers: Workers) -> None:
+def _kill_engine(work: Work, config: RunConfig, started: Roles) -> None:
     """SIGKILL the rollout worker, and see what its processes and the GPU's memory do."""
     import psutil
 
-    process = psutil.Process(workers.groups["rollout"].call(0, "report", "address").pid)
+    process = psutil.Process(started.rollout.workers.call(0, "report", "address").pid)
     family = [process, *process.children(recursive=True)]
     before, begun = used_gib(), time.perf_counter()
     process.send_signal(signal.SIGKILL)

@@ -18,10 +18,10 @@ start=${PLANNER_START:-outputs/grpo_dist/planner_sft/huggingface}
 # Seven of ten answers name the steps in the order of the request, which is wrong for two of its four forms. To copy what a
 # request says takes the model most of the 1,500 steps; the habit of the wrong order is what GRPO is for.
 if [[ ! -f $data/test.parquet ]]; then
-  "$python" -m grpo_dist.tasks.prepare planner --size small --sft_size 5600 --hasty_share 0.7 --local_save_dir "$data"
+  "$python" -m grpo_dist data planner --size small --sft_size 5600 --hasty_share 0.7 --local_save_dir "$data"
 fi
 if [[ ! -f $start/config.json ]]; then
-  "$python" -m grpo_dist.sft model=tiny data.train_files="$data/sft.parquet" data.val_files=null \
+  "$python" -m grpo_dist sft model=tiny data.train_files="$data/sft.parquet" data.val_files=null \
     data.train_batch_size=32 data.max_length=256 optim.lr=2e-3 trainer.total_epochs=9 trainer.total_training_steps=1500 \
     cluster.num_threads_per_worker=1 trainer.default_local_dir="$(dirname "$start")"
 fi

@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../python.sh"
 data=${PLANNER_DATA:-data/planner}
 
 if [[ ! -f $data/train.parquet ]]; then
-  "$python" -m grpo_dist.tasks.prepare planner --local_save_dir "$data"
+  "$python" -m grpo_dist data planner --local_save_dir "$data"
 fi
 
 plan='{path: grpo_dist.tasks.planner, label: plan, weight: 0.9, reward_kwargs: {tag: plan}}'

@@ -15,8 +15,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from grpo_dist.rewards.format import last_tag_content
-from grpo_dist.rewards.number_text import MINUS_SIGNS, accepted_answers, contains
+from grpo_dist.rewards.format import MINUS_SIGNS, accepted_answers, contains, last_tag_content
 from grpo_dist.tasks.gsm8k import ANY_NUMBER
 
 _NUMBER = re.compile(rf"(?:{ANY_NUMBER.pattern})(?:[eE][+-]?[0-9]{{1,3}}(?!\w))?")

@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.base import check_choice
+from grpo_dist.rewards.contract import check_choice
 
 UNITS = ("words", "characters")
 SHAPES = ("linear", "cosine")

@@ -19,7 +19,7 @@ from typing import Any
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.format import last_tag_content
-from grpo_dist.tasks.competition_math.boxed import last_boxed
+from grpo_dist.tasks.competition_math.task import last_boxed
 
 MOST_CHARACTERS = 80  # of a line after "Answer:" that are looked at
 _STATED = re.compile(r"\b(?:answer|option|choice)\b[*_\s]*(?::|=|\bis\b)[*_\s:]*", re.IGNORECASE)

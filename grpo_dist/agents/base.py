@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from grpo_dist.agents.episode import Episode
 from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.registry import Registry, takes
 from grpo_dist.redact import redact
-from grpo_dist.registry import Registry, takes
 
 KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 KWARGS_KEY = "actor_rollout_ref.rollout.agent.agent_kwargs"
@@ -39,11 +39,7 @@ class AgentLoop(ABC):
 
     @classmethod
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`agent_kwargs` as the rollout workers get them, who run in another folder; called before the run starts.
-
-        Raises:
-            ConfigError: something that they name is not there.
-        """
+        """`agent_kwargs` as the rollout workers get them, who run in another folder; called before the run starts."""
         return kwargs
 
     @classmethod
@@ -51,9 +47,6 @@ class AgentLoop(ABC):
         """Variables of the chat template for prompts, such as `tools`, besides data.apply_chat_template_kwargs.
 
         Called before the run starts, with `agent_kwargs`.
-
-        Raises:
-            ConfigError: something that they name is not there.
         """
         return {}
 
@@ -93,19 +86,14 @@ class SingleTurn(AgentLoop):
 
 
 def load_agent_loop(name: str, kwargs: Mapping[str, Any]) -> type[AgentLoop]:
-    """The class called `name`, built-in or `pkg.module:Class` or `path/to/file.py:Class`.
-
-    Raises:
-        ConfigError: there is none, it is no `AgentLoop` with an `async def run(self, episode)`, or it does not take
-            `kwargs`.
-    """
-    found = AGENT_LOOP.get(name)
-    if not isinstance(found, type) or not issubclass(found, AgentLoop):
+    """The class called `name`, built-in or `pkg.module:Class` or `path/to/file.py:Class`."""
+    loop = AGENT_LOOP.get(name)
+    if not isinstance(loop, type) or not issubclass(loop, AgentLoop):
         raise ConfigError(f"{KEY}={name}: must be a class derived from grpo_dist.agents.AgentLoop")
-    if inspect.isabstract(found) or not inspect.iscoroutinefunction(found.run) or not takes(found.run, None, None):
-        raise ConfigError(f"{KEY}={name}: {found.__name__} needs `async def run(self, episode)`")
+    if inspect.isabstract(loop) or not inspect.iscoroutinefunction(loop.run) or not takes(loop.run, None, None):
+        raise ConfigError(f"{KEY}={name}: {loop.__name__} needs `async def run(self, episode)`")
     try:
-        inspect.signature(found).bind(**kwargs)
+        inspect.signature(loop).bind(**kwargs)
     except TypeError as error:
-        raise ConfigError(f"{KWARGS_KEY}={redact(kwargs)}: {found.__name__}: {error}") from None
-    return found
+        raise ConfigError(f"{KWARGS_KEY}={redact(kwargs)}: {loop.__name__}: {error}") from None
+    return loop

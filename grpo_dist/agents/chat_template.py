@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from grpo_dist.assets.tokenizer import continued
+
 Message = Mapping[str, Any]
 
 MARK = "grpo_dist_mark"  # what a template may take for a name or a text, and no conversation has
@@ -39,7 +41,7 @@ def behind_turn(
     is_ended: bool,
     template_kwargs: Mapping[str, Any],
 ) -> str:
-    """What the chat template writes from the end of a turn of the policy to where the policy goes on.
+    """Return what the chat template writes from the end of a turn of the policy to where the policy goes on.
 
     Args:
         tokenizer: the model's.
@@ -54,17 +56,13 @@ def behind_turn(
         ValueError: the template ends turns with none of `ends`.
         Exception: of the template's, which refuses the messages.
     """
-    turn = _turn(calls)
-    if messages and messages[-1]["role"] == "assistant":  # the policy has gone on from there
-        turn = {**messages[-1], **turn, "content": messages[-1]["content"] + turn["content"]}
-        messages = messages[:-1]
-    text = rendered(tokenizer, [*messages, turn, *added], template_kwargs)
+    text = rendered(tokenizer, continued(messages, [_turn(calls), *added]), template_kwargs)
     start = text.find(MARK)
-    found = [(text.index(end, start), end) for end in ends if start >= 0 and end in text[start:]]
-    if not found:
+    endings = [(text.index(end, start), end) for end in ends if start >= 0 and end in text[start:]]
+    if not endings:
         shown = ", ".join(map(repr, sorted(ends)))
         raise ValueError(f"the model's chat template does not end a turn of the policy with an end token ({shown})")
-    at, end = min(found)
+    at, end = min(endings)
     return text[at + len(end) :] if is_ended else text[at:]
 
 
@@ -74,8 +72,8 @@ def opening_of_calls(tokenizer: Any, messages: Sequence[Message], template_kwarg
     turns = [[*messages, turn] for turn in (call, _turn(()))]
     called, said = (rendered(tokenizer, turn, template_kwargs, goes_on=False) for turn in turns)
     front = called[: called.find(MARK)]
-    found = _TAG.search(front[len(os.path.commonprefix([front, said])) :])
-    return found[0] if found else None
+    tag = _TAG.search(front[len(os.path.commonprefix([front, said])) :])
+    return tag[0] if tag else None
 
 
 def _turn(calls: Sequence[Message]) -> Message:

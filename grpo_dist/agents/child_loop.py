@@ -52,8 +52,8 @@ async def _serve(play: Play, answers: TextIO) -> None:
 
 async def _one(play: Play, message: dict[str, Any], answers: TextIO) -> None:
     try:
-        found = await play(message["task"], message["base_url"], message["token"])
-        line = json.dumps({"id": message["id"], "ok": True, **found})
+        answer = await play(message["task"], message["base_url"], message["token"])
+        line = json.dumps({"id": message["id"], "ok": True, **answer})
     except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - it is told, and costs one episode
         traceback.print_exc()
         why = "".join(traceback.format_exception_only(type(error), error)).strip()

@@ -20,7 +20,7 @@ from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import SEED_BITS, Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.registry import described
+from grpo_dist.plugins.registry import described
 
 # (prompt, sampling) -> the sampled continuation; None: it was aborted.
 Sample = Callable[[list[int], SamplingSettings], Coroutine[Any, Any, Response | None]]
@@ -135,7 +135,7 @@ class Episode:
         self._busy = False
 
     def again(self, failure: str) -> Episode:
-        """The same episode from its beginning, after a failure of this kind."""
+        """Return this episode from its beginning, after a failure of this kind."""
         return Episode(
             self.row,
             self._sampling,
@@ -216,9 +216,6 @@ class Episode:
 
         Yields:
             The address and the key, which end with the block.
-
-        Raises:
-            RuntimeError: the episode has begun already, or its engine has no endpoint.
         """
         if self.token_ids or self._busy:
             raise RuntimeError("episode.endpoint: the episode has begun; open it before anything else")
@@ -254,21 +251,13 @@ class Episode:
         self.metrics["delivered_tokens"] = recording.delivered()
 
     def append(self, text: str) -> None:
-        """Put in text that does not train. Special tokens may be written out, such as those of the chat template.
-
-        Raises:
-            TypeError: it is no text.
-        """
+        """Put in text that does not train. Special tokens may be written out, such as those of the chat template."""
         if not isinstance(text, str):
             raise TypeError(f"episode.append(text): must be text, is {described(text)}")
         self.append_tokens(self.tokenizer.encode(text, add_special_tokens=False))
 
     def append_tokens(self, token_ids: Sequence[int]) -> None:
-        """Put in tokens that do not train; where they do not fit, they are cut and the episode is `truncated`.
-
-        Raises:
-            ValueError: an id is outside the tokenizer's vocabulary.
-        """
+        """Put in tokens that do not train; where they do not fit, they are cut and the episode is `truncated`."""
         ids = [int(token) for token in token_ids]
         if ids and not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
             raise ValueError(
@@ -301,7 +290,7 @@ class Episode:
             self.row.messages,
             messages,
             calls=calls,
-            ends={each for each in (end, self.tokenizer.eos_token) if each},
+            ends={mark for mark in (end, self.tokenizer.eos_token) if mark},
             is_ended=end is not None,
             template_kwargs=self.template_kwargs,
         )
@@ -311,9 +300,6 @@ class Episode:
         """Reward what the policy has done up to here: a step, for estimators that judge steps (`grpo_process`).
 
         It sits on the last token that was sampled. The episode's `reward`, where a loop sets none, is the sum of these.
-
-        Raises:
-            RuntimeError: nothing was sampled yet.
         """
         if 1 not in self._mask:
             raise RuntimeError("episode.add_step_reward: nothing was sampled yet that it could be for")
@@ -328,11 +314,7 @@ class Episode:
         self.failure = str(why)
 
     def outcome(self) -> float | None:
-        """The reward that the loop has given; None: it gave none.
-
-        Raises:
-            ValueError: it, or one of the metrics, is no finite number.
-        """
+        """The reward that the loop has given; None: it gave none."""
         for name, value in self.metrics.items():
             self.metrics[name] = finite(f"episode.metrics[{name!r}]", value)
         if self.reward is None and self.step_rewards:
@@ -340,11 +322,7 @@ class Episode:
         return None if self.reward is None else finite("episode.reward", self.reward)
 
     def response(self) -> Response:
-        """The whole response.
-
-        Raises:
-            RuntimeError: nothing was sampled, so there is nothing to train.
-        """
+        """The whole response."""
         if not self.num_turns:
             raise RuntimeError(
                 f"the episode ended without a turn, with {len(self.token_ids)} tokens put in and room for {self.room} "
@@ -381,11 +359,7 @@ class Episode:
 
 
 def finite(name: str, value: Any) -> float:
-    """A number that a loop has set.
-
-    Raises:
-        ValueError: it is no finite number.
-    """
+    """A number that a loop has set."""
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{name} = {described(value)}: must be a finite number")
     return float(value)

@@ -28,13 +28,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from grpo_dist.agents import child_loop
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.episode import Episode
-from grpo_dist.code_names import CodeName, parse_code
 from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.names import CodeName, parse_code
+from grpo_dist.plugins.registry import described
 from grpo_dist.redact import redact, redact_text
-from grpo_dist.registry import described
 from grpo_dist.terminal import show
 
 END_S = 2.0  # that a process has to end after it has closed its output
@@ -55,9 +57,6 @@ class External(AgentLoop):
         python: the interpreter that has its packages; None: this one.
         command: in place of a function, a program with its arguments.
         url: in place of both, a server's address.
-
-    Raises:
-        ConfigError: not exactly one of play, command and url is given.
     """
 
     gives_reward = True
@@ -112,16 +111,12 @@ class External(AgentLoop):
 
 class _Server:
     def __init__(self, url: str) -> None:
-        import httpx
-
         self._url = url
         # The limits are the episode's; no proxy, since the server is on this machine.
         no_limits = httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(timeout=None, limits=no_limits, trust_env=False)
 
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        import httpx
-
         waited, wait = 0.0, FIRST_WAIT_S
         while True:
             try:
@@ -177,7 +172,7 @@ class _Command:
             await self._reading
 
     async def _start(self) -> None:
-        guarded = [sys.executable, "-m", "grpo_dist.agents.guard", *self._command]
+        guarded = [sys.executable, "-m", "grpo_dist.supervisor", *self._command]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*guarded, stdin=pipe, stdout=pipe, limit=LONGEST_LINE)
         self._reading = asyncio.create_task(self._read(self._process))

@@ -127,16 +127,16 @@ class Gateway:
     async def _sweep(self) -> None:
         """Close the connections that send no request, or the next one's head ever so slowly, or read no answer."""
         before = self._waiting
-        idle = [each for each in self._connections() if each.cycle is None or each.cycle.response_complete]
-        self._waiting = {each: each.cycle for each in idle}
+        idle = [other for other in self._connections() if other.cycle is None or other.cycle.response_complete]
+        self._waiting = {other: other.cycle for other in idle}
         for connection, last in self._waiting.items():
             if before.get(connection, self) is last:
                 connection.transport.abort()
 
     async def _sample(self, prompt: list[int], max_tokens: int | None, stop: Sequence[str]) -> Response:
-        found = _ASKING.get()
-        assert found is not None, "the app is reached through __call__ only"
-        session, route = found
+        asking = _ASKING.get()
+        assert asking is not None, "the app is reached through __call__ only"
+        session, route = asking
         if session.token not in self._sessions:  # the app has work of its own that outlives a request
             raise RequestRefused("the episode is over")
         call, sampling = session.recording.begin(

@@ -84,9 +84,6 @@ class Recording:
             is_chat: whether a chat template has rendered it, so that tokens of earlier calls may stand in it.
             max_tokens: what the client asks for at most.
             stop: texts that end the response, besides the run's.
-
-        Raises:
-            RequestRefused: there have been too many calls, too many are under way, or there is no room.
         """
         most = MOST_CALLS if self.max_calls is None else self.max_calls
         if self._num_begun >= most:
@@ -150,7 +147,7 @@ class Recording:
         return sorted(self.calls, key=lambda call: len(call.prompt_ids) + len(call.sampled), reverse=True)
 
     def _seed(self, prompt_ids: list[int]) -> int | None:
-        """The same for the same prompt, in whichever order parallel calls come; another one if it is asked again."""
+        """Return a seed by the prompt and how often it was asked, whatever the order of parallel calls."""
         if self.sampling.seed is None:
             return None
         key = hashlib.blake2b(repr((self.sampling.seed, prompt_ids)).encode(), digest_size=8).digest()
@@ -163,7 +160,7 @@ class Recording:
 
 
 def _cut_behind(ids: list[int], text: str, decode: Any) -> int | None:
-    """How many of `ids` say `text`; None: they say something else, or it ends within a token."""
+    """Return how many of `ids` say `text`; None: they say something else, or it ends within a token."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2

@@ -25,11 +25,12 @@ from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
 from grpo_dist.agents.episode import Endpoint, Episode, EpisodeEnded, Sample
 from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
+from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.settings import AgentSettings, SamplingSettings
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError, GrpoDistError
+from grpo_dist.plugins.registry import traceback_tail
 from grpo_dist.redact import redact
-from grpo_dist.registry import traceback_tail
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 TIMEOUT_KEY = f"{_AGENT}.timeout_s"
@@ -66,12 +67,12 @@ class EpisodeRunner:
     """One agent loop and the thread it runs on.
 
     Args:
-        settings: the loop.
+        settings: the section that names the loop.
         generate: the engine's; called on the event loop that calls `run`.
         gateway: the endpoint, on that event loop too; None: the engine has none.
     """
 
-    def __init__(self, settings: AgentSettings, generate: Generate, gateway: Gateway | None = None) -> None:
+    def __init__(self, settings: AgentConfig, generate: Generate, gateway: Gateway | None = None) -> None:
         self.settings, self._generate, self._gateway = settings, generate, gateway
         self._events = asyncio.new_event_loop()
         self._groups: set[asyncio.Task[Any]] = set()  # that run
@@ -82,11 +83,7 @@ class EpisodeRunner:
         self._loop: AgentLoop | None = None
 
     async def start(self) -> None:
-        """Make the agent loop.
-
-        Raises:
-            ConfigError: the class is not there, or cannot be made.
-        """
+        """Make the agent loop."""
         self._thread.start()
         future = asyncio.run_coroutine_threadsafe(self._make(), self._events)
         self._loop = await asyncio.wrap_future(future)
@@ -133,11 +130,11 @@ class EpisodeRunner:
         await _cancelled(asyncio.all_tasks() - {asyncio.current_task()})  # else they complain as garbage
 
     async def _make(self) -> AgentLoop:
-        loop_class = load_agent_loop(self.settings.name, self.settings.kwargs)
+        loop_class = load_agent_loop(self.settings.default_agent_loop, self.settings.agent_kwargs)
         try:
-            return loop_class(**self.settings.kwargs)
+            return loop_class(**self.settings.agent_kwargs)
         except USER_ERRORS as error:
-            where = f"{KEY}={self.settings.name} with {KWARGS_KEY}={redact(self.settings.kwargs)}"
+            where = f"{KEY}={self.settings.default_agent_loop} with {KWARGS_KEY}={redact(self.settings.agent_kwargs)}"
             line = _last_line(traceback.extract_tb(error.__traceback__), loop_class)
             problem = f"{loop_class.__name__}() raised {type(error).__name__}: {error}{line}"
             raise ConfigError(f"{where}: {problem}") from None
@@ -168,11 +165,7 @@ class EpisodeRunner:
                 raise AgentError(f"{second}\n({before})", second.kind) from None
 
     async def _attempt(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Episode:
-        """Run an episode from its beginning.
-
-        Raises:
-            AgentError: it failed.
-        """
+        """Run an episode from its beginning."""
         outside = whole = asyncio.timeout(None)
         kind, problem = "error", ""
         try:
@@ -226,7 +219,7 @@ class EpisodeRunner:
         return bool(episode.num_turns) and (episode.reward is not None or not self._made.gives_reward)
 
     def _fault(self, episode: Episode) -> tuple[str, str]:
-        """What is wrong with an episode whose loop has ended: the kind, and why; "": nothing."""
+        """Return what is wrong with an episode whose loop has ended: the kind, and why; "": nothing."""
         if episode.failure is not None:
             return "failed", f"episode.fail: {episode.failure}"
         try:
@@ -300,7 +293,7 @@ class EpisodeRunner:
 
     @property
     def _name(self) -> str:
-        return self.settings.name
+        return self.settings.default_agent_loop
 
     @property
     def _made(self) -> AgentLoop:

@@ -15,11 +15,11 @@ from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, rendered, tool_call
 from grpo_dist.agents.episode import Episode, Turn
 from grpo_dist.agents.tools import TOOLS_KEY, Toolbox, load_tools
-from grpo_dist.code_names import absolute
 from grpo_dist.engines.base import ParseCalls, ToolCall
-from grpo_dist.engines.vllm.tool_parsers import parser_names, vllm_parser
+from grpo_dist.engines.vllm.installed import parser_names, vllm_parser
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins.names import absolute
+from grpo_dist.plugins.registry import load_attribute
 
 PARSER_KEY = f"{KWARGS_KEY}.tool_parser"
 _LIMITS: Mapping[str, type[int] | type[float]] = {
@@ -57,10 +57,10 @@ class ToolAgent(AgentLoop):
         max_tool_response_length: int = 2048,
         tool_timeout_s: float = 60.0,
     ) -> None:
-        found = load_tools(tools)
-        self._schemas = [tool.schema for tool in found.values()]
+        by_name = load_tools(tools)
+        self._schemas = [tool.schema for tool in by_name.values()]
         self._parser, self._most = tool_parser, max_parallel_calls
-        self._toolbox = Toolbox(found, max_tool_response_length, tool_timeout_s)
+        self._toolbox = Toolbox(by_name, max_tool_response_length, tool_timeout_s)
         self._parse: ParseCalls | None = None
         self._opening: str | None = None
 
@@ -77,7 +77,7 @@ class ToolAgent(AgentLoop):
             value: Any = kwargs.get(name, 1)
             if type(value) not in (int, kind) or value <= 0:  # True is no number
                 raise ConfigError(f"{KWARGS_KEY}.{name}={value!r}: must be above 0, of type {kind.__name__}")
-        return {**kwargs, "tools": [absolute(each) for each in kwargs["tools"]], "tool_parser": absolute(parser)}
+        return {**kwargs, "tools": [absolute(tool) for tool in kwargs["tools"]], "tool_parser": absolute(parser)}
 
     @classmethod
     def template_kwargs(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,11 +88,7 @@ class ToolAgent(AgentLoop):
     def check_template(
         cls, kwargs: Mapping[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[str]
     ) -> None:
-        """See `AgentLoop.check_template`: it tells of tools, and renders as many answers as a turn may have.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """See `AgentLoop.check_template`: it tells of tools, and renders as many answers as a turn may have."""
         problem = "is not there"
         if tokenizer.chat_template:
             problem = _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends)
@@ -116,8 +112,8 @@ class ToolAgent(AgentLoop):
             texts = [answer.text for answer in answers]
             if len(calls) > len(made):
                 texts[-1] += f"\n[{len(calls) - len(made)} more calls were not run: a turn may have {self._most}]"
-            told = [tool_call(i, call.name) for i, call in enumerate(made)]
-            episode.append_messages(_messages(told, texts), told)
+            said_calls = [tool_call(i, call.name) for i, call in enumerate(made)]
+            episode.append_messages(_messages(said_calls, texts), said_calls)
 
     def _calls(self, episode: Episode, turn: Turn) -> Sequence[ToolCall]:
         """The calls of a turn; one without a name stands for those that cannot be read."""
@@ -147,7 +143,7 @@ def _messages(calls: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> lis
 
 
 def _fault(tokenizer: Any, template_kwargs: Mapping[str, Any], most: int, ends: Collection[str]) -> str:
-    """What is wrong with a chat template, in words; "": nothing."""
+    """Say what is wrong with a chat template, in words; "": nothing."""
     first = template_kwargs["tools"][0]
     marked = {**first, "function": {**first["function"], "name": MARK}}
     doing = "tells nobody of tools"

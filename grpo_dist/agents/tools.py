@@ -21,14 +21,14 @@ from grpo_dist.agents.base import KWARGS_KEY
 from grpo_dist.agents.runner import USER_ERRORS
 from grpo_dist.engines.base import ToolCall
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import described, load_attribute
+from grpo_dist.plugins.registry import described, load_attribute
 
 TOOLS_KEY = f"{KWARGS_KEY}.tools"
 _Outcome = tuple[Any, BaseException | None]  # what a function returns, and what it raises
 
 
 class Answer(NamedTuple):
-    """What the policy is told of a call."""
+    """The answer to a call, as the policy reads it."""
 
     text: str
     is_error: bool
@@ -50,11 +50,7 @@ class Tool:
 
     @classmethod
     def load(cls, named: Any) -> Tool:
-        """The function that a name such as `path/to/file.py:function` stands for.
-
-        Raises:
-            ConfigError: there is none, or its signature or docstring does not say what the policy must know.
-        """
+        """The function that a name such as `path/to/file.py:function` stands for."""
         if not isinstance(named, str):
             raise ConfigError(f"{TOOLS_KEY}: name functions as path/to/file.py:NAME, not as {described(named)}")
         from transformers.utils import get_json_schema
@@ -72,16 +68,12 @@ class Tool:
 
 
 def load_tools(names: Any) -> dict[str, Tool]:
-    """The tools by name.
-
-    Raises:
-        ConfigError: one cannot be used, or two have the same name.
-    """
+    """The tools by name."""
     if not isinstance(names, Sequence) or isinstance(names, str) or not names:
         raise ConfigError(f"{TOOLS_KEY}={names!r}: must be a list of functions, such as [path/to/file.py:NAME]")
-    tools = [Tool.load(each) for each in names]
+    tools = [Tool.load(spec) for spec in names]
     for tool in tools:
-        if [each.name for each in tools].count(tool.name) > 1:
+        if [other.name for other in tools].count(tool.name) > 1:
             raise ConfigError(f"{TOOLS_KEY}: two functions are called {tool.name!r}; rename one")
     return {tool.name: tool for tool in tools}
 
@@ -139,24 +131,24 @@ class Toolbox:
 
 
 async def _returned(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """What a function returns, or raises. One that may block has a thread of its own, which no pool waits for."""
+    """Return or raise as a function does. One that may block has a thread of its own, which no pool waits for."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[_Outcome] = loop.create_future()
 
-    def tell(told: _Outcome) -> None:
+    def tell(result: _Outcome) -> None:
         if not outcome.done():  # by the time limit
-            outcome.set_result(told)
+            outcome.set_result(result)
 
     def work() -> None:
-        told: _Outcome
+        result: _Outcome
         try:
-            told = function(**arguments), None
+            result = function(**arguments), None
         except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
-            told = None, error
+            result = None, error
         with contextlib.suppress(RuntimeError):  # the run is over, and its event loop closed
-            loop.call_soon_threadsafe(tell, told)
+            loop.call_soon_threadsafe(tell, result)
 
     threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
     returned, error = await outcome

@@ -15,7 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.names import LOSS_AGG_MODES
+from grpo_dist.plugins.names import LOSS_AGG_MODES
 
 
 def agg_loss(
@@ -37,10 +37,6 @@ def agg_loss(
         global_sequences: sequences with at least one token, likewise. None: those of `loss_mask`.
         loss_scale_factor: for seq-mean-token-sum-norm, a constant length such as the longest possible response.
             None: T, which is only right where T is that constant.
-
-    Raises:
-        BatchError: shapes differ.
-        ConfigError: no such mode.
     """
     if loss_mat.shape != loss_mask.shape:
         raise BatchError(f"loss_mat {tuple(loss_mat.shape)} and loss_mask {tuple(loss_mask.shape)} differ")

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.log_ratio import MAX_LOG_RATIO, bounded_log_ratio
-from grpo_dist.algorithms.masking import masked_mean
+from grpo_dist.algorithms.masking import MAX_LOG_RATIO, bounded_log_ratio, masked_mean
 from grpo_dist.errors import BatchError, ConfigError
 
 KEY = "algorithm.rollout_correction"
@@ -66,10 +65,6 @@ def compute_rollout_correction(
     Returns:
         (weights, mask, metrics): weights (N, T) float32, 1 off the mask, or None without `rollout_is`; mask (N, T)
         like `response_mask`; metrics under `training/rollout_*` and `rollout_corr/*`, always.
-
-    Raises:
-        BatchError: shapes differ.
-        ConfigError: an option is not one of those above.
     """
     for column, value in {"rollout_log_probs": rollout_log_probs, "response_mask": response_mask}.items():
         if value.shape != old_log_probs.shape:
@@ -118,11 +113,7 @@ def current_weights(
 
 
 def read_bounds(threshold: float | str, *, key: str) -> tuple[float | None, float]:
-    """(lower, upper) from 2.0, "2.0" (lower None) or "0.5_2.0".
-
-    Raises:
-        ConfigError: not numbers, not positive, or in the wrong order.
-    """
+    """(lower, upper) from 2.0, "2.0" (lower None) or "0.5_2.0"."""
     try:
         numbers = [float(part) for part in str(threshold).split("_")]
     except ValueError:
@@ -136,12 +127,7 @@ def read_bounds(threshold: float | str, *, key: str) -> tuple[float | None, floa
 def read_rejections(
     rollout_rs: str | None, threshold: float | str | None
 ) -> list[tuple[str, tuple[float | None, float]]]:
-    """The names of `rollout_rs`, each with its (lower, upper).
-
-    Raises:
-        ConfigError: an unknown name, a number of thresholds that does not fit, bounds of k1 that keep nothing, or a
-            lower bound for k2 or k3.
-    """
+    """The names of `rollout_rs`, each with its (lower, upper)."""
     if not rollout_rs:
         return []
     names = [name.strip() for name in rollout_rs.split(",")]
@@ -153,7 +139,7 @@ def read_rejections(
         raise ConfigError(
             f"{KEY}.rollout_rs_threshold={threshold}: one threshold for all, or one each for {rollout_rs}"
         )
-    found = []
+    bounds = []
     for name, text in zip(names, texts * len(names) if len(texts) == 1 else texts, strict=False):
         lower, upper = read_bounds(text, key=f"{KEY}.rollout_rs_threshold")
         if name.endswith("k1"):
@@ -165,8 +151,8 @@ def read_rejections(
                 )
         elif lower is not None:
             raise ConfigError(f"{KEY}.rollout_rs_threshold={text}: {name} takes one upper bound")
-        found.append((name, (lower, upper)))
-    return found
+        bounds.append((name, (lower, upper)))
+    return bounds
 
 
 def _importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: float | str) -> Tensor:
@@ -209,7 +195,7 @@ def _reject(log_ratio: Tensor, mask: Tensor, rollout_rs: str | None, threshold: 
 
 
 def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far sampler and trainer are apart; never to be trusted to be 0."""
+    """Return how far sampler and trainer are apart; never to be trusted to be 0."""
     tokens = mask.sum(-1)
     rows = tokens > 0
     count = tokens[rows].clamp_min(1)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.registry import Fault, described
+from grpo_dist.plugins.registry import Fault, described
 
 
 def tensor_fault(value: Any, shape: torch.Size, where: Tensor | None = None) -> str:
-    """How a value differs from a float tensor of this shape with finite numbers; "" if it does not.
+    """Say how a value differs from a float tensor of this shape with finite numbers; "" if it does not.
 
     Args:
         value: anything.
@@ -31,21 +31,21 @@ def tensor_fault(value: Any, shape: torch.Size, where: Tensor | None = None) -> 
 
 
 def advantage_fault(returned: Any, batch: Any, config: Mapping[str, Any]) -> Fault | None:
-    """Of an advantage estimator."""
+    """Return what is wrong with an advantage estimator's results."""
     shape = batch.response_mask.shape
     expected = f"(advantages, returns), both float tensors of shape {tuple(shape)}, without nan and inf"
     if not isinstance(returned, list | tuple) or len(returned) != 2:
         return described(returned), expected
     for name, value in zip(("advantages", "returns"), returned, strict=True):
         if problem := tensor_fault(value, shape):
-            each = isinstance(value, Tensor) and value.numel() == shape[0]
-            remedy = "; batch.on_tokens(numbers) puts a number for each response on its tokens" if each else ""
+            fits_rows = isinstance(value, Tensor) and value.numel() == shape[0]
+            remedy = "; batch.on_tokens(numbers) puts a number for each response on its tokens" if fits_rows else ""
             return f"{name} = {problem}", expected + remedy
     return None
 
 
 def policy_loss_fault(returned: Any, batch: Any, config: Mapping[str, Any]) -> Fault | None:
-    """Of a policy loss. Where log-probs are not finite, it is not the loss that is at fault."""
+    """Return what is wrong with a policy loss's results. Where log-probs are not finite, it is not the loss's fault."""
     shape = batch.log_probs.shape
     expected = f"(token losses, metrics), a float tensor of shape {tuple(shape)} and a dict of scalars"
     if not isinstance(returned, list | tuple) or len(returned) != 2:
@@ -65,7 +65,7 @@ def policy_loss_fault(returned: Any, batch: Any, config: Mapping[str, Any]) -> F
 
 
 def kl_fault(returned: Any, log_probs: Tensor, ref_log_probs: Tensor) -> Fault | None:
-    """Of a KL estimator. Where log-probs are not finite, it is not the estimator that is at fault."""
+    """Return what is wrong with a KL estimator's values. Where log-probs are not finite, it is not its fault."""
     expected = f"a float tensor of shape {tuple(log_probs.shape)}, without nan and inf"
     problem = tensor_fault(returned, log_probs.shape, log_probs.isfinite() & ref_log_probs.isfinite())
     if not problem and log_probs.requires_grad and not returned.requires_grad:

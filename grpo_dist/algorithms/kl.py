@@ -11,20 +11,22 @@ joschu.net/blog/kl-approx.html), with d = log p - log q:
     NAME+             that of NAME     the gradient of k2, straight through
 
 or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...).
-Multiply by the mask before reducing.
+Multiply by the mask before reducing. `KLController` holds the coefficient of the KL penalty in the reward, fixed or
+steered towards a target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.custom_results import kl_fault
-from grpo_dist.algorithms.log_ratio import bounded_log_ratio
+from grpo_dist.algorithms.masking import bounded_log_ratio
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.registry import Registry
+from grpo_dist.plugins.registry import Registry
 
 KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
     "KL estimator",
@@ -78,10 +80,6 @@ def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, key: str 
         log_probs: (N, T) log-probs of the sampled tokens, nats; for `full` (..., V) logits or log-softmax.
         ref_log_probs: the same of the reference.
         key: the config key that names it, for messages.
-
-    Raises:
-        BatchError: the shapes differ.
-        ConfigError: no such estimator, or `full+` (its gradient is exact already).
     """
     if log_probs.shape != ref_log_probs.shape:
         raise BatchError(f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} differ")
@@ -92,3 +90,31 @@ def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, key: str 
         raise ConfigError(f"{key}=full+: the gradient of full is exact already; use full")
     value, with_gradient = KL.get(name[:-1], key)(log_probs.detach(), ref_log_probs), k2(log_probs, ref_log_probs)
     return value + with_gradient - with_gradient.detach()
+
+
+# One update changes the coefficient by at most this share of num_sequences / horizon.
+MAX_ERROR = 0.2
+
+
+@dataclass
+class KLController:
+    """Holds the coefficient; with a target, moves it after each batch.
+
+    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon (arXiv 1909.08593, section 2.2; as verl's).
+
+    Attributes:
+        coef: the coefficient now. It is the whole state: checkpoint it.
+        target_kl: nats per token; None: the coefficient is fixed.
+        horizon: sequences over which a constant error of 1 would double the coefficient, were it not clipped.
+    """
+
+    coef: float
+    target_kl: float | None = None
+    horizon: float = 10_000
+
+    def update(self, kl: float, num_sequences: int) -> None:
+        """Take in a batch of `num_sequences` with mean KL `kl` (nats per token)."""
+        if self.target_kl is None:
+            return
+        error = min(max(kl / self.target_kl - 1, -MAX_ERROR), MAX_ERROR)
+        self.coef *= 1 + error * num_sequences / self.horizon

@@ -1,4 +1,4 @@
-"""Masked means, whitening and discounted sums, and the log-prob and entropy of tokens under logits."""
+"""Masked means, whitening and discounted sums, log-probs and entropies of tokens under logits, bounded log ratios."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
     The sums are float64: the float32 mean of equal values differs from them, and whitening would enlarge that.
     """
-    there = mask.bool()
-    count = there.sum().clamp_min(1)
-    counted = values.double().where(there, 0.0)
-    centred = (counted - counted.sum() / count).where(there, 0.0)
+    inside = mask.bool()
+    count = inside.sum().clamp_min(1)
+    counted = values.double().where(inside, 0.0)
+    centred = (counted - counted.sum() / count).where(inside, 0.0)
     variance = centred.square().sum() / (count - 1).clamp_min(1)
     return (centred * torch.rsqrt(variance + WHITEN_EPS)).to(values.dtype)
 
@@ -62,3 +62,13 @@ def token_entropy(logits: Tensor, temperature: float) -> Tensor:
     """Entropy in nats of softmax(logits / temperature): (..., V) -> (...) float32."""
     log_probs = torch.log_softmax(logits.float() / temperature, -1)
     return -(log_probs.exp() * log_probs).sum(-1)
+
+
+# A ratio beyond e^20 is not worth telling apart: the token is all but impossible under one of the two models, and any
+# clip range or threshold cuts it.
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """The first less the second, element by element, nats; between -20 and 20."""
+    return torch.clamp(log_probs - other_log_probs, -MAX_LOG_RATIO, MAX_LOG_RATIO)

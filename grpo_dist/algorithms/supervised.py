@@ -1,10 +1,19 @@
-"""The loss of supervised fine-tuning: the cross entropy of what the model should say."""
+"""The losses on rows with known answers: of supervised fine-tuning, and of training a reward model.
+
+Fine-tuning takes the cross entropy of what the model should say. A reward model gives a sequence, or a step of it, one
+number r; its losses, of pairs of which one is preferred and of labelled steps or responses, are logistic regressions on
+it. All divide by a count of the whole mini-batch, so micro-batches and ranks only add up.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from grpo_dist.algorithms.aggregate import agg_loss
+from grpo_dist.algorithms.masking import masked_mean
+from grpo_dist.errors import BatchError
 
 
 def supervised_loss(log_probs: Tensor, mask: Tensor, *, global_tokens: float | Tensor) -> Tensor:
@@ -24,8 +33,66 @@ def supervised_loss(log_probs: Tensor, mask: Tensor, *, global_tokens: float | T
 
     Returns:
         A scalar, float32; 0 where nothing is trained.
-
-    Raises:
-        BatchError: the shapes differ.
     """
     return agg_loss(-log_probs, mask, "token-mean", global_tokens=global_tokens)
+
+
+def pair_loss(chosen: Tensor, rejected: Tensor, *, global_pairs: float | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of pairs under the model of Bradley and Terry, P(chosen is preferred) = sigmoid(margin).
+
+        margin = r_chosen - r_rejected
+        loss   = sum over pairs of -log sigmoid(margin) / global pairs
+
+    InstructGPT (arXiv 2203.02155), equation 1, for pairs that weigh the same; TRL's RewardTrainer computes it too. The
+    loss of a model that tells nothing apart is log 2 = 0.693.
+
+    Args:
+        chosen: (P,) float32 scores of the preferred sequences; carries the gradient.
+        rejected: (P,) float32 scores of the others, pair by pair; likewise.
+        global_pairs: pairs of the whole mini-batch, over all ranks.
+
+    Returns:
+        (loss, metrics): a scalar; and means over these pairs: `reward_model/margin`, and `reward_model/accuracy`, the
+        share of pairs with margin > 0. A tie counts as wrong, as in TRL: a model that gives every sequence the same
+        score then shows as 0, and is not taken for one that guesses.
+    """
+    if chosen.shape != rejected.shape:
+        raise BatchError(f"chosen {tuple(chosen.shape)} and rejected {tuple(rejected.shape)} differ")
+    margin = chosen.float() - rejected.float()
+    loss = -logsigmoid(margin).sum() / max(float(global_pairs), 1.0)
+    every_pair = torch.ones_like(margin)
+    return loss, {
+        "reward_model/accuracy": masked_mean((margin > 0).float(), every_pair),
+        "reward_model/margin": masked_mean(margin, every_pair),
+    }
+
+
+def label_loss(
+    values: Tensor, labels: Tensor, mask: Tensor, *, global_labels: float | Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of labelled tokens: binary cross entropy, where sigmoid(r) is the probability of the label 1.
+
+        loss = sum over labelled tokens of -(y log sigmoid(r) + (1 - y) log(1 - sigmoid(r))) / global labels
+
+    With a label for each step this is the process reward model of Math-Shepherd (arXiv 2312.08935), whose hard label of
+    a step is 1 if a correct answer was reached from there. With one label for each response it is the outcome reward
+    model that the paper compares it with.
+
+    Args:
+        values: (N, T) the model's outputs; carries the gradient.
+        labels: (N, T) 0 or 1; read where the mask is 1.
+        mask: (N, T), 1 on labelled tokens.
+        global_labels: labelled tokens of the whole mini-batch, over all ranks.
+
+    Returns:
+        (loss, metrics): a scalar, and `reward_model/accuracy`, the share of labelled tokens where r > 0 exactly if
+        the label is 1. As everywhere, r = 0 counts as a 0.
+    """
+    for column, value in {"labels": labels, "mask": mask}.items():
+        if value.shape != values.shape:
+            raise BatchError(f"{column} {tuple(value.shape)} and values {tuple(values.shape)} differ")
+    # before the loss, not after: the gradient of a masked inf is nan, and 0 * nan is nan
+    values, labels = (column.float().where(mask.bool(), 0.0) for column in (values, labels))
+    losses = binary_cross_entropy_with_logits(values, labels, reduction="none").where(mask.bool(), 0.0)
+    right = ((values > 0) == (labels > 0)).float()
+    return losses.sum() / max(float(global_labels), 1.0), {"reward_model/accuracy": masked_mean(right, mask)}

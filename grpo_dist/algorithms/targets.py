@@ -21,7 +21,7 @@ from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.policy_loss import token_selection
-from grpo_dist.names import SCORELESS_ADV_ESTIMATORS
+from grpo_dist.plugins.names import SCORELESS_ADV_ESTIMATORS
 
 # Keeps the explained variance finite where all returns are equal; verl's value.
 EXPLAINED_EPS = 1e-5
@@ -29,7 +29,7 @@ EXPLAINED_EPS = 1e-5
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """How a batch is prepared for the update, under verl's names.
+    """The settings by which a batch is prepared for the update, under verl's names.
 
     Attributes:
         adv_estimator: the advantage estimator.
@@ -60,7 +60,7 @@ class TargetSettings:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the advantage estimator needs besides the rewards."""
+        """Return what the advantage estimator needs besides the rewards."""
         return ADVANTAGE.needs(self.adv_estimator)
 
     @property
@@ -114,11 +114,11 @@ def compute_targets(
         scored = scored & ~reward_baselines.isnan()
     if scored is None or bool(scored.all()) or settings.adv_estimator in SCORELESS_ADV_ESTIMATORS:
         return _targets(columns, settings, index=index, reward_components=reward_components, **rows, **whole)
-    there = scored.nonzero()[:, 0]
+    scored_rows = scored.nonzero()[:, 0]
     # without any score nothing can be left out: all are taken, without a token that trains
-    taken = there if len(there) else torch.arange(len(scored))
+    taken = scored_rows if len(scored_rows) else torch.arange(len(scored))
     part = {name: values[taken] for name, values in columns.items()}
-    if not len(there):
+    if not len(scored_rows):
         part |= {name: torch.zeros_like(part[name]) for name in ("token_level_scores", "response_mask")}
     whole |= {name: None if values is None else values[taken].nan_to_num() for name, values in rows.items()}
     out, metrics = _targets(
@@ -130,7 +130,7 @@ def compute_targets(
     )
     zeros = torch.zeros(columns["response_mask"].shape)
     back = {name: columns["token_level_scores"].float() if name == "token_level_rewards" else zeros for name in out}
-    return {name: back[name].index_copy(0, there, out[name][: len(there)].float()) for name in out}, metrics
+    return {name: back[name].index_copy(0, scored_rows, out[name][: len(scored_rows)].float()) for name in out}, metrics
 
 
 def _targets(
@@ -212,14 +212,14 @@ def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def _critic_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
-    """How the critic's values lie, and 1 - var(returns - values) / var(returns), over the tokens that train; as verl's.
+    """Return verl's metrics of a critic's values on trained tokens, with 1 - var(returns - values) / var(returns).
 
     Explained variance: 1 if every return is foreseen, 0 if a constant would do as well, less if it would do better.
     """
-    there = mask > 0
+    trains = mask > 0
     metrics = _spread("critic/values", values, mask)
-    if there.sum() > 1:
-        error, spread = (returns - values)[there].double().var(), returns[there].double().var()
+    if trains.sum() > 1:
+        error, spread = (returns - values)[trains].double().var(), returns[trains].double().var()
         metrics["critic/vf_explained_var"] = float(1 - error / (spread + EXPLAINED_EPS))
     return metrics
 

@@ -31,9 +31,6 @@ def best_at_k(scores: np.ndarray, k: int) -> np.ndarray:
 
     Returns:
         (P,) float64.
-
-    Raises:
-        ValueError: k is not in 1..n.
     """
     n = scores.shape[-1]
     if not 1 <= k <= n:
@@ -78,7 +75,7 @@ def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
 
 
 def judged(scores: np.ndarray, failed: np.ndarray, acc: np.ndarray | None) -> dict[str, np.ndarray]:
-    """What validation reports of responses, by name: `reward`, and `acc` if the reward function says it of all.
+    """Return what validation reports of responses, by name: `reward`, and `acc` if the reward function says it of all.
 
     Args:
         scores: (N,); nan where the function failed, which counts as the worst of the others.
@@ -88,12 +85,12 @@ def judged(scores: np.ndarray, failed: np.ndarray, acc: np.ndarray | None) -> di
     Returns:
         (N,) numbers each; no `reward` where no response has a score.
     """
-    found = {}
+    values = {}
     if not np.isnan(scores).all():
-        found["reward"] = np.where(np.isnan(scores), np.nanmin(scores), scores)
+        values["reward"] = np.where(np.isnan(scores), np.nanmin(scores), scores)
     if acc is not None and not np.isnan(acc[~failed]).any():
-        found["acc"] = np.where(failed, 0.0, acc)
-    return found
+        values["acc"] = np.where(failed, 0.0, acc)
+    return values
 
 
 def interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:

@@ -39,9 +39,6 @@ def compute_value_loss(
         (loss, metrics): a float32 scalar; and `critic/vf_loss`, the same without gradient, which like it adds up over
         micro-batches and ranks to the mini-batch's; and means over the tokens of this call: `critic/vf_clipfrac`, the
         share for which the clip decides, and `critic/vpred_mean`, the value.
-
-    Raises:
-        BatchError: shapes differ.
     """
     for column, value in {"values": values, "returns": returns, "response_mask": response_mask}.items():
         if value.shape != vpreds.shape:

@@ -1,11 +1,14 @@
-"""Finds a model's files: built-in, in a local folder, or on the Hugging Face hub. Imports nothing heavy."""
+"""Finds a model's files: built-in, in a local folder, or on the Hugging Face hub. Imports nothing heavy.
+
+Checks of paths that a user wrote never raise: a path that cannot be accessed counts as missing.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from grpo_dist.assets.paths import expanded, is_folder
 from grpo_dist.errors import ConfigError
 
 BUILTIN = "builtin:"
@@ -21,7 +24,7 @@ _MODEL_FILES = ["*.json", _WEIGHTS, "*.model", "*.jinja", "*.txt", "*.tiktoken",
 
 
 def resolve_model_path(path: str, *, weights: bool = True, key: str = POLICY_KEY) -> str:
-    """The folder of a model on this machine.
+    """Return the folder of a model on this machine.
 
     Args:
         path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub cache).
@@ -35,6 +38,11 @@ def resolve_model_path(path: str, *, weights: bool = True, key: str = POLICY_KEY
         return _builtin_folder(path, key)
     folder = expanded(path)
     return str(folder) if is_folder(folder) or not _HUB_NAME.fullmatch(path) else _from_hub(path, key, weights=weights)
+
+
+def is_on_the_hub(path: str) -> bool:
+    """Return whether a model must be downloaded, unless it is in the cache."""
+    return not (path.startswith(BUILTIN) or is_folder(path))
 
 
 def _from_hub(name: str, key: str, *, weights: bool) -> str:
@@ -56,3 +64,18 @@ def _builtin_folder(path: str, key: str) -> str:
             f"{key}={path}: no such built-in model. Known: " + ", ".join(BUILTIN + name for name in names)
         )
     return str(root / path.removeprefix(BUILTIN))
+
+
+def expanded(path: str) -> Path:
+    """The path with `~` replaced by the home folder; unchanged if there is no such user."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
+
+
+def is_folder(path: str | Path) -> bool:
+    """Tell if the folder exists. Path.is_dir would raise for names that are too long, or without permission."""
+    return os.path.isdir(expanded(str(path)))
+
+
+def is_file(path: str | Path) -> bool:
+    """Tell if the file exists."""
+    return os.path.isfile(expanded(str(path)))

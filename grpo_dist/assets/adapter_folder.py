@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.assets import expanded, is_folder
 from grpo_dist.assets.model_folder import Shapes, read_header, some
-from grpo_dist.assets.paths import expanded, is_folder
 from grpo_dist.errors import DataError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -69,9 +69,6 @@ def read_adapter_config(folder: str | Path, setting: str) -> AdapterConfig:
     Args:
         folder: the folder.
         setting: the key and value that name it, for messages.
-
-    Raises:
-        DataError: there is no such adapter, or it is of a kind that is not trained here.
     """
     folder = expanded(str(folder))
     file = folder / ADAPTER_CONFIG
@@ -108,7 +105,7 @@ def read_adapter_folder(folder: str | Path, setting: str) -> AdapterFolder:
     config = read_adapter_config(folder, setting)
     file = expanded(str(folder)) / ADAPTER_WEIGHTS
     if not file.is_file():
-        pickled = sorted(found.name for found in file.parent.glob("adapter_model.*"))
+        pickled = sorted(file_there.name for file_there in file.parent.glob("adapter_model.*"))
         why = f"the weights are pickled ({some(pickled)}), which can run code when they are loaded" if pickled else ""
         raise DataError(
             f"{setting}: {why or 'no weights in the folder'}; {ADAPTER_WEIGHTS} is needed, which peft's "
@@ -130,20 +127,17 @@ def check_base(adapter: AdapterFolder, shapes: Shapes, setting: str) -> None:
         adapter: the adapter.
         shapes: of the tensors in the base model's files, by name.
         setting: the key and value that name the adapter, for messages.
-
-    Raises:
-        DataError: the model has no such layer, or it is of another shape.
     """
     matrices = {f".{name}": shape for name, shape in shapes.items() if len(shape) == 2}
     for name, sizes in adapter.layers.items():
         end = f".{name.partition('.')[2] or name}.weight"
-        found = [shape for matrix, shape in matrices.items() if matrix.endswith(end)]
-        if not found:
+        of_layer = [shape for matrix, shape in matrices.items() if matrix.endswith(end)]
+        if not of_layer:
             raise DataError(f"{setting}: it has factors for {name}, which the model has not: {_OTHER_BASE}")
-        if not any(sorted(shape) == sorted(sizes) for shape in found):  # of Conv1D layers inputs come first
+        if not any(sorted(shape) == sorted(sizes) for shape in of_layer):  # of Conv1D layers inputs come first
             raise DataError(
                 f"{setting}: its factors for {name} are of a layer with {sizes[0]} inputs and {sizes[1]} outputs, and "
-                f"the model's weight is of shape {found[0]}: {_OTHER_BASE}"
+                f"the model's weight is of shape {of_layer[0]}: {_OTHER_BASE}"
             )
 
 

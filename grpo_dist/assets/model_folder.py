@@ -1,14 +1,18 @@
-"""Checks a model folder by its small files and the headers of its weight files.
+"""A model folder: checks of its small files and the headers of its weight files, and what it says of itself.
 
-It reads no weights and needs neither torch nor transformers, so it takes milliseconds on the driver and reports
+A check reads no weights and needs neither torch nor transformers, so it takes milliseconds on the driver and reports
 mistakes before engines start. Errors in the weights themselves (nan, a wrong shape) are found when they are loaded.
+
+A run writes which checkpoint its model is of, and how it asked it (`Usage`), into the folder before the folder appears:
+there is no model without it, and whoever uses the folder asks as the run did.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +72,11 @@ def check_model_folder(
         files = weight_files(folder, setting) if weights else {}
         shapes: Shapes = {}
         for file, expected in files.items():
-            found = read_header(folder / file, setting)
-            missing = sorted(expected - found.keys())
+            of_file = read_header(folder / file, setting)
+            missing = sorted(expected - of_file.keys())
             if missing:
                 raise DataError(f"{setting}: {INDEX} names tensors that {file} does not hold: {some(missing)}")
-            shapes |= found
+            shapes |= of_file
     except OSError as error:
         raise DataError(f"{setting}: cannot be read: {str(error)[:300]}") from error
     if weights and not shapes:
@@ -81,6 +85,27 @@ def check_model_folder(
     if not trust_remote_code:  # custom code may give the sizes another meaning
         _check_embedding(shapes, vocab_size, setting)
     return ModelFolder(folder, config, model_type, vocab_size, shapes, len(files))
+
+
+def read_model_config(folder: str | Path, setting: str) -> Any:
+    """Return a model's config.json as transformers reads it.
+
+    Args:
+        folder: of the model.
+        setting: the key and value that name it, for messages.
+
+    Raises:
+        DataError: it cannot be read without code that comes with the model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:  # of many kinds
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise DataError(
+            f"{setting}: config.json cannot be read, without code that comes with the model: {problem}"
+        ) from error
 
 
 def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
@@ -97,11 +122,11 @@ def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
     """
     config = _read_object(Path(folder) / "config.json", setting)
     text = config.get("text_config")
-    found = [(text if isinstance(text, dict) else config).get("eos_token_id")]
+    named_ids = [(text if isinstance(text, dict) else config).get("eos_token_id")]
     generation = Path(folder) / "generation_config.json"
     if generation.is_file():
-        found.append(_read_object(generation, setting).get("eos_token_id"))
-    ids = [token_id for named in found for token_id in (named if isinstance(named, list) else [named])]
+        named_ids.append(_read_object(generation, setting).get("eos_token_id"))
+    ids = [token_id for named in named_ids for token_id in (named if isinstance(named, list) else [named])]
     return {token_id for token_id in ids if isinstance(token_id, int)}
 
 
@@ -125,12 +150,12 @@ def _read_object(file: Path, setting: str) -> dict[str, Any]:
     if not file.is_file():
         raise DataError(f"{setting}: no {file.name} in the folder; use a Hugging Face model folder")
     try:
-        found = json.loads(file.read_bytes().decode("utf-8-sig"))
+        content = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{setting}: {file.name} is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{setting}: {file.name} must be an object, is {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{setting}: {file.name} must be an object, is {type(content).__name__}")
+    return content
 
 
 def _model_type(config: dict[str, Any], setting: str, *, trust_remote_code: bool) -> str:
@@ -152,7 +177,7 @@ def _model_type(config: dict[str, Any], setting: str, *, trust_remote_code: bool
 
 
 def _known(model_type: Any) -> bool:
-    """Whether transformers has this model type; it is imported only if no folder of that name exists."""
+    """Tell if transformers has this model type; it is imported only if no folder of that name exists."""
     import importlib.util
 
     library = importlib.util.find_spec("transformers")
@@ -218,3 +243,48 @@ def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
+
+
+FILE = "grpo_dist.json"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The way to ask a model, and the checkpoint that it is of.
+
+    Attributes:
+        step: the training step after which the model was written; None: not known.
+        system_prompt: comes first, where a prompt has no system message of its own.
+        apply_chat_template_kwargs: variables of the chat template.
+        sampling: temperature, top_p, top_k, max_tokens and stop, as `SamplingSettings` has them.
+        checkpoint: digest of the checkpoint that has the same weights (checkpoint/manifest.py); None: there is none.
+        run: digest of the config.yaml of the run that exported it at its end; None: it was exported by a command.
+        dtype: of the weights: "fp32" or "bf16".
+    """
+
+    step: int | None = None
+    system_prompt: str | None = None
+    apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: str | None = None
+    run: str | None = None
+    dtype: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write it into the folder of a model."""
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_usage(folder: Path) -> Usage:
+    """Return what a model folder says of its use; the defaults if it says nothing.
+
+    Raises:
+        DataError: its file is not one that a run writes.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return Usage()
+    try:
+        return Usage(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file}: not as a run writes it: {error}; mend it, or remove it") from None

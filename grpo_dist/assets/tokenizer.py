@@ -8,8 +8,9 @@ other tokens than those that the model was trained on.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.assets import POLICY_KEY
 from grpo_dist.errors import DataError
@@ -28,9 +29,6 @@ def load_tokenizer(path: str, *, trust_remote_code: bool, key: str = POLICY_KEY)
         path: the model folder.
         trust_remote_code: allow Python code that comes with the model.
         key: the config key that names the model, for messages.
-
-    Raises:
-        DataError: the folder is not there, or holds no model or no usable tokenizer.
     """
     setting, folder = f"{key}={path}", Path(path)
     if not folder.is_dir():
@@ -61,3 +59,14 @@ def is_read_as_it_is(folder: Path, *, trust_remote_code: bool) -> bool:
         return True
     own_code = json.loads(settings.read_text(encoding="utf-8")).get("auto_map") or ()
     return not (isinstance(own_code, list) or "AutoTokenizer" in own_code)
+
+
+def continued(messages: Sequence[Mapping[str, Any]], answer: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a conversation in which the answer goes on from the last turn of `messages`, if both are the assistant's.
+
+    A policy's response is such an answer: where a prompt ends in a begun turn, the two are one turn.
+    """
+    if not (messages and answer and messages[-1]["role"] == answer[0]["role"] == "assistant"):
+        return [*messages, *answer]
+    turn = {**messages[-1], **answer[0], "content": messages[-1]["content"] + answer[0]["content"]}
+    return [*messages[:-1], turn, *answer[1:]]

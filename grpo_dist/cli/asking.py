@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.cli.scoring import sample_of
+from grpo_dist.cli.check_reward import sample_of
 from grpo_dist.cli.trained import TrainedModel, engine_for
 from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
@@ -21,11 +21,11 @@ from grpo_dist.data.tokenize import named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
-from grpo_dist.trainer.rollout.seeds import group_seed
+from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import overlong_note
 from grpo_dist.trainer.settings import sampling_settings
 
@@ -73,12 +73,12 @@ class Asker:
         )
         if limits is not None and overlong:
             show(f"{self.model.name}: {overlong_note(limits, len(prompts), overlong)}\n", sys.stderr)
-        if left_out := [each.prompt.location for each in tokenized if len(each.token_ids) >= longest]:
-            told = f"they have {longest} tokens or more (--max-model-len): {named_rows(left_out)}"
+        if left_out := [prompt.prompt.location for prompt in tokenized if len(prompt.token_ids) >= longest]:
+            reason = f"they have {longest} tokens or more (--max-model-len): {named_rows(left_out)}"
             if len(left_out) == len(tokenized):
-                raise DataError(f"no prompt is left to ask: {told}; ask for more")
-            show(f"{self.model.name}: left out, since {told}\n", sys.stderr)
-        return [(each.prompt, each.token_ids.tolist()) for each in tokenized if len(each.token_ids) < longest]
+                raise DataError(f"no prompt is left to ask: {reason}; ask for more")
+            show(f"{self.model.name}: left out, since {reason}\n", sys.stderr)
+        return [(prompt.prompt, prompt.token_ids.tolist()) for prompt in tokenized if len(prompt.token_ids) < longest]
 
     async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
         """`sampling.n` responses to a prompt.
@@ -90,9 +90,9 @@ class Asker:
         seed = None if whole.seed is None else group_seed(whole.seed, VALIDATION_STEP, index)
         room = self.engine.settings.max_model_len - len(token_ids)
         sampling = replace(whole, seed=seed, max_tokens=min(whole.max_tokens, room))
-        found = await self.engine.generate(token_ids, sampling)
-        assert found is not None, "nobody aborts it"
-        return found
+        responses = await self.engine.generate(token_ids, sampling)
+        assert responses is not None, "nobody aborts it"
+        return responses
 
     async def answers(self, prompts: Sequence[Prompt]) -> AsyncIterator[tuple[Prompt, list[Response]]]:
         """The responses to all prompts, which are asked at once; in the order of the prompts."""
@@ -131,8 +131,8 @@ async def asking(
         limits: see `Asker`.
     """
     settings = engine_for(model, max_model_len)
-    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.trust_remote_code)
-    engine = rollout_engine(settings.engine)(settings)
+    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
+    engine = rollout_engine(settings.rollout.name)(settings)
     show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     await engine.start()
@@ -142,40 +142,20 @@ async def asking(
         engine.shutdown()
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, n: int | None = None) -> None:
-    """Add the options that `sampling_of` reads, and --max-model-len; `n` is the default of --n, None the run's."""
-    usual = "default: as the run validates"
-    parser.add_argument(
-        "--n", type=int, default=n, help=f"answers to each prompt; {usual if n is None else '%(default)s'}"
-    )
-    parser.add_argument("--temperature", type=float, help=f"0: the likeliest token each time; {usual}")
-    parser.add_argument("--top-p", type=float, dest="top_p", help=usual)
-    parser.add_argument("--top-k", type=int, dest="top_k", help=usual)
-    parser.add_argument("--max-tokens", type=int, dest="max_tokens", help=f"of a response; {usual}")
-    parser.add_argument("--seed", type=int, help="of what is sampled: the same answers each time")
-    parser.add_argument(
-        "--max-model-len", type=int, dest="max_model_len", help="longest prompt and response, in tokens"
-    )
-
-
 def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSettings:
     """As the run validates, with the user's options; several answers are drawn, as greedy ones are all the same."""
     _, sampling = sampling_settings(model.config)
     usual = {"max_tokens": MAX_TOKENS} | dict(model.usage.sampling)
     asked = {field.name: getattr(options, field.name, None) for field in fields(SamplingSettings)}
     given = {name: value for name, value in asked.items() if value is not None}
-    found = replace(sampling, **usual | given)
-    if found.n > 1 and found.temperature == 0.0 and "temperature" not in given:
-        found = replace(found, temperature=model.config.actor_rollout_ref.rollout.temperature)
-    return replace(found, stop=tuple(found.stop))
+    chosen = replace(sampling, **usual | given)
+    if chosen.n > 1 and chosen.temperature == 0.0 and "temperature" not in given:
+        chosen = replace(chosen, temperature=model.config.actor_rollout_ref.rollout.temperature)
+    return replace(chosen, stop=tuple(chosen.stop))
 
 
 def check_new(output: str | None) -> None:
-    """Check that the file of --output, if it is given, is not there yet.
-
-    Raises:
-        ConfigError: it is.
-    """
+    """Check that the file of --output, if it is given, is not there yet."""
     if output is not None and Path(output).exists():
         raise ConfigError(f"--output {output} exists; remove it, or name another file")
 
@@ -186,5 +166,5 @@ def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "p
 
 
 async def judge(scorer: Scorer, prompt: Prompt, texts: Sequence[str]) -> list[RewardResult | Failure]:
-    """What the reward function says of the responses to a prompt, all together, as in a run."""
+    """Return what the reward function says of the responses to a prompt, all together, as in a run."""
     return await asyncio.to_thread(scorer.score, [sample_of(prompt, text) for text in texts])

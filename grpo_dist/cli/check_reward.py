@@ -9,22 +9,25 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from grpo_dist.cli.scoring import sample_of, start_scorer
-from grpo_dist.config.load import load_config
+from grpo_dist.cli.arguments import command_parser
+from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
-from grpo_dist.errors import ConfigError
-from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE
-from grpo_dist.rewards.base import RewardResult, RowNeeds
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION, RM_SCORE
+from grpo_dist.rewards.contract import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
 from grpo_dist.trainer.run_prompts import read_prompts
 
 # Columns, and entries of extra_info, that hold a whole answer, beside the ground truth that it is compared with.
 OWN_ANSWERS = ("completion", "solution", "response", "answer")
 MOST_SHOWN = 160  # characters of a prompt's end and of a response
+_OF_PROMPT = {field.name for field in fields(Prompt)}
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,25 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if num_failed else 0
 
 
-def own_answer(prompt: Prompt) -> Answer:
-    """The whole answer that a row has, else its ground truth.
+def start_scorer(config: RunConfig) -> Scorer:
+    """Start the reward function of a config in a process of its own, which the caller stops."""
+    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
+    try:
+        scorer.start()
+    except RewardError as error:
+        named = shown(config.custom_reward_function.path)
+        raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
+    return scorer
 
-    Raises:
-        ConfigError: it has neither.
-    """
+
+def sample_of(prompt: Prompt, text: str) -> Sample:
+    """Return a response to a row, with what a reward process knows of the row."""
+    row = {field.name: getattr(prompt, field.name) for field in fields(Sample) if field.name in _OF_PROMPT}
+    return Sample(solution_str=text, **row)
+
+
+def own_answer(prompt: Prompt) -> Answer:
+    """Return the whole answer that a row has, else its ground truth."""
     for name in OWN_ANSWERS:
         if isinstance(text := {**prompt.columns, **prompt.extra_info}.get(name), str) and text:
             return Answer(text, f"the row's {name}")
@@ -82,7 +98,7 @@ def own_answer(prompt: Prompt) -> Answer:
 
 
 def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> list[Prompt]:
-    """The rows of data.train_files to score: one, or the first ones."""
+    """Return the rows of data.train_files to score: one, or the first ones."""
     prompts = read_prompts(config, "data.train_files", config.data.train_files, -1, needs)
     if config.data.system_prompt is not None:
         prompts, _ = add_system_prompt(prompts, config.data.system_prompt)
@@ -94,7 +110,7 @@ def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> lis
 
 
 def _sample(config: RunConfig, prompt: Prompt, text: str) -> Sample:
-    """The response with what a reward process knows of its row."""
+    """Return the response with what a reward process knows of its row; the reward model's score is a stand-in."""
     sample = sample_of(prompt, text)
     stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
     return replace(sample, extra_info=sample.extra_info | stand_in)
@@ -117,10 +133,8 @@ def _shown(
         if result.step_scores is not None:
             values["step_scores"] = list(result.step_scores)
         if values:
-            shown = (
-                f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
-            )
-            yield f"  values     {', '.join(shown)}"
+            texts = (f"{k}={value:g}" if isinstance(value, float) else f"{k}={value}" for k, value in values.items())
+            yield f"  values     {', '.join(texts)}"
     for line in printed:
         yield f"  printed    {line}"
     if more:
@@ -140,9 +154,9 @@ def _summary(config: RunConfig, scores: Sequence[float], num_failed: int, *, giv
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist check-reward",
-        description="Score a few rows' own answers, or answers of yours, as a run with this config would. Exit code 1: "
+    parser = command_parser(
+        "check-reward",
+        "Score a few rows' own answers, or answers of yours, as a run with this config would. Exit code 1: "
         "the function failed on one; 2: something is wrong with the config.",
     )
     parser.add_argument(

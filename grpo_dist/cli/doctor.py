@@ -49,19 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         "will not work on the device.",
     )
     parser.add_argument("--device", choices=["cpu", "gpu"], help="default: what the installed torch was built for")
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="instead: measure how fast this machine is, in a minute or two and with nothing else running, for the "
-        "estimate of a step that trainer.dry_run shows",
-    )
-    asked = parser.parse_args(arguments)
-    device = asked.device or _installed_device()
-    if asked.calibrate:
-        from grpo_dist.cli.calibrate import calibrate
-
-        calibrate(device, _tell)
-        return 0
+    device = parser.parse_args(arguments).device or _installed_device()
     show(f"this machine, for runs on {device}:\n")
     faults = 0
     for check in CHECKS:
@@ -73,13 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _tell(line: str) -> None:
-    show(f"{line}\n")
-
-
 def processor(device: str) -> Iterator[Finding]:
     """The CPU and the memory."""
-    from grpo_dist.trainer.machine import memory_gib
+    from grpo_dist.checks.machine import memory_gib
 
     flags = cpu_flags()
     named = [name for name in ("avx2", "avx512f", *sorted(BF16_FLAGS)) if name in flags]
@@ -94,7 +78,7 @@ def processor(device: str) -> Iterator[Finding]:
 
 def build(device: str) -> Iterator[Finding]:
     """Python and the packages: torch's build, and the versions that this package asks for."""
-    from grpo_dist.engines.installed_build import build_problem
+    from grpo_dist.engines.vllm.installed import build_problem
 
     problem = build_problem("cuda" if device == "gpu" else "cpu")
     why, _, fix = problem.partition(". ")
@@ -201,7 +185,7 @@ def network(device: str) -> Iterator[Finding]:
 def ray_cluster(device: str) -> Iterator[Finding]:
     """The Ray cluster that a run would join, and its token."""
     from grpo_dist.errors import ConfigError
-    from grpo_dist.workers.cluster import LOCAL, find_cluster
+    from grpo_dist.runtime.cluster import LOCAL, find_cluster
 
     try:
         address = find_cluster(None)
@@ -218,13 +202,13 @@ def ray_cluster(device: str) -> Iterator[Finding]:
 
 
 def has_token(environment: Mapping[str, str]) -> bool:
-    """Whether Ray finds a token: in the environment, or in a file that it names, or in the home folder."""
+    """Tell if Ray finds a token: in the environment, or in a file that it names, or in the home folder."""
     named = environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
     return bool(environment.get("RAY_AUTH_TOKEN")) or Path(named).expanduser().is_file()
 
 
 def hub(device: str) -> Iterator[Finding]:
-    """Whether models can be downloaded."""
+    """Tell if models can be downloaded."""
     offline = [
         name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
     ]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import grpo_dist
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact_text
-from grpo_dist.registry import load_attribute
 from grpo_dist.terminal import show
 
 
@@ -27,9 +27,9 @@ class Entry:
 
 
 ENTRIES = {
-    "train": Entry("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (python -m grpo_dist.main)"),
-    "sft": Entry("grpo_dist.sft:main", "fine-tune a model on conversations (python -m grpo_dist.sft)"),
-    "reward-model": Entry("grpo_dist.reward_model:main", "train a reward model (python -m grpo_dist.reward_model)"),
+    "train": Entry("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (also python -m grpo_dist.main)"),
+    "sft": Entry("grpo_dist.main:sft", "fine-tune a model on conversations"),
+    "reward-model": Entry("grpo_dist.main:reward_model", "train a reward model"),
     "check-reward": Entry("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
     "generate": Entry("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),
     "eval": Entry("grpo_dist.cli.evaluate:main", "compare models on rows, with confidence intervals"),

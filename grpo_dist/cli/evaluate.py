@@ -28,21 +28,20 @@ from grpo_dist.algorithms.validation import (
     pred_ids,
     subset_sizes,
 )
+from grpo_dist.assets import expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
-from grpo_dist.assets.paths import expanded
-from grpo_dist.cli.asking import add_sampling_arguments, asking, check_new, judge, sampling_of
-from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
-from grpo_dist.cli.scoring import start_scorer
-from grpo_dist.cli.serve import split
+from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, command_parser
+from grpo_dist.cli.asking import asking, check_new, judge, sampling_of
+from grpo_dist.cli.check_reward import start_scorer
 from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained
-from grpo_dist.cli.trust import add_trust_argument
+from grpo_dist.config.run_code import FLAG
 from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.names import REWARD_MODEL_FUNCTION
-from grpo_dist.rewards.base import RewardResult
+from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
+from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, show
@@ -63,7 +62,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a model reached on the rows of one data source.
+    """The results of a model on the rows of one data source.
 
     Attributes:
         model: its name.
@@ -89,20 +88,16 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: there is no such run, model, file or option.
         GrpoDistError: see errors.py.
     """
-    own, more = split(arguments)
-    options = _parser().parse_intermixed_args(own)
-    overrides = [each for each in options.named if "=" in each]
-    _check(options, more)
+    options = _parser().parse_intermixed_args(arguments)
+    overrides = [name for name in options.named if "=" in name]
+    check_new(options.output)
     with contextlib.ExitStack() as stack:
-        names = [each for each in options.named if "=" not in each]
+        names = [name for name in options.named if "=" not in name]
         models = list(_models(names, overrides, options, stack))
         if not models:
             raise ConfigError(
                 "no model: name a run (trainer.default_local_dir), a checkpoint, a model folder or hub name"
             )
-        if options.lm_eval:
-            _print([_by_lm_eval(model, options, more) for model in models], "by lm-eval", options)
-            return 0
         first, sampling = models[0], sampling_of(models[0], options)
         scorer = _scorer(first)
         stack.callback(scorer.stop)
@@ -112,39 +107,24 @@ def main(arguments: Sequence[str]) -> int:
             if options.output is None
             else stack.enter_context(expanded(options.output).open("x", encoding="utf-8"))
         )
-        found: list[Figures] = []
+        reached: list[Figures] = []
         for model in models:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one
                 model = replace(model, usage=first.usage)
             limits = None if options.data else first.config.data  # the first one's rows, as its run asks them
             answers = asyncio.run(_answers(model, sampling, options.max_model_len, prompts, scorer, limits))
-            found += figures(model.name, answers)
+            reached += figures(model.name, answers)
             if file is not None:
                 _write(file, model.name, answers)
-    _print(compared(found), _title(prompts, sampling), options)
+    _print(compared(reached), _title(prompts, sampling), options)
     return 0
-
-
-def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
-    """Refuse options that would have no effect."""
-    if more and not options.lm_eval:
-        raise ConfigError(f"{' '.join(more)}: what stands behind -- is for lm-eval; name its tasks with --lm-eval")
-    others = ("data", "limit", "output", "n", "temperature", "top_p", "top_k", "max_tokens", "seed")
-    given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) not in (None, [], -1)]
-    if options.lm_eval and given:
-        raise ConfigError(
-            f"{', '.join(given)} with --lm-eval: lm-eval's tasks say that; leave it out, or see -- --help"
-        )
-    if options.likelihood and not options.lm_eval:
-        raise ConfigError("--likelihood: it is for tasks of lm-eval; name them with --lm-eval")
-    check_new(options.output)
 
 
 def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
     """The figures of each data source, in the order of its first row."""
-    for source in dict.fromkeys(each.prompt.data_source for each in answers):
-        of_source = [each for each in answers if each.prompt.data_source == source]
-        results = [result for each in of_source for result in each.results]
+    for source in dict.fromkeys(answer.prompt.data_source for answer in answers):
+        of_source = [answer for answer in answers if answer.prompt.data_source == source]
+        results = [result for answer in of_source for result in answer.results]
         failed = np.array([isinstance(result, Failure) for result in results])
         scores = np.array([np.nan if isinstance(result, Failure) else result.score for result in results])
         if failed.all():
@@ -155,32 +135,32 @@ def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
         name = "acc" if "acc" in variables else "reward"
         values = variables[name].reshape(len(of_source), -1)
         statistics = dict(_statistics(values, _votes(of_source)))
-        responses = [response for each in of_source for response in each.responses]
+        responses = [response for answer in of_source for response in answer.responses]
         means = {
             "tokens": float(np.mean([len(response.token_ids) for response in responses])),
             "cut off": float(np.mean([response.truncated for response in responses])),
         }
         means |= {"not scored": float(failed.mean())} if failed.any() else {}
-        yield Figures(model, source, name, np.array([each.prompt.index for each in of_source]), statistics, means)
+        yield Figures(model, source, name, np.array([answer.prompt.index for answer in of_source]), statistics, means)
 
 
-def compared(found: Sequence[Figures]) -> list[dict[str, Any]]:
+def compared(reached: Sequence[Figures]) -> list[dict[str, Any]]:
     """Rows of the table: each model's means with their intervals, and what separates it from the first one.
 
     The difference is that of the same prompts, so that the prompts' own difficulty is not in its interval.
     """
     table: list[dict[str, Any]] = []
-    for source in dict.fromkeys(each.source for each in found):
-        of_source = [each for each in found if each.source == source]
+    for source in dict.fromkeys(result.source for result in reached):
+        of_source = [result for result in reached if result.source == source]
         first = of_source[0]
-        for each in of_source:
-            row: dict[str, Any] = {"source": source, "model": each.model, "prompts": len(each.rows)}
-            row |= {f"{each.variable} {name}": _with(interval, values) for name, values in each.values.items()}
-            both, mine, theirs = np.intersect1d(each.rows, first.rows, return_indices=True)
-            if each is not first and each.variable == first.variable and len(both):
-                name = next(iter(each.values))
-                row[f"{name} - first"] = _with(normal_interval, each.values[name][mine] - first.values[name][theirs])
-            table.append(row | each.means)
+        for result in of_source:
+            row: dict[str, Any] = {"source": source, "model": result.model, "prompts": len(result.rows)}
+            row |= {f"{result.variable} {name}": _with(interval, values) for name, values in result.values.items()}
+            both, mine, theirs = np.intersect1d(result.rows, first.rows, return_indices=True)
+            if result is not first and result.variable == first.variable and len(both):
+                name = next(iter(result.values))
+                row[f"{name} - first"] = _with(normal_interval, result.values[name][mine] - first.values[name][theirs])
+            table.append(row | result.means)
     return table
 
 
@@ -248,12 +228,12 @@ async def _answers(
     limits: DataConfig | None,
 ) -> list[Answers]:
     """Ask a model all prompts, and score groups while others are sampled."""
-    found = []
+    answers = []
     async with asking(model, sampling, max_model_len, limits) as asker:
         async for prompt, responses in asker.answers(prompts):
             texts = [asker.text(response) for response in responses]
-            found.append(Answers(prompt, texts, responses, await judge(scorer, prompt, texts)))
-    return found
+            answers.append(Answers(prompt, texts, responses, await judge(scorer, prompt, texts)))
+    return answers
 
 
 def _statistics(values: np.ndarray, votes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -269,8 +249,8 @@ def _statistics(values: np.ndarray, votes: np.ndarray) -> Iterator[tuple[str, np
 
 def _votes(answers: Sequence[Answers]) -> np.ndarray:
     """(P, n): equal numbers for equal answers to a prompt, nan for none."""
-    preds = ([None if isinstance(result, Failure) else result.pred for result in each.results] for each in answers)
-    return np.array([pred_ids(each) for each in preds])
+    preds = ([None if isinstance(result, Failure) else result.pred for result in answer.results] for answer in answers)
+    return np.array([pred_ids(answer) for answer in preds])
 
 
 def _why(results: Sequence[RewardResult | Failure]) -> str:
@@ -282,26 +262,12 @@ def _with(interval_of: Callable[[np.ndarray], tuple[float, float]], values: np.n
 
 
 def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
-    for each in answers:
-        row: dict[str, Any] = {"model": model, "row": each.prompt.location, "prompt": each.prompt.messages}
-        row["responses"] = each.texts
-        row["scores"] = [None if isinstance(result, Failure) else result.score for result in each.results]
+    for answer in answers:
+        row: dict[str, Any] = {"model": model, "row": answer.prompt.location, "prompt": answer.prompt.messages}
+        row["responses"] = answer.texts
+        row["scores"] = [None if isinstance(result, Failure) else result.score for result in answer.results]
         file.write(json_line(row))
     file.flush()
-
-
-def _by_lm_eval(model: TrainedModel, options: argparse.Namespace, more: Sequence[str]) -> dict[str, Any]:
-    """A model's row of the table, with the metrics of lm-eval's tasks."""
-    tasks = [task for each in options.lm_eval for task in each.split(",")]
-    found = run_lm_eval(
-        model,
-        tasks,
-        likelihood=options.likelihood,
-        more=more,
-        python=options.lm_eval_python,
-        max_model_len=options.max_model_len,
-    )
-    return {"source": ", ".join(tasks), "model": model.name, **figures_of(found.results)}
 
 
 def _print(table: Sequence[dict[str, Any]], title: str, options: argparse.Namespace) -> None:
@@ -333,9 +299,9 @@ def _cell(value: Any) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist eval",
-        description="Compare models on rows that a reward function scores: runs, checkpoints and model folders. The "
+    parser = command_parser(
+        "eval",
+        "Compare models on rows that a reward function scores: runs, checkpoints and model folders. The "
         "first one says which rows, how they are sampled, and what scores them, as its run validates.",
     )
     named = (
@@ -349,16 +315,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help=data)
     parser.add_argument("--limit", type=int, default=-1, help="take the first so many rows")
     parser.add_argument("--base", action="store_true", help="begin with the model that the first run began with")
-    parser.add_argument("--step", type=int, help="of the runs' checkpoints; default: the last one")
+    add_shared(parser, "--step")
     parser.add_argument("--all-steps", action="store_true", help="every checkpoint of the runs, as a curve")
     parser.add_argument("--output", metavar="FILE", help="write all responses and scores as JSON lines")
     parser.add_argument("--json", action="store_true", help="print the table as JSON: numbers with their intervals")
-    tasks = "tasks of lm-eval in place of rows; options of it behind --, such as -- --limit 100"
-    parser.add_argument("--lm-eval", action="append", default=[], metavar="TASK,...", help=tasks)
-    python = "interpreter that has lm-eval (default: this one)"
-    parser.add_argument("--lm-eval-python", default=sys.executable, metavar="PYTHON", help=python)
-    likelihood = "the tasks ask how likely texts are (multiple choice): plain text, without the chat template"
-    parser.add_argument("--likelihood", action="store_true", help=likelihood)
-    add_sampling_arguments(parser)
-    add_trust_argument(parser)
+    add_shared(parser, "--n", *SAMPLING_ARGUMENTS, FLAG)
     return parser

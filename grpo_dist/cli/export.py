@@ -1,4 +1,4 @@
-"""`grpo-dist export RUN_DIR`: the model of a checkpoint as a Hugging Face folder."""
+"""`grpo-dist export RUN_DIR` writes the model of a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_dist.cli.trust import add_trust_argument
+from grpo_dist.cli.arguments import add_shared, command_parser
+from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         GrpoDistError: see `export_checkpoint`.
     """
     options = _parser().parse_args(arguments)
-    from grpo_dist.assets.paths import expanded
+    from grpo_dist.assets import expanded
     from grpo_dist.cli.trained import named_checkpoint, no_checkpoint, trusted_run
     from grpo_dist.trainer.checkpoint.export import export_checkpoint
     from grpo_dist.trainer.checkpoint.folder import own_checkpoints, step_of
@@ -41,18 +42,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist export",
-        description="Write the model of a checkpoint as a Hugging Face folder, on CPU and without Ray. LoRA's factors "
+    parser = command_parser(
+        "export",
+        "Write the model of a checkpoint as a Hugging Face folder, on CPU and without Ray. LoRA's factors "
         "are merged; the adapter itself comes beside it.",
     )
     parser.add_argument(
         "run_dir", metavar="RUN_DIR", help="trainer.default_local_dir of the run, or a checkpoint in it"
     )
-    parser.add_argument("--step", type=int, help="of the checkpoint; default: the last one")
+    add_shared(parser, "--step", FLAG)
     parser.add_argument("--to", metavar="FOLDER", help="to write; default: RUN_DIR/huggingface_step_N")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="of the weights; default: as the run exports")
     moved = "folder or hub name of the model that the run started from, if it is not where it was"
     parser.add_argument("--model", metavar="PATH", help=moved)
-    add_trust_argument(parser)
     return parser

@@ -1,28 +1,30 @@
-"""`grpo-dist generate RUN_OR_MODEL`: answers to prompts from a file, from the command line, or in a chat."""
+"""`grpo-dist generate RUN_OR_MODEL`: answers to prompts of a file, of the command line, or in a chat on a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, TextIO
 
-from grpo_dist.assets import BUILTIN
-from grpo_dist.assets.paths import expanded
-from grpo_dist.cli.asking import Asker, add_sampling_arguments, asking, check_new, judge, prompt_of, sampling_of
-from grpo_dist.cli.chat import Chat
-from grpo_dist.cli.scoring import start_scorer
-from grpo_dist.cli.trained import TrainedModel, add_model_argument, find_trained
+from grpo_dist.assets import BUILTIN, expanded
+from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, command_parser
+from grpo_dist.cli.asking import Asker, asking, check_new, judge, prompt_of, sampling_of
+from grpo_dist.cli.check_reward import start_scorer
+from grpo_dist.cli.trained import TrainedModel, find_trained
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.names import REWARD_MODEL_FUNCTION
+from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards import check_data_sources
-from grpo_dist.rewards.base import RewardResult, RowNeeds
+from grpo_dist.rewards.contract import RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
-from grpo_dist.terminal import json_line, show
+from grpo_dist.terminal import json_line, printable, show
 from grpo_dist.trainer.run_prompts import read_prompts
 
 
@@ -59,12 +61,12 @@ async def _run(
 
 
 def _prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], bool]:
-    """The prompts, and whether they are rows of files; none on a terminal: a chat."""
+    """Return the prompts, and whether they are rows of files; on a terminal none: a chat."""
     if not given and not sys.stdin.isatty():
         given = [line.strip() for line in sys.stdin if line.strip()]
         if not given:
             raise DataError("no prompts: nothing came on standard input; give --prompts FILE or --prompts TEXT")
-    files = [each for each in given if each.endswith(SUFFIXES) or each.startswith((BUILTIN, HUB))]
+    files = [text for text in given if text.endswith(SUFFIXES) or text.startswith((BUILTIN, HUB))]
     if files and len(files) < len(given):
         raise ConfigError("--prompts: files of rows or texts, not both")
     if files:
@@ -75,7 +77,7 @@ def _prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], b
 
 
 async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> None:
-    """A JSON line for each prompt, as soon as it and those before it are answered."""
+    """Write a JSON line for each prompt, as soon as it and those before it are answered."""
     scorer = _scorer(asker.model, prompts)
     try:
         async for prompt, responses in asker.answers(prompts):
@@ -85,8 +87,8 @@ async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> 
             if prompt.ground_truth is not None:
                 row["ground_truth"] = prompt.ground_truth
             if scorer is not None:
-                found = await judge(scorer, prompt, texts)
-                row["scores"] = [each.score if isinstance(each, RewardResult) else None for each in found]
+                results = await judge(scorer, prompt, texts)
+                row["scores"] = [result.score if isinstance(result, RewardResult) else None for result in results]
             file.write(json_line(row))
             file.flush()
     finally:
@@ -95,7 +97,7 @@ async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> 
 
 
 def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> Scorer | None:
-    """The run's reward function, if the rows have what it compares with."""
+    """Start the run's reward function, if the rows have what it compares with."""
     config = model.config
     if config.reward_function == REWARD_MODEL_FUNCTION or all(prompt.ground_truth is None for prompt in prompts):
         return None
@@ -112,15 +114,84 @@ def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> Scorer | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist generate",
-        description="Answer prompts with a trained model, asked as its run asked it. Without prompts: a chat.",
-    )
-    add_model_argument(parser)
+    what = "Answer prompts with a trained model, asked as its run asked it. Without prompts: a chat."
+    parser = command_parser("generate", what)
+    add_shared(parser, *MODEL_ARGUMENTS)
     prompts = "a file of rows (.jsonl, .json, .parquet, or as data.val_files names them), or a text; may be repeated"
     parser.add_argument("--prompts", action="append", default=[], metavar="FILE|TEXT", help=prompts)
     output = "write rows as JSON lines: prompt, responses, truncated, and scores if the rows have ground truths"
     parser.add_argument("--output", metavar="FILE", help=output)
-    parser.add_argument("--step", type=int, help="of the run's checkpoint; default: the last one")
-    add_sampling_arguments(parser, n=1)
+    parser.add_argument("--n", type=int, default=1, help="answers to each prompt; %(default)s")
+    add_shared(parser, *SAMPLING_ARGUMENTS)
     return parser
+
+
+HELP = "an empty line ends the chat; /new begins another conversation; /take 2 goes on from the second answer"
+NARROWEST = 24  # columns of text beside each other
+
+
+class Chat:
+    """A conversation that goes on, with several answers side by side if several are sampled.
+
+    Args:
+        answer: from the messages so far to the answers; the first one becomes part of the conversation.
+        name: of the model.
+    """
+
+    def __init__(self, answer: Callable[[list[dict[str, str]]], Awaitable[list[str]]], name: str) -> None:
+        self._answer, self._name = answer, name
+        self.messages: list[dict[str, str]] = []
+        self._answers: list[str] = []
+
+    async def run(self) -> None:
+        """Ask the user for messages until there is none."""
+        show(f"chat with {self._name}: {HELP}\n")
+        while line := _line():  # nothing else has to go on meanwhile
+            await self.take(line)
+
+    async def take(self, line: str) -> None:
+        """One line of the user: a command, or a message that is answered."""
+        command, _, rest = line.partition(" ")
+        if command == "/new":
+            self.messages, self._answers = [], []
+        elif command == "/take" and rest.isdecimal() and 1 <= int(rest) <= len(self._answers):
+            self.messages[-1] = {"role": "assistant", "content": self._answers[int(rest) - 1]}
+        elif command.startswith("/"):
+            show(HELP + "\n")
+        else:
+            asked = [*self.messages, {"role": "user", "content": line}]
+            self._answers = await self._answer(asked)
+            self.messages = [*asked, {"role": "assistant", "content": self._answers[0]}]
+            show("\n".join(side_by_side(self._answers, shutil.get_terminal_size().columns)) + "\n")
+
+
+def side_by_side(texts: Sequence[str], width: int) -> Iterator[str]:
+    """Texts in columns, as many beside each other as have room.
+
+    Args:
+        texts: the texts.
+        width: of the terminal, in characters.
+    """
+    texts = [printable(text) for text in texts]
+    if len(texts) == 1:
+        yield texts[0]
+        return
+    count = max(1, min(len(texts), width // (NARROWEST + 2)))
+    column = width // count - 2
+    for start in range(0, len(texts), count):
+        parts = [
+            [
+                f"[{start + i + 1}]",
+                *(line for part in text.splitlines() for line in textwrap.wrap(part, column) or [""]),
+            ]
+            for i, text in enumerate(texts[start : start + count])
+        ]
+        for lines in zip_longest(*parts, fillvalue=""):
+            yield "  ".join(line.ljust(column) for line in lines).rstrip()
+
+
+def _line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""

@@ -7,18 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from grpo_dist.cli.entry import ENTRIES, overview
 from grpo_dist.config.command import AnyCommand, default_options
-from grpo_dist.config.documented import Key, all_keys, set_by_groups
-from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.documented import Key, all_keys, group_lines, set_by_groups
 from grpo_dist.config.keys import nearest_keys
 from grpo_dist.config.problems import shown
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
-from grpo_dist.config.usage import group_lines
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import load_attribute
+from grpo_dist.plan.commands import COMMANDS
+from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.terminal import show
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-CONFIGS: dict[str, AnyCommand] = {"train": GRPO, "sft": SFT, "reward-model": REWARD_MODEL}
 MOST_EXPLAINED = 3
 MOST_NAMED = 12
 COMMON = frozenset(
@@ -48,31 +45,27 @@ def main(arguments: Sequence[str]) -> int:
     elif len(words) == 1 and words[0] in ENTRIES:
         return int(load_attribute(ENTRIES[words[0]].function, key="command")(["--help"]))
     else:
-        command = words.pop(0) if len(words) > 1 and words[0] in CONFIGS else "train"
+        command = words.pop(0) if len(words) > 1 and words[0] in COMMANDS else "train"
         show(explain(" ".join(words), command))
     return 0
 
 
 def explain(word: str, command: str) -> str:
-    """What is known of a key, or of the keys that the word may mean.
-
-    Raises:
-        ConfigError: nothing is.
-    """
-    config = CONFIGS[command]
+    """Say what is known of a key, or of the keys that the word may mean."""
+    config = COMMANDS[command]
     word = word.lstrip("+~").partition("=")[0]
     if word in config.group_options():
         return "\n".join([f"{word}=OPTION is a group: it changes the defaults", *group_lines(config, word), ""])
     keys = all_keys(config)
-    found = matches(word, config, keys)
-    if not found:
-        others = [name for name, other in CONFIGS.items() if word in all_keys(other)]
+    names = matches(word, config, keys)
+    if not names:
+        others = [name for name, other in COMMANDS.items() if word in all_keys(other)]
         hint = (
             f"; see grpo-dist help {others[0]} {word}" if others else f"; grpo-dist help {command} lists where keys are"
         )
         raise ConfigError(f"{word}: grpo-dist {command} has no such key, and none that resembles it{hint}")
-    lines = [line for name in found[:MOST_EXPLAINED] for line in _entry(keys[name], config)]
-    if more := found[MOST_EXPLAINED:]:
+    lines = [line for name in names[:MOST_EXPLAINED] for line in _entry(keys[name], config)]
+    if more := names[MOST_EXPLAINED:]:
         left = f" and {len(more) - MOST_NAMED} more" if len(more) > MOST_NAMED else ""
         lines += [f"see also {', '.join(more[:MOST_NAMED])}{left}", ""]
     return "\n".join(lines)
@@ -91,9 +84,11 @@ def matches(text: str, config: AnyCommand, keys: dict[str, Key]) -> list[str]:
     ending = [key for key in common_first if key.endswith(f".{name}")]
     parts = {key: re.split(r"[._]", key.lower()) for key in keys}
     named = [key for key in common_first if all(any(p.startswith(word) for p in parts[key]) for word in words)]
-    found = [*ending, *named] if words else []
-    found = found or nearest_keys(name, config.schema)
-    return list(dict.fromkeys(found)) or [key for key in common_first if text.lower() in keys[key].comment.lower()]
+    suggestions = [*ending, *named] if words else []
+    suggestions = suggestions or nearest_keys(name, config.schema)
+    return list(dict.fromkeys(suggestions)) or [
+        key for key in common_first if text.lower() in keys[key].comment.lower()
+    ]
 
 
 def _entry(key: Key, config: AnyCommand) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`grpo-dist replay RUN_DIR STEP`: a recorded step computed again, and the first number that differs."""
+"""`grpo-dist replay RUN_DIR STEP` computes a recorded step again, and names the first number that differs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from grpo_dist.assets.paths import expanded
-from grpo_dist.cli.trust import add_trust_argument
+from grpo_dist.assets import expanded
+from grpo_dist.cli.arguments import add_shared, command_parser
+from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -59,7 +60,7 @@ def _tell(what: str, recorded: Recorded, computed: DataProto, tolerance: float) 
 
 def _update(recorded: Recorded, asked: bool) -> bool:
     """Compare the update, if there are weights to begin with."""
-    from grpo_dist.tracking.jsonl import FILE_NAME
+    from grpo_dist.tracking.jsonl import METRICS
     from grpo_dist.trainer.replay import UPDATE_METRICS, metric_difference, reupdate
 
     config = recorded.config
@@ -81,7 +82,7 @@ def _update(recorded: Recorded, asked: bool) -> bool:
         _write([f"update: none of the policy (trainer.critic_warmup={warmup}); the critic's is not computed again"])
         return True
     if not any(name in recorded.metrics for name in UPDATE_METRICS):
-        _write([f"update: not compared: step {recorded.step} has no metrics in {recorded.run_dir}/{FILE_NAME}"])
+        _write([f"update: not compared: step {recorded.step} has no metrics in {recorded.run_dir}/{METRICS}"])
         return True
     difference = metric_difference(recorded.metrics, metrics, TOLERANCE[dtype])
     if difference is not None:
@@ -105,7 +106,7 @@ def _differs(what: str, recorded: Recorded, difference: Difference) -> Iterator[
 def _changes(
     recorded: Recorded, scores: DataProto, targets: DataProto | None, failures: Sequence[str]
 ) -> Iterator[str]:
-    """What the changed keys would have changed; without targets, in the scores alone."""
+    """Yield the lines that say what the changed keys would have changed; without targets, in the scores alone."""
     from grpo_dist.trainer.replay import SCORE_TOLERANCE
 
     before, after = recorded.data["score"], scores["score"]
@@ -140,7 +141,7 @@ def _mean(scores: torch.Tensor) -> float:
 
 
 def _equal_groups(scores: torch.Tensor, n: int) -> int:
-    """Groups whose responses all score the same."""
+    """Return the number of groups whose responses all score the same."""
     groups = scores.nan_to_num(nan=0.0).reshape(-1, n)
     return int((groups == groups[:, :1]).all(dim=1).sum())
 
@@ -150,17 +151,16 @@ def _write(lines: Sequence[str] | Iterator[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist replay",
-        description="Compute a recorded step again, on CPU: rewards, advantages and, where there is a checkpoint of "
+    parser = command_parser(
+        "replay",
+        "Compute a recorded step again, on CPU: rewards, advantages and, where there is a checkpoint of "
         "the step before, the update. Names the first number that differs (exit code 1). With key=value, such as "
         "another custom_reward_function.path, it shows what that would have changed.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
     parser.add_argument("step", metavar="STEP", type=int, help="a step of rollouts/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run's config to change")
+    add_shared(parser, "overrides", FLAG)
     update = parser.add_mutually_exclusive_group()
     update.add_argument("--update", action="store_true", help="an update that cannot be computed again is an error")
     update.add_argument("--no-update", action="store_true", help="rewards and advantages alone")
-    add_trust_argument(parser)
     return parser

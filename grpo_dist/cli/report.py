@@ -1,4 +1,4 @@
-"""`grpo-dist report RUN_DIR`: a page with the run's curves, alarms and responses."""
+"""`grpo-dist report RUN_DIR` writes a page with the run's curves, alarms and responses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_dist.assets.paths import expanded
+from grpo_dist.assets import expanded
+from grpo_dist.cli.arguments import command_parser
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -67,9 +68,9 @@ def _serve(folders: Sequence[Path], port: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist report",
-        description="One HTML file about a run, which needs no network: curves with health alarms, where the seconds "
+    parser = command_parser(
+        "report",
+        "One HTML file about a run, which needs no network: curves with health alarms, where the seconds "
         "went, and the responses token by token.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, finished or going on")

@@ -12,7 +12,8 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from grpo_dist.cli.trained import TrainedModel, add_model_argument, engine_for, find_trained
+from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
+from grpo_dist.cli.trained import TrainedModel, engine_for, find_trained
 from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.vllm.openai_app import MODEL
 from grpo_dist.engines.vllm.server import KEY_VARIABLE, listen, serving
@@ -41,18 +42,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before and behind the first `--`."""
+    """Return the arguments before and behind the first `--`."""
     own = list(arguments)
     at = own.index("--") if "--" in own else len(own)
     return own[:at], own[at + 1 :]
 
 
 def check_host(host: str, token: str) -> None:
-    """Check that other machines cannot ask without a token.
-
-    Raises:
-        ConfigError: they can.
-    """
+    """Check that other machines cannot ask without a token."""
     if token or host == "localhost":
         return
     try:
@@ -82,7 +79,7 @@ async def _serve(
 
 
 def ready(url: str, model: str, name: str, *, with_token: bool) -> str:
-    """What is said once the server answers: where, and how it is asked."""
+    """Return the lines that say where the server is, and how to ask it."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
     header = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if with_token else ""
     where = f" ({KEY_VARIABLE}: the token)" if with_token else ""
@@ -94,21 +91,18 @@ def ready(url: str, model: str, name: str, *, with_token: bool) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist serve",
-        description="Serve a trained model over HTTP, by the protocols of OpenAI and Anthropic. Where a request says "
+    parser = command_parser(
+        "serve",
+        "Serve a trained model over HTTP, by the protocols of OpenAI and Anthropic. Where a request says "
         "nothing it gets the run's system prompt, template arguments and sampling.",
         epilog="behind -- stand options of `vllm serve`: -- --enable-auto-tool-choice --tool-call-parser hermes",
     )
-    add_model_argument(parser)
+    add_shared(parser, *MODEL_ARGUMENTS)
     parser.add_argument("--host", default=LOOPBACK, help="address to listen at (%(default)s: this machine alone)")
     parser.add_argument("--port", type=int, default=PORT, help="%(default)s; 0: a free one")
     key = f"the token that requests must have; better in the environment, as {KEY_VARIABLE}"
-    parser.add_argument("--api-key", dest="api_key", metavar="TOKEN", help=key)
-    parser.add_argument("--step", type=int, help="of the run's checkpoint; default: the last one")
-    parser.add_argument(
-        "--max-model-len", type=int, dest="max_model_len", help="longest prompt and response, in tokens"
-    )
+    parser.add_argument("--api-key", metavar="TOKEN", help=key)
+    add_shared(parser, "--max-model-len")
     name = "name of the model in requests (%(default)s, as at the endpoint in training)"
     parser.add_argument("--served-model-name", default=MODEL, help=name)
     return parser

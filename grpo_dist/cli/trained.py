@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from grpo_dist.assets import POLICY_KEY, resolve_model_path
-from grpo_dist.assets.paths import expanded
-from grpo_dist.assets.usage import FILE, Usage, read_usage
-from grpo_dist.cli.trust import add_trust_argument
+from grpo_dist.assets import POLICY_KEY, expanded, resolve_model_path
+from grpo_dist.assets.model_folder import FILE, Usage, read_usage
 from grpo_dist.config.environment import from_environment
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
-from grpo_dist.config.model_rules import max_positions
-from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import value_of, with_value
 from grpo_dist.config.run_code import (
     ENGINE,
@@ -34,10 +27,12 @@ from grpo_dist.config.run_code import (
 )
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_supervised import SupervisedConfig
-from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.cpu_attention import attention_problem
+from grpo_dist.engines.vllm.installed import attention_problem, build_problem
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.model_rules import max_positions
+from grpo_dist.plan.placement import placement
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run
@@ -73,15 +68,6 @@ class TrainedModel:
     unscored: str = ""
 
 
-def add_model_argument(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """Add RUN_OR_MODEL, the overrides behind it, and the flag of trust."""
-    what = "folder of a run, a checkpoint in it, a Hugging Face folder, a hub name or builtin:NAME"
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help=what, **options)
-    more = "keys of the run's config to change (grpo-dist help KEY)"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=more)
-    add_trust_argument(parser)
-
-
 def find_trained(
     named: str, overrides: Sequence[str] = (), step: int | None = None, *, trust: bool = False
 ) -> TrainedModel:
@@ -92,10 +78,6 @@ def find_trained(
         overrides: of the config.
         step: of the checkpoint; None: the last one.
         trust: whether the run's folder may name code to run.
-
-    Raises:
-        ConfigError: there is no such run, checkpoint or model, or an override is wrong; or its engine needs trust.
-        GrpoDistError: the checkpoint cannot be exported.
     """
     run_dir = expanded(named)
     checkpoint = named_checkpoint(run_dir, step)
@@ -129,11 +111,7 @@ def find_trained(
 
 
 def base_of(model: TrainedModel) -> TrainedModel:
-    """The model that a run began with, to be asked as the run asked it.
-
-    Raises:
-        ConfigError: the model is of no run, or the one that it began with is no longer there.
-    """
+    """The model that a run began with, to be asked as the run asked it."""
     if model.base is None:
         raise ConfigError(
             f"--base: {model.name} is not the model of a run that trains a policy; name its base model too"
@@ -147,9 +125,6 @@ def named_checkpoint(folder: Path, step: int | None) -> Path | None:
 
     Returns:
         None: the folder has no checkpoint of its last run.
-
-    Raises:
-        ConfigError: that run has no checkpoint of this step.
     """
     if folder.name.startswith("global_step_") and (folder / STATE).is_file():
         if step not in (None, step_of(folder)):
@@ -213,11 +188,7 @@ def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
 
 
 def trusted_run(checkpoint: Path, model: str | None = None, *, trust: bool) -> RunConfig | SupervisedConfig:
-    """Return the config of the run that wrote a checkpoint, to export it; see `saved_run`.
-
-    Raises:
-        ConfigError: the model's own code is to run, and the folder is not trusted.
-    """
+    """Return the config of the run that wrote a checkpoint, to export it; see `saved_run`."""
     config = saved_run(checkpoint, model)
     if not trust:
         keys = MODEL if isinstance(config, RunConfig) else SUPERVISED_MODEL
@@ -242,15 +213,12 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineSettings:
-    """What an engine is started with that serves this model alone, on the GPUs of one engine or on the CPU.
+    """Return the settings of an engine that serves this model alone, on the GPUs of one engine or on the CPU.
 
     Args:
         model: to serve.
         max_model_len: longest prompt and response; None: what the run has set, else what the model's config.json
             allows, but no more than `MOST_TOKENS`, or the run's prompts and responses.
-
-    Raises:
-        ConfigError: the model takes no sequences of that length, or this machine lacks the engine's device.
     """
     config = with_value(model.config, AGENT_KEY, SINGLE_TURN)  # its code is not needed
     model_config = json.loads((model.folder / "config.json").read_text())
@@ -268,9 +236,9 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
     return replace(
         settings,
         max_model_len=longest,
+        model=settings.model.without_factors(),  # they are merged
         needs_tokenizer=True,
-        lora=None,  # factors are merged
-        free_cache_engine=False,
+        shares_gpu=False,
         weight_transport="object_store",
     )
 
@@ -279,8 +247,9 @@ def _check_device(settings: EngineSettings) -> None:
     """Check that this machine has the engine's GPUs, or the build for CPU."""
     if problem := build_problem(settings.device):
         raise ConfigError(problem)
-    if settings.device == "cuda" and (there := torch.cuda.device_count()) < settings.tensor_parallel_size:
+    size = settings.rollout.tensor_model_parallel_size
+    if settings.device == "cuda" and (present := torch.cuda.device_count()) < size:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={settings.tensor_parallel_size}: this machine has "
-            f"{there} GPUs; set it to what there is, or trainer.n_gpus_per_node=0 for the CPU"
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: this machine has {present} GPUs; set it to "
+            "what there is, or trainer.n_gpus_per_node=0 for the CPU"
         )

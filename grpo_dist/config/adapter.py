@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from grpo_dist.assets import is_folder
 from grpo_dist.assets.adapter_folder import read_adapter_folder
-from grpo_dist.assets.paths import is_folder
 from grpo_dist.config.problems import Problem, problem_between, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
@@ -67,9 +67,9 @@ def targets_output_layer(model: ModelConfig) -> bool:
 
 
 def engines_take_the_factors(config: RunConfig) -> Iterator[Problem]:
-    """What engines cannot compute with, beside the weights of the model folder."""
+    """Return what engines cannot compute with, beside the weights of the model folder."""
     model = config.actor_rollout_ref.model
-    if not config.sends_factors:
+    if not model.sends_factors:
         return
     if model.lora_rank > ENGINE_LORA_RANKS[-1]:
         why = f"engines take ranks up to {ENGINE_LORA_RANKS[-1]}; lower it, or set the second to true"

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from grpo_dist.assets import BUILTIN
-from grpo_dist.assets.paths import expanded, is_file, is_folder
+from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder
 
 HUB = "hf:"
 SUFFIXES = (".parquet", ".jsonl", ".json")

@@ -1,4 +1,4 @@
-"""The keys of the YAML files with their defaults and comments, and what the options of the groups make of them."""
+"""The keys of the YAML files with their defaults and comments, what options of groups set, and the text of --help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.command import AnyCommand, default_options
 from grpo_dist.config.keys import free_form_keys, leaf_keys
 from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.config.schema_job import JobConfig
@@ -65,7 +65,7 @@ def all_keys(command: AnyCommand) -> dict[str, Key]:
 
 
 def set_by_groups(command: AnyCommand) -> dict[tuple[str, str], tuple[Key, ...]]:
-    """What each option of each group sets: keys with their values there, by (group, option)."""
+    """Return what each option of each group sets: keys with their values there, by (group, option)."""
     schema: type[JobConfig] = command.schema
     return {
         (group, option): documented_keys(command.file.parent / group / f"{option}.yaml", schema)
@@ -80,3 +80,34 @@ def _value(values: dict, path: list[str]) -> object:
         assert isinstance(found, dict)
         found = found[name]
     return found
+
+
+def usage(command: AnyCommand) -> str:
+    """Return the text of --help: the command, its groups, examples, and where the keys are explained."""
+    called = f"grpo-dist {command.name}"
+    lines = [f"usage: {called} [GROUP=OPTION ...] [KEY=VALUE ...] [--quiet]", ""]
+    lines += [f"{command.purpose} Groups change the defaults, and keys change both.", ""]
+    lines.append("groups (the default is marked *):")
+    lines += [line for group in command.group_options() for line in group_lines(command, group)]
+    lines += ["", "examples:"]
+    for what, overrides in command.examples:
+        lines += [f"  # {what}", f"  {called} {overrides}".rstrip()]
+    lines += ["", f"every key, with its meaning and default: {' and '.join(map(str, command.files))}"]
+    lines.append("--quiet shows nothing but errors: trainer.console=false")
+    lines.append("lists are written [a,b], an empty value null, text with = , : [ ] { } as \"key='...'\"")
+    return "\n".join(lines)
+
+
+def group_lines(command: AnyCommand, group: str) -> list[str]:
+    """List the options of a group with their descriptions; * marks the one that is used where none is chosen."""
+    default = default_options(command.file)[group]
+    return [
+        f" {'*' if default == option else ' '} {f'{group}={option}':<22} {first_comment(command, group, option)}"
+        for option in command.group_options()[group]
+    ]
+
+
+def first_comment(command: AnyCommand, group: str, option: str) -> str:
+    """Read the description of a group's option: the first comment of its file."""
+    lines = (command.file.parent / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    return next(line.removeprefix("#").strip() for line in lines if line.startswith("# ") and "@package" not in line)

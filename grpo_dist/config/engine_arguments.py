@@ -87,14 +87,15 @@ def seeded_samples_are_not_drafted(config: RunConfig) -> Iterator[Problem]:
 ENGINE_RULES = (vllm_arguments_are_no_keys_of_the_config, seeded_samples_are_not_drafted)
 
 
-def engine_notes(config: RunConfig) -> Iterator[str]:
+def engine_notes(config: RunConfig) -> Iterator[Problem]:
     """Notes on arguments that change what is sampled."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     for name in (name for name, plain in _INEXACT.items() if given.get(name) not in (None, plain)):
-        yield (
-            f"{_KEY}.{name}={shown(given[name])}: responses are sampled from another distribution than the one that "
-            "the trainer's log-probs are of; training/rollout_probs_diff_* shows the difference, "
-            "algorithm.rollout_correction corrects for it"
+        why = (
+            "responses are sampled from another distribution than the one that the trainer's log-probs are of; "
+            "training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction corrects for it"
         )
+        yield Problem(f"{_KEY}.{name}={shown(given[name])}: {why}", (f"{_KEY}.{name}",))
     if drafted := drafts(config):
-        yield f"{drafted}: drafted tokens are of the same distribution, but not those that the same seeds give without"
+        why = "drafted tokens are of the same distribution, but not those that the same seeds give without"
+        yield Problem(f"{drafted}: {why}", (drafted.partition("=")[0],))

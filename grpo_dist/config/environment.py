@@ -1,4 +1,6 @@
-"""Values that a config takes from the environment (`${oc.env:NAME}`): of them the reference is saved, never the value.
+"""What a config takes from its surroundings: values of the environment, and the folder that a relative one lies in.
+
+Of a value of the environment (`${oc.env:NAME}`) the reference is saved, never the value.
 
 A run uses the values; whoever reads the saved config back takes them from its own environment.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -15,6 +18,7 @@ from omegaconf.base import Container
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from grpo_dist.assets import expanded
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import hide_in_texts, redact
 
@@ -109,3 +113,30 @@ def _differences(written: Any, text: Any, value: Any, place: Place = ()) -> Iter
             yield from _differences(written[i] if isinstance(written, list) else None, *pair, (*place, i))
     elif text != value and not (value is None or isinstance(value, bool | int | float)):
         yield place, written if isinstance(written, str) and "oc.decode" in written else str(text)
+
+
+# Ray's folder for what `ray job submit --working-dir` sends along; each job's copy is deleted after the job.
+WORKING_COPIES = "working_dir_files"
+
+
+def keep_run_dir(raw: dict[str, Any]) -> list[str]:
+    """Take a relative run directory from the home folder where the present one is Ray's working copy of a job.
+
+    Args:
+        raw: the composed config, in which the key is replaced.
+
+    Returns:
+        A note for the user, if that was done.
+    """
+    trainer = raw.get("trainer")
+    given = trainer.get("default_local_dir") if isinstance(trainer, dict) else None
+    if not isinstance(trainer, dict) or not isinstance(given, str) or not given or expanded(given).is_absolute():
+        return []
+    here = Path.cwd()
+    if WORKING_COPIES not in here.parts:
+        return []
+    trainer["default_local_dir"] = str(Path.home() / given)
+    return [
+        f"trainer.default_local_dir={given}: results go to {trainer['default_local_dir']}, because Ray deletes the "
+        f"working copy of this job ({here}); set an absolute path, on several machines one on a disk that they share"
+    ]

@@ -6,11 +6,50 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from grpo_dist.code_names import parse_code
+from grpo_dist.plugins.names import parse_code
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A mark on a field of a section: what a checkpoint does with another value, for all keys below that field.
+
+    A key without a mark is a part of the experiment: the run goes on with another value only if it is told to.
+
+    Attributes:
+        kind: "free": results do not depend on it, nothing is said; "shown": results change, but not the experiment;
+            "length": shown where a learning rate depends on it, else free; "refused": not even on demand.
+        why: why it is refused.
+        switch: a key that must be above 0 for the mark to count; "": it always counts.
+    """
+
+    kind: Literal["free", "shown", "length", "refused"]
+    why: str = ""
+    switch: str = ""
+
+    FREE: ClassVar[Resume]
+    SHOWN: ClassVar[Resume]
+    LENGTH: ClassVar[Resume]
+    OTHER_MODEL: ClassVar[Resume]
+    OTHER_FACTORS: ClassVar[Resume]
+    OTHER_LAYERS: ClassVar[Resume]
+    OTHER_DTYPE: ClassVar[Resume]
+
+    @classmethod
+    def REFUSED(cls, why: str, *, switch: str = "") -> Resume:
+        """Return the mark of a key with whose other values the checkpoint cannot be used."""
+        return cls("refused", why, switch)
+
+
+Resume.FREE, Resume.SHOWN, Resume.LENGTH = Resume("free"), Resume("shown"), Resume("length")
+Resume.OTHER_MODEL = Resume.REFUSED("the saved weights are those of another model")
+Resume.OTHER_FACTORS = Resume.REFUSED("the saved factors have another shape or scale")
+Resume.OTHER_LAYERS = Resume.REFUSED("the saved factors belong to other modules")
+Resume.OTHER_DTYPE = Resume.REFUSED("weights and optimizer states were saved in another dtype")
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -22,6 +61,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, protected_namespaces=(), ser_json_inf_nan="constants"
     )
+
+    def replaced(self, **values: Any) -> Self:
+        """Return the section with other values of some keys, which are taken as they are."""
+        return self.model_copy(update=values)
 
 
 def _number(value: Any) -> Any:

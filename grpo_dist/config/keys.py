@@ -1,15 +1,21 @@
-"""The dotted keys of the schema, and the closest of them to an unknown key."""
+"""The dotted keys of the schema, the closest of them to an unknown key, and keys of others: verl's, and earlier ones.
+
+foreign_keys.yaml says how each key of others is handled; docs/config.md lists it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeGuard
 
-from grpo_dist.config.field_types import Section
-from grpo_dist.config.foreign_keys import ELSEWHERE
+import yaml
+
+from grpo_dist.config.field_types import Resume, Section
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 
@@ -22,24 +28,37 @@ _MOST_HINTS = 3
 
 @cache
 def leaf_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
-    """All keys of a command's config that hold a value, such as "data.train_batch_size"."""
+    """Return all keys of a command's config that hold a value, such as "data.train_batch_size"."""
     return tuple(key for key, kind in _walk(schema, "") if not _is_section(kind))
 
 
 @cache
 def section_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
-    """All keys that hold other keys, such as "data"."""
+    """Return all keys that hold other keys, such as "data"."""
     return tuple(key for key, kind in _walk(schema, "") if _is_section(kind))
 
 
 @cache
 def free_form_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
-    """Keys whose value is a mapping in which the user may use any names, such as `reward_kwargs`."""
+    """Return the keys whose value is a mapping in which the user may use any names, such as `reward_kwargs`."""
     return tuple(key for key, kind in _walk(schema, "") if str(kind).startswith("dict"))
 
 
+def resume_mark(key: str, schema: type[JobConfig]) -> Resume | None:
+    """Return the mark of the innermost field that holds `key` and has one; None: the key is part of the experiment."""
+    section: Any = schema
+    mark = None
+    for name in key.split("."):
+        if not _is_section(section) or name not in section.model_fields:
+            break
+        field = section.model_fields[name]
+        mark = next((part for part in field.metadata if isinstance(part, Resume)), mark)
+        section = field.annotation
+    return mark
+
+
 def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; a list is one value."""
+    """Yield (dotted key, value) of every leaf; a list is one value."""
     if isinstance(section, Mapping) and section:
         for name, value in section.items():
             yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
@@ -48,17 +67,17 @@ def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_text(value: Any) -> str:
-    """A value as text: strings as they are, others as JSON."""
+    """Return a value as text: strings as they are, others as JSON."""
     return str(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def is_free_form(key: str, schema: type[JobConfig] = RunConfig) -> bool:
-    """Whether `key` is inside a mapping in which the user may use any names."""
+    """Say if `key` is inside a mapping in which the user may use any names."""
     return any(key.startswith(f"{parent}.") for parent in free_form_keys(schema))
 
 
 def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
-    """The known keys that `key` most likely means, best first; empty if none is similar."""
+    """Return the known keys that `key` most likely means, best first; empty if none is similar."""
     matcher = difflib.SequenceMatcher(autojunk=False)
     last = key.rpartition(".")[2]
     if (meant := _meant(last, schema)) is not None:
@@ -81,12 +100,12 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
 
 
 def unknown_key(key: str, schema: type[JobConfig] = RunConfig) -> str:
-    """The error message for a key that the schema does not have."""
+    """Return the error message for a key that the schema does not have."""
     return f"{key}: no such key; {what_to_write(key, schema)}"
 
 
 def what_to_write(key: str, schema: type[JobConfig] = RunConfig) -> str:
-    """What a message advises in the place of an unknown key."""
+    """Return the advice of a message in the place of an unknown key."""
     last = key.rpartition(".")[2]
     meant = _meant(last, schema)
     hints, why = (nearest_keys(key, schema), "") if meant is None else (meant, ELSEWHERE[last].why)
@@ -96,7 +115,7 @@ def what_to_write(key: str, schema: type[JobConfig] = RunConfig) -> str:
 
 
 def _meant(name: str, schema: type[JobConfig]) -> list[str] | None:
-    """What to write for a name of other libraries, KEY or KEY=VALUE; []: nothing; None: it is not known here."""
+    """Return the KEY or KEY=VALUE to write for a name of other libraries; []: nothing; None: it is not known here."""
     entry = ELSEWHERE.get(name)
     if entry is None:
         return None
@@ -105,7 +124,7 @@ def _meant(name: str, schema: type[JobConfig]) -> list[str] | None:
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
-    """The dotted key and the type of everything below a section."""
+    """Yield the dotted key and the type of everything below a section."""
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}", field.annotation
         if _is_section(field.annotation):
@@ -114,3 +133,62 @@ def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _is_section(kind: Any) -> TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)
+
+
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text(encoding="utf-8"))
+RENAMED: dict[str, str] = _TABLE["renamed"]
+FLAGS: dict[str, str] = _TABLE["flags"]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What other libraries call by a name that is none here.
+
+    Attributes:
+        write: what to write here, KEY or KEY=VALUE, of which the first is meant that the command has.
+        why: what else there is to say.
+    """
+
+    write: tuple[str, ...]
+    why: str
+
+
+ELSEWHERE = {
+    name: Elsewhere(tuple(entry.get("write", ())), entry.get("why", "")) for name, entry in _TABLE["elsewhere"].items()
+}
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """A key of verl, or of an earlier version, that grpo_dist does not have.
+
+    Attributes:
+        why: why the key has no effect; if it is refused, what to use instead.
+        only: the values that are accepted and ignored; any other value is an error. (): every value is accepted.
+        refused: whether setting the key is an error.
+    """
+
+    why: str
+    only: tuple[str, ...] = ()
+    refused: bool = False
+
+
+def _without_effect(entry: str | dict[str, Any]) -> ForeignKey:
+    return ForeignKey(entry) if isinstance(entry, str) else ForeignKey(entry["why"], tuple(entry["only"]))
+
+
+FOREIGN_KEYS = {key: _without_effect(entry) for key, entry in _TABLE["without_effect"].items()} | {
+    key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()
+}
+
+
+def foreign_key(key: str) -> ForeignKey | None:
+    """The entry for `key`: its own, or that of the innermost section (`section.*`) that contains it."""
+    if key in FOREIGN_KEYS:
+        return FOREIGN_KEYS[key]
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        found = FOREIGN_KEYS.get(".".join(parts[:length]) + ".*")
+        if found is not None:
+            return found
+    return None

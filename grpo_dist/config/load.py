@@ -20,24 +20,18 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from grpo_dist.assets.paths import expanded
+from grpo_dist.assets import expanded
 from grpo_dist.config.adapter import take_adapter
 from grpo_dist.config.command import AnyCommand, Command, Config
-from grpo_dist.config.environment import Place, find_references, from_environment, recorded
-from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.environment import Place, find_references, from_environment, keep_run_dir, recorded
 from grpo_dist.config.overrides import CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
-from grpo_dist.config.run_folder import keep_run_dir
-from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact_text
 
 _COPY = re.compile(r"\$\{([\w.]+)\}")  # an interpolation that is the whole value
-
-
-def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
-    """The config of `python -m grpo_dist.main`; see `load_command`."""
-    return load_command(overrides, GRPO)
+# Keys of earlier versions that changed no result: (section, key). Their runs are read as if they had none.
+GONE = (("trainer", "expected_response_length"),)
 
 
 def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> tuple[Config, list[str]]:
@@ -74,7 +68,8 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     if problems or config is None:
         raise config_error(problems)
     config.references.update(references)
-    return config, [redact_text(note) for note in notes + command.notes(config)]
+    notes += [problem.text for note in command.notes for problem in note(config)]
+    return config, [redact_text(note) for note in notes]
 
 
 def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> Path:
@@ -131,9 +126,13 @@ def with_overrides(
 
 
 def with_later_keys(values: Mapping[str, Any], command: AnyCommand) -> dict[str, Any]:
-    """Values that a run has saved, with the defaults of keys that have come since then."""
+    """Return values that a run has saved, with the defaults of later keys and without keys that are gone."""
     merged = OmegaConf.merge(OmegaConf.create(default_values(command)), OmegaConf.create(dict(values)))
-    return cast(dict[str, Any], OmegaConf.to_container(merged))
+    later = cast(dict[str, Any], OmegaConf.to_container(merged))
+    for section, key in GONE:
+        if isinstance(later.get(section), dict):
+            later[section].pop(key, None)
+    return later
 
 
 def readable_config(config: JobConfig) -> str:

@@ -17,8 +17,18 @@ from hydra.errors import HydraException
 
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.command import AnyCommand
-from grpo_dist.config.foreign_keys import FLAGS, RENAMED, ForeignKey, foreign_key
-from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key, what_to_write
+from grpo_dist.config.keys import (
+    FLAGS,
+    RENAMED,
+    ForeignKey,
+    foreign_key,
+    is_free_form,
+    leaf_keys,
+    nearest_keys,
+    section_keys,
+    unknown_key,
+    what_to_write,
+)
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact

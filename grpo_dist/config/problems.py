@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -14,6 +16,8 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact, redact_text
 
 MOST_LINE_TEXT = 1500  # characters of one problem
+_KEY = re.compile(r"<(\w+(?:\.\w+)+)>")
+Config = TypeVar("Config", bound=JobConfig)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,32 @@ def shown(value: Any) -> str:
 def problem_between(config: Any, why: str, *keys: str) -> Problem:
     """A problem between `keys`; its message starts with their values."""
     return Problem(f"{', '.join(f'{key}={shown(value_of(config, key))}' for key in keys)}: {why}", keys)
+
+
+def between_keys(texts: Callable[[Config], Iterator[str]]) -> Callable[[Config], Iterator[Problem]]:
+    """Make a rule of a function that yields its problems as texts, in which `<KEY>` stands for a key and its value."""
+
+    def rule(config: Config) -> Iterator[Problem]:
+        for text in texts(config):
+            keys = tuple(_full_name(config, key) for key in _KEY.findall(text))
+            yield Problem(with_values(config, text), keys)
+
+    return rule
+
+
+def with_values(config: JobConfig, text: str) -> str:
+    """Put keys and values in the place of each `<KEY>`: `<rollout.n>` becomes `actor_rollout_ref.rollout.n=8`."""
+
+    def key_and_value(match: re.Match[str]) -> str:
+        key = _full_name(config, match[1])
+        return f"{key}={shown(value_of(config, key))}"
+
+    return _KEY.sub(key_and_value, text)
+
+
+def _full_name(config: JobConfig, key: str) -> str:
+    """Return the name of a key whose first section may be left out."""
+    return key if hasattr(config, key.partition(".")[0]) else f"actor_rollout_ref.{key}"
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -23,7 +23,7 @@ def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether the CPU has bf16 matrix instructions; without them bf16 is far slower than fp32."""
+    """Tell if the CPU has bf16 matrix instructions; without them bf16 is far slower than fp32."""
     return not BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.code_names import parse_code
 from grpo_dist.config.problems import one_line, shown, value_of
 from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.names import parse_code
 
 FLAG = "--trust-run-code"
 

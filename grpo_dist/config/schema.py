@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, model_validator
 
-from grpo_dist.code_names import CodeName, absolute, parse_code
 from grpo_dist.config.field_types import (
     Count,
     Distinct,
@@ -26,6 +25,7 @@ from grpo_dist.config.field_types import (
     Pair,
     PositiveFloat,
     Processes,
+    Resume,
     Section,
     Share,
     Text,
@@ -37,7 +37,7 @@ from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
-from grpo_dist.names import (
+from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     OPTIONAL_FUNCTION,
     REWARD_MODEL_FUNCTION,
@@ -45,6 +45,9 @@ from grpo_dist.names import (
     SCORELESS_ADV_ESTIMATORS,
     TOKEN_SELECTING_LOSSES,
     WEIGHTED_FUNCTION,
+    CodeName,
+    absolute,
+    parse_code,
 )
 
 
@@ -74,7 +77,7 @@ class FilterGroupsConfig(Section):
 
     enable: bool
     metric: Text
-    max_num_gen_batches: NonNegativeInt
+    max_num_gen_batches: Annotated[NonNegativeInt, Resume.FREE]
 
 
 class AlgorithmConfig(Section):
@@ -121,7 +124,7 @@ class DataConfig(JobDataConfig):
     max_response_length: Count
     filter_overlong_prompts: bool
     truncation: Literal["error", "left", "right", "middle"]
-    sampler: SamplerConfig
+    sampler: Annotated[SamplerConfig, Resume.REFUSED("the saved position is one in another order of the prompts")]
     apply_chat_template_kwargs: dict[str, Any]
 
 
@@ -167,10 +170,10 @@ class OverlongBufferConfig(Section):
 class RewardConfig(Section):
     """`reward`: the processes that score."""
 
-    num_workers: Processes
-    timeout_s: PositiveFloat
+    num_workers: Annotated[Processes, Resume.FREE]
+    timeout_s: Annotated[PositiveFloat, Resume.FREE]
     failure_score: Float | None
-    max_failure_rate: Share
+    max_failure_rate: Annotated[Share, Resume.FREE]
     overlong_buffer: OverlongBufferConfig
     step_separator: Text
 
@@ -197,14 +200,13 @@ class TrainerConfig(JobTrainerConfig):
 
     critic_warmup: NonNegativeInt
     max_staleness: NonNegativeInt
-    expected_response_length: Count | None
-    max_worker_restarts: NonNegativeInt
-    log_rollouts: bool
-    log_rollouts_max_gib: PositiveFloat | None
-    log_val_generations: NonNegativeInt
-    profile_steps: Annotated[Annotated[tuple[Count, ...], Pair] | None, Distinct]
-    stage_timeout_s: dict[TimedStage, PositiveFloat | None]
-    health: HealthConfig
+    max_worker_restarts: Annotated[NonNegativeInt, Resume.FREE]
+    log_rollouts: Annotated[bool, Resume.FREE]
+    log_rollouts_max_gib: Annotated[PositiveFloat | None, Resume.FREE]
+    log_val_generations: Annotated[NonNegativeInt, Resume.FREE]
+    profile_steps: Annotated[Annotated[tuple[Count, ...], Pair] | None, Distinct, Resume.FREE]
+    stage_timeout_s: Annotated[dict[TimedStage, PositiveFloat | None], Resume.FREE]
+    health: Annotated[HealthConfig, Resume.FREE]
 
     @property
     def profile_dir(self) -> Path:
@@ -235,7 +237,7 @@ class RunConfig(JobConfig):
     custom_reward_function: CustomRewardFunctionConfig
     reward: RewardConfig
     trainer: TrainerConfig
-    cluster: ClusterConfig
+    cluster: Annotated[ClusterConfig, Resume.FREE]
 
     @model_validator(mode="before")
     @classmethod
@@ -258,46 +260,39 @@ class RunConfig(JobConfig):
         return self.trainer.export_dtype or self.actor_rollout_ref.actor.fsdp_config.model_dtype
 
     @property
-    def sends_factors(self) -> bool:
-        """Whether engines get LoRA's factors alone, not the whole weights with factors merged."""
-        model = self.actor_rollout_ref.model
-        return model.lora_rank > 0 and not model.lora.merge
-
-    @property
     def needs_reference_workers(self) -> bool:
-        """Whether reference workers are started: with LoRA only for a teacher."""
-        return self.needs_reference and (self.has_teacher or self.actor_rollout_ref.model.lora_rank == 0)
+        """Tell if reference workers are started: with LoRA only for a teacher."""
+        return self.needs_reference and (self.has_teacher or not self.actor_rollout_ref.model.trains_factors)
 
     def sequence_parallel_size(self, role: str) -> int:
         """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
-        roles = self.actor_rollout_ref
-        sections: dict[str, Any] = {"actor": roles.actor, "ref": roles.ref, "critic": self.critic}
-        size: int = sections[role].ulysses_sequence_parallel_size if role in sections else 1
+        section = getattr(self.actor_rollout_ref, role, None) or getattr(self, role, None)
+        size: int = getattr(section, "ulysses_sequence_parallel_size", 1)
         return size
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the reference is another model than the one that the policy starts from."""
+        """Tell if the reference is another model than the one that the policy starts from."""
         return self.actor_rollout_ref.ref.model.path is not None
 
     @property
     def actor_is_reference(self) -> bool:
-        """Whether the actor, its LoRA factors switched off, computes the reference's log-probs."""
+        """Tell if the actor, its LoRA factors switched off, computes the reference's log-probs."""
         return self.needs_reference and not self.needs_reference_workers
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL to a reference is part of the loss or of the reward."""
+        """Tell if the KL to a reference is part of the loss or of the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained; null means for gae, as in verl."""
+        """Tell if a critic is trained; null means for gae, as in verl."""
         return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
 
     @property
     def trains_on_scores(self) -> bool:
-        """Whether scores are a part of what trains the policy; else they are only recorded."""
+        """Tell if scores are a part of what trains the policy; else they are only recorded."""
         return self.algorithm.adv_estimator not in SCORELESS_ADV_ESTIMATORS
 
     @property
@@ -334,7 +329,7 @@ class RunConfig(JobConfig):
 
     @property
     def needs_ground_truth(self) -> bool:
-        """Whether every row must have a ground truth: not where a model scores or no score trains, unless a built-in
+        """Tell if every row must have a ground truth: not where a model scores or no score trains, unless a built-in
         scorer is asked for.
         """
         return (self.trains_on_scores and not self.reward_model.enable) or None in self.reward_paths
@@ -369,12 +364,12 @@ class RunConfig(JobConfig):
 
     @property
     def on_policy(self) -> bool:
-        """Whether the old log-probs are the update's own."""
+        """Tell if the old log-probs are the update's own."""
         return self.old_log_probs_from == "update"
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the actor computes them before the update."""
+        """Tell if the actor computes them before the update."""
         return self.old_log_probs_from == "actor"
 
     @property

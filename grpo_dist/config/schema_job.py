@@ -22,58 +22,59 @@ from grpo_dist.config.field_types import (
     NonNegativeInt,
     OptionalFiles,
     PositiveFloat,
+    Resume,
     Section,
     Text,
     TrainDtype,
     TrainDtypeName,
+    builtin_or_custom,
 )
 from grpo_dist.config.processor import has_bf16
 from grpo_dist.config.schema_roles import Device
+from grpo_dist.plugins.names import LOGGERS
 
 
 class JobDataConfig(Section):
     """`data`: the rows."""
 
-    train_files: Files
-    val_files: OptionalFiles
+    train_files: Annotated[Files, Resume.FREE]
+    val_files: Annotated[OptionalFiles, Resume.FREE]
     train_batch_size: Count
-    train_max_samples: CountOrMinusOne
-    val_max_samples: CountOrMinusOne
-    shuffle: bool
-    seed: NonNegativeInt | None
+    train_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
+    val_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
+    shuffle: Annotated[bool, Resume.REFUSED("the saved position is one in another order of the rows")]
+    seed: Annotated[NonNegativeInt | None, Resume.REFUSED("the order of the rows depends on it")]
 
 
 class JobTrainerConfig(Section):
     """`trainer`: the run, its records and its machines."""
 
-    total_epochs: Count
-    total_training_steps: Count | None
-    seed: NonNegativeInt
-    project_name: FolderName
-    experiment_name: FolderName
-    logger: Annotated[
-        tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...], Names
-    ]
-    console: bool
-    default_local_dir: Folder
-    test_freq: CountOrMinusOne
-    val_before_train: bool
-    val_only: bool
-    save_freq: CountOrMinusOne
-    save_interval_minutes: PositiveFloat | None
-    max_actor_ckpt_to_keep: Count | None
-    keep_best_metric: Text | None
-    resume_mode: Literal["auto", "disable", "resume_path", "force"]
-    resume_from_path: Folder | None
-    max_actor_restarts: NonNegativeInt
-    node_wait_minutes: NonNegativeFloat
-    halve_on_out_of_memory: bool
-    export_hf_model: bool
-    export_dtype: TrainDtypeName | None
-    nnodes: Machines
-    n_gpus_per_node: GpusPerMachine
-    worker_timeout_s: PositiveFloat
-    dry_run: DryRun
+    total_epochs: Annotated[Count, Resume.LENGTH]
+    total_training_steps: Annotated[Count | None, Resume.LENGTH]
+    seed: Annotated[NonNegativeInt, Resume.REFUSED("what is drawn, and the order of the rows, depend on the seed")]
+    project_name: Annotated[FolderName, Resume.FREE]
+    experiment_name: Annotated[FolderName, Resume.FREE]
+    logger: Annotated[tuple[Annotated[str, builtin_or_custom(LOGGERS)], ...], Names, Resume.FREE]
+    console: Annotated[bool, Resume.FREE]
+    default_local_dir: Annotated[Folder, Resume.FREE]
+    test_freq: Annotated[CountOrMinusOne, Resume.FREE]
+    val_before_train: Annotated[bool, Resume.FREE]
+    val_only: Annotated[bool, Resume.FREE]
+    save_freq: Annotated[CountOrMinusOne, Resume.FREE]
+    save_interval_minutes: Annotated[PositiveFloat | None, Resume.FREE]
+    max_actor_ckpt_to_keep: Annotated[Count | None, Resume.FREE]
+    keep_best_metric: Annotated[Text | None, Resume.FREE]
+    resume_mode: Annotated[Literal["auto", "disable", "resume_path", "force"], Resume.FREE]
+    resume_from_path: Annotated[Folder | None, Resume.FREE]
+    max_actor_restarts: Annotated[NonNegativeInt, Resume.FREE]
+    node_wait_minutes: Annotated[NonNegativeFloat, Resume.FREE]
+    halve_on_out_of_memory: Annotated[bool, Resume.FREE]
+    export_hf_model: Annotated[bool, Resume.FREE]
+    export_dtype: Annotated[TrainDtypeName | None, Resume.FREE]
+    nnodes: Annotated[Machines, Resume.FREE]
+    n_gpus_per_node: Annotated[GpusPerMachine, Resume.FREE]
+    worker_timeout_s: Annotated[PositiveFloat, Resume.FREE]
+    dry_run: Annotated[DryRun, Resume.FREE]
 
     @property
     def records(self) -> tuple[str, ...]:
@@ -113,8 +114,8 @@ class JobConfig(Section):
 
     data: JobDataConfig
     trainer: JobTrainerConfig
-    cluster: JobClusterConfig
-    ray_kwargs: RayKwargsConfig
+    cluster: Annotated[JobClusterConfig, Resume.FREE]
+    ray_kwargs: Annotated[RayKwargsConfig, Resume.FREE]
     _references: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
 
     @property
@@ -139,7 +140,7 @@ class JobConfig(Section):
 
     @property
     def has_builtin_model(self) -> bool:
-        """Whether that model comes with the package: a small one, whose runs on CPU are exact."""
+        """Tell if that model comes with the package: a small one, whose runs on CPU are exact."""
         return self.model_path.startswith(BUILTIN)
 
     @property

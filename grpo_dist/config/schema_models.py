@@ -7,27 +7,27 @@ from typing import Annotated, Any
 from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
-    DecayRate,
-    NonNegativeFloat,
-    Pair,
     PositiveFloat,
     Processes,
+    Resume,
     Section,
     Share,
     Text,
     TrainDtypeName,
     one_of,
 )
-from grpo_dist.config.schema_roles import ActorConfig, ForwardConfig, FSDPConfig, OptimConfig
-from grpo_dist.names import LOSS_AGG_MODES
+from grpo_dist.config.schema_roles import ActorConfig, AdamWConfig, ForwardConfig, FSDPConfig, OptimConfig
+from grpo_dist.plugins.names import LOSS_AGG_MODES
+
+_OTHER_WHERE_IT_TRAINS = Resume.REFUSED(Resume.OTHER_MODEL.why, switch="reward_model.retrain.freq")
 
 
 class RewardModelFolderConfig(Section):
     """`reward_model.model`: what is loaded, and how conversations reach it."""
 
-    path: Text | None
+    path: Annotated[Text | None, _OTHER_WHERE_IT_TRAINS]
     input_tokenizer: Text | None
-    trust_remote_code: bool
+    trust_remote_code: Annotated[bool, Resume.FREE]
     fsdp_config: ForwardConfig
 
 
@@ -45,32 +45,26 @@ class ProcessRewardConfig(Section):
         return None if self.bad is None or self.good is None else (self.bad, self.good)
 
 
-class RetrainOptimConfig(Section):
-    """`reward_model.retrain.optim`: AdamW at a constant rate, since how many steps there will be is not known."""
-
-    lr: PositiveFloat
-    weight_decay: NonNegativeFloat
-    betas: Annotated[tuple[DecayRate, DecayRate], Pair]
-
-
 class RetrainConfig(Section):
     """`reward_model.retrain`: the reward model learns from what the policy samples (DeepSeekMath, algorithm 1)."""
 
-    freq: CountOrMinusOne
+    freq: Annotated[
+        CountOrMinusOne, Resume.REFUSED("the judged responses of earlier steps are those of the saved iterations")
+    ]
     label: Text
     train_epochs: Count
     train_batch_size: Count
-    micro_batch_size_per_gpu: Count
-    max_token_len_per_gpu: Count | None
-    enable_gradient_checkpointing: bool
-    model_dtype: TrainDtypeName
-    optimizer_offload: bool
-    optim: RetrainOptimConfig
+    micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+    model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]
+    optimizer_offload: Annotated[bool, Resume.FREE]
+    optim: AdamWConfig
     grad_clip: PositiveFloat
 
     @property
     def enable(self) -> bool:
-        """Whether the reward model is retrained."""
+        """Tell if the reward model is retrained."""
         return self.freq > 0
 
 
@@ -80,16 +74,16 @@ class RewardModelConfig(Section):
     enable: bool
     model: RewardModelFolderConfig
     process: ProcessRewardConfig
-    micro_batch_size_per_gpu: Count
-    use_dynamic_bsz: bool | None
-    forward_max_token_len_per_gpu: Count | None
+    micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    use_dynamic_bsz: Annotated[bool | None, Resume.FREE]
+    forward_max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
     max_length: Count | None
     replay_share: Share
     retrain: RetrainConfig
 
     @property
     def is_retrained(self) -> bool:
-        """Whether there is a reward model, and it trains."""
+        """Tell if there is a reward model, and it trains."""
         return self.enable and self.retrain.enable
 
     def max_token_len(self, actor: ActorConfig) -> int | None:
@@ -101,26 +95,26 @@ class RewardModelConfig(Section):
 class CriticModelConfig(Section):
     """`critic.model`: what is loaded, and how it is held."""
 
-    path: Text
-    enable_gradient_checkpointing: bool
-    enable_activation_offload: bool
-    override_config: dict[str, Any]
+    path: Annotated[Text, Resume.OTHER_MODEL]
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+    enable_activation_offload: Annotated[bool, Resume.FREE]
+    override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
     fsdp_config: FSDPConfig
 
 
 class CriticConfig(Section):
     """`critic`: the model that foresees returns, its loss and its optimizer."""
 
-    enable: bool | None
+    enable: Annotated[bool | None, Resume.REFUSED("a checkpoint has a critic if its run had one")]
     model: CriticModelConfig
     optim: OptimConfig
     ppo_mini_batch_size: Count
-    ppo_micro_batch_size_per_gpu: Count
-    forward_micro_batch_size_per_gpu: Count
-    use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Count
-    forward_max_token_len_per_gpu: Count
-    ulysses_sequence_parallel_size: Processes
+    ppo_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    forward_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    use_dynamic_bsz: Annotated[bool, Resume.FREE]
+    ppo_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
+    forward_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
+    ulysses_sequence_parallel_size: Annotated[Processes, Resume.FREE]
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat

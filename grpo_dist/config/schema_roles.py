@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -21,6 +22,7 @@ from grpo_dist.config.field_types import (
     PositiveShare,
     PositiveTemperature,
     Processes,
+    Resume,
     RolloutDtype,
     RolloutDtypeName,
     Section,
@@ -32,7 +34,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
-from grpo_dist.names import (
+from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
     LOSS_AGG_MODES,
@@ -45,27 +47,54 @@ Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
 
 
+ALL_LINEAR = "all-linear"  # of `target_modules`
+
+
 class LoraSyncConfig(Section):
     """`actor_rollout_ref.model.lora`: how LoRA's factors come to the engines."""
 
-    merge: bool
+    merge: Annotated[bool, Resume.SHOWN]
 
 
-class ModelConfig(Section):
+class LoraSection(Section):
+    """LoRA's keys in the section of a model that trains, and the path of their base model."""
+
+    path: Annotated[Text, Resume.OTHER_MODEL]
+    lora_rank: Annotated[NonNegativeInt, Resume.OTHER_FACTORS]
+    lora_alpha: Annotated[PositiveFloat, Resume.OTHER_FACTORS]
+    target_modules: Annotated[tuple[Text, ...], Names, Resume.OTHER_LAYERS]
+    exclude_modules: Annotated[Annotated[tuple[Text, ...], Names] | None, Resume.OTHER_LAYERS]
+    lora_adapter_path: Annotated[Text | None, Resume.FREE]
+
+    @property
+    def trains_factors(self) -> bool:
+        """Tell if LoRA's factors are trained, beside weights that stay as they are."""
+        return self.lora_rank > 0
+
+    @property
+    def targets(self) -> str | tuple[str, ...]:
+        """The modules that get factors: "all-linear" (all but the output layer), or the ends of their names."""
+        return ALL_LINEAR if self.target_modules == (ALL_LINEAR,) else self.target_modules
+
+    def without_factors(self) -> Self:
+        """Return the section of the base model alone."""
+        return self.replaced(lora_rank=0)
+
+
+class ModelConfig(LoraSection):
     """`actor_rollout_ref.model`: the policy that all three roles load."""
 
-    path: Text
-    trust_remote_code: bool
-    use_remove_padding: bool
-    enable_gradient_checkpointing: bool
-    enable_activation_offload: bool
-    lora_rank: NonNegativeInt
-    lora_alpha: PositiveFloat
-    target_modules: Annotated[tuple[Text, ...], Names]
-    exclude_modules: Annotated[tuple[Text, ...], Names] | None
-    lora_adapter_path: Text | None
+    trust_remote_code: Annotated[bool, Resume.FREE]
+    use_remove_padding: Annotated[bool, Resume.FREE]
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+    enable_activation_offload: Annotated[bool, Resume.FREE]
     lora: LoraSyncConfig
-    override_config: dict[str, Any]
+    override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
+
+    @property
+    def sends_factors(self) -> bool:
+        """Tell if engines get LoRA's factors alone, not the whole weights with factors merged."""
+        return self.trains_factors and not self.lora.merge
 
 
 class PolicyLossConfig(Section):
@@ -80,23 +109,34 @@ class PolicyLossConfig(Section):
     dro_beta: NonNegativeFloat
 
 
-class OptimConfig(Section):
-    """`actor_rollout_ref.actor.optim`: AdamW and its schedule."""
+class AdamWConfig(Section):
+    """`reward_model.retrain.optim`: AdamW at a constant rate, since how many steps there will be is not known."""
 
     lr: PositiveFloat
     weight_decay: NonNegativeFloat
     betas: Annotated[tuple[DecayRate, DecayRate], Pair]
+
+
+class OptimConfig(AdamWConfig):
+    """`actor_rollout_ref.actor.optim`: AdamW and its schedule, which is counted in optimizer steps."""
+
     lr_warmup_steps: NonNegativeOrMinusOne
     lr_warmup_steps_ratio: Share
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Share
 
+    def warmup_steps(self, total_steps: int) -> int:
+        """Return the optimizer steps in which the rate rises; -1 means `lr_warmup_steps_ratio` of all steps."""
+        return (
+            self.lr_warmup_steps if self.lr_warmup_steps >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
+        )
+
 
 class ForwardConfig(Section):
     """`fsdp_config` of a role that only runs forward."""
 
-    dtype: TrainDtypeName | None
-    param_offload: bool
+    dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
+    param_offload: Annotated[bool, Resume.FREE]
 
     def resolved_dtype(self, default: TrainDtype) -> TrainDtype:
         """Compute type; null means `RunConfig.default_dtype`."""
@@ -106,32 +146,32 @@ class ForwardConfig(Section):
 class FSDPConfig(ForwardConfig):
     """`actor_rollout_ref.actor.fsdp_config`."""
 
-    model_dtype: TrainDtypeName
-    reshard_after_forward: bool
-    fsdp_size: CountOrMinusOne
-    defer_grad_sync: bool
-    optimizer_offload: bool
+    model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]
+    reshard_after_forward: Annotated[bool, Resume.FREE]
+    fsdp_size: Annotated[CountOrMinusOne, Resume.FREE]
+    defer_grad_sync: Annotated[bool, Resume.FREE]
+    optimizer_offload: Annotated[bool, Resume.FREE]
 
     def num_shards(self, ranks: int) -> int:
-        """Of so many ranks those that hold one copy of the weights together."""
+        """Return how many of so many ranks hold one copy of the weights together."""
         return ranks if self.fsdp_size < 0 else min(self.fsdp_size, ranks)
 
 
 class CheckpointConfig(Section):
     """`actor_rollout_ref.actor.checkpoint`: how checkpoints are written."""
 
-    async_save: bool
+    async_save: Annotated[bool, Resume.FREE]
 
 
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the objective and its optimizer."""
 
     ppo_mini_batch_size: Count
-    ppo_micro_batch_size_per_gpu: Count
-    use_dynamic_bsz: bool
-    ppo_max_token_len_per_gpu: Count
-    ulysses_sequence_parallel_size: Processes
-    use_prefix_grouper: bool
+    ppo_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    use_dynamic_bsz: Annotated[bool, Resume.FREE]
+    ppo_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
+    ulysses_sequence_parallel_size: Annotated[Processes, Resume.FREE]
+    use_prefix_grouper: Annotated[bool, Resume.FREE]
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat
@@ -186,7 +226,7 @@ class AgentConfig(Section):
 
     default_agent_loop: Annotated[str, builtin_or_custom(AGENT_LOOPS)]
     agent_kwargs: dict[str, Any]
-    timeout_s: PositiveFloat
+    timeout_s: Annotated[PositiveFloat, Resume.FREE]
     episode_timeout_s: PositiveFloat | None
     max_assistant_turns: Count | None
     max_concurrent_episodes: Count | None
@@ -196,7 +236,7 @@ class AgentConfig(Section):
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether an episode is one response, which a whole group can share a request for."""
+        """Tell if an episode is one response, which a whole group can share a request for."""
         return self.default_agent_loop == AGENT_LOOPS[0]
 
 
@@ -229,28 +269,28 @@ class RolloutConfig(Section):
     min_tokens: NonNegativeInt
     stop: Annotated[tuple[Text, ...], OptionalNames]
     bad_words: Annotated[tuple[Text, ...], OptionalNames]
-    dtype: RolloutDtypeName | None
-    gpu_memory_utilization: PositiveShare
-    kv_cache_memory_gib: PositiveFloat | None
-    free_cache_engine: bool
-    tensor_model_parallel_size: Processes
-    max_model_len: Count | None
-    max_num_seqs: Count
-    max_num_batched_tokens: Count
-    enforce_eager: bool
-    enable_chunked_prefill: bool
-    deterministic: bool | None
-    log_prob_micro_batch_size_per_gpu: Count
+    dtype: Annotated[RolloutDtypeName | None, Resume.SHOWN]
+    gpu_memory_utilization: Annotated[PositiveShare, Resume.FREE]
+    kv_cache_memory_gib: Annotated[PositiveFloat | None, Resume.FREE]
+    free_cache_engine: Annotated[bool, Resume.FREE]
+    tensor_model_parallel_size: Annotated[Processes, Resume.FREE]
+    max_model_len: Annotated[Count | None, Resume.SHOWN]
+    max_num_seqs: Annotated[Count, Resume.FREE]
+    max_num_batched_tokens: Annotated[Count, Resume.FREE]
+    enforce_eager: Annotated[bool, Resume.FREE]
+    enable_chunked_prefill: Annotated[bool, Resume.FREE]
+    deterministic: Annotated[bool | None, Resume.SHOWN]
+    log_prob_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     over_sample_rate: Share
     partial_rollout: bool
     clear_kv_cache_on_update: bool
     ignore_eos: bool
-    engine_kwargs: EngineKwargsConfig
-    log_prob_use_dynamic_bsz: bool | None
-    log_prob_max_token_len_per_gpu: Count | None
-    startup_timeout_s: PositiveFloat
-    checkpoint_engine: CheckpointEngineConfig
-    val_kwargs: ValKwargsConfig
+    engine_kwargs: Annotated[EngineKwargsConfig, Resume.SHOWN]
+    log_prob_use_dynamic_bsz: Annotated[bool | None, Resume.FREE]
+    log_prob_max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
+    startup_timeout_s: Annotated[PositiveFloat, Resume.FREE]
+    checkpoint_engine: Annotated[CheckpointEngineConfig, Resume.FREE]
+    val_kwargs: Annotated[ValKwargsConfig, Resume.FREE]
     agent: AgentConfig
 
     def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:
@@ -258,7 +298,7 @@ class RolloutConfig(Section):
         return self.dtype or ("bfloat16" if default == "bf16" else "float32")
 
     def resolved_deterministic(self, device: Device) -> bool:
-        """Whether samples are seeded one by one; null means on CPU only."""
+        """Tell if samples are seeded one by one; null means on CPU only."""
         return device == "cpu" if self.deterministic is None else self.deterministic
 
 
@@ -266,7 +306,7 @@ class RefModelConfig(Section):
     """`actor_rollout_ref.ref.model`: a teacher, in the place of the policy's own start."""
 
     path: Text | None
-    trust_remote_code: bool
+    trust_remote_code: Annotated[bool, Resume.FREE]
     override_config: dict[str, Any]
 
 
@@ -274,10 +314,10 @@ class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference."""
 
     model: RefModelConfig
-    log_prob_micro_batch_size_per_gpu: Count
-    log_prob_use_dynamic_bsz: bool | None
-    log_prob_max_token_len_per_gpu: Count | None
-    ulysses_sequence_parallel_size: Processes
+    log_prob_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    log_prob_use_dynamic_bsz: Annotated[bool | None, Resume.FREE]
+    log_prob_max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
+    ulysses_sequence_parallel_size: Annotated[Processes, Resume.FREE]
     ref_model_sync_steps: CountOrMinusOne
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig
@@ -291,7 +331,7 @@ class RefConfig(Section):
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the three roles and the model they share."""
 
-    nccl_timeout: Count
+    nccl_timeout: Annotated[Count, Resume.FREE]
     model: ModelConfig
     actor: ActorConfig
     rollout: RolloutConfig
@@ -299,5 +339,5 @@ class ActorRolloutRefConfig(Section):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the responses of a group are one sequence behind their prompt."""
+        """Tell if the responses of a group are one sequence behind their prompt."""
         return self.model.use_remove_padding and self.actor.use_prefix_grouper

@@ -10,36 +10,35 @@ from typing import Annotated, Any, ClassVar
 
 from grpo_dist.config.field_types import (
     Count,
-    Names,
-    NonNegativeInt,
     PositiveFloat,
     Processes,
+    Resume,
     Section,
     Text,
     TrainDtype,
 )
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
-from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, OptimConfig
+from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, LoraSection, OptimConfig
 
 
 class SupervisedModelConfig(Section):
     """`model`: what is trained."""
 
-    path: Text
-    trust_remote_code: bool
-    use_remove_padding: bool
-    enable_gradient_checkpointing: bool
-    override_config: dict[str, Any]
+    path: Annotated[Text, Resume.OTHER_MODEL]
+    trust_remote_code: Annotated[bool, Resume.FREE]
+    use_remove_padding: Annotated[bool, Resume.FREE]
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+    override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
 
 
 class SupervisedDataConfig(JobDataConfig):
     """`data`: the rows, and how many of them a pass takes."""
 
     max_length: Count
-    micro_batch_size_per_gpu: Count
-    use_dynamic_bsz: bool
-    max_token_len_per_gpu: Count
+    micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    use_dynamic_bsz: Annotated[bool, Resume.FREE]
+    max_token_len_per_gpu: Annotated[Count, Resume.FREE]
 
     @property
     def max_token_len(self) -> int | None:
@@ -48,7 +47,7 @@ class SupervisedDataConfig(JobDataConfig):
 
 
 class PreferenceDataConfig(SupervisedDataConfig):
-    """`data` of `grpo_dist.reward_model`: pairs, or labelled steps and how they are written."""
+    """`data` of `grpo-dist reward-model`: pairs, or labelled steps and how they are written."""
 
     step_separator: Text
     step_tag: Text | None
@@ -63,7 +62,7 @@ class SupervisedOptimConfig(OptimConfig):
 class SupervisedTrainerConfig(JobTrainerConfig):
     """`trainer`: the run, its records and its machines."""
 
-    nccl_timeout: Count
+    nccl_timeout: Annotated[Count, Resume.FREE]
 
 
 class SupervisedClusterConfig(JobClusterConfig):
@@ -83,7 +82,7 @@ class SupervisedConfig(JobConfig):
 
     data: SupervisedDataConfig
     trainer: SupervisedTrainerConfig
-    cluster: SupervisedClusterConfig
+    cluster: Annotated[SupervisedClusterConfig, Resume.FREE]
     model: SupervisedModelConfig
     optim: SupervisedOptimConfig
     engine: FSDPConfig
@@ -113,21 +112,15 @@ class SupervisedConfig(JobConfig):
 
 
 class RewardModelTrainingConfig(SupervisedConfig):
-    """A whole run of `grpo_dist.reward_model`."""
+    """A whole run of `grpo-dist reward-model`."""
 
     role = "reward_model"
 
     data: PreferenceDataConfig
 
 
-class SFTModelConfig(SupervisedModelConfig):
+class SFTModelConfig(SupervisedModelConfig, LoraSection):
     """`model`: what is trained, whole or by LoRA."""
-
-    lora_rank: NonNegativeInt
-    lora_alpha: PositiveFloat
-    target_modules: Annotated[tuple[Text, ...], Names]
-    exclude_modules: Annotated[tuple[Text, ...], Names] | None
-    lora_adapter_path: Text | None
 
 
 class SFTDataConfig(SupervisedDataConfig):
@@ -138,7 +131,7 @@ class SFTDataConfig(SupervisedDataConfig):
 
 
 class SFTConfig(SupervisedConfig):
-    """A whole run of `grpo_dist.sft`."""
+    """A whole run of `grpo-dist sft`."""
 
     role = "sft"
 

@@ -1,4 +1,4 @@
-"""Conversations to token ids and a mask of those to train: the rows of supervised fine-tuning.
+"""Conversations to token ids, with marks on those to train: the rows of supervised fine-tuning.
 
 A message is trained as a policy would say it: from the first character behind the generation prompt up to the
 end-of-sequence token that closes it. What a chat template writes behind that token (Qwen's a newline) is read by the
@@ -11,75 +11,36 @@ does not change what it wrote before. In front of a trained message stands exact
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
-from grpo_dist.data.chat_rows import Chat
-from grpo_dist.data.conversations import render_conversation
+from grpo_dist.data.conversations import check_template_kwargs, open_text_ids, render_conversation, row_errors
 from grpo_dist.data.files import shown
-from grpo_dist.data.tokenize import check_template_kwargs, open_text_ids, template_errors, within_length
+from grpo_dist.data.training_rows import Conversation, TrainingExample, within_length
 from grpo_dist.errors import DataError
-from grpo_dist.protocol import DataProto, Ragged
-
-
-@dataclass(frozen=True, eq=False)
-class ChatExample:
-    """A conversation up to the end of its last trained message.
-
-    Attributes:
-        location: file and row.
-        prompt: [P] int32 token ids, P > 0: what stands in front of the first trained token.
-        response: [R] int32 token ids, R > 0; the last one is an end of sequence, and trained.
-        mask: [R] int8, 1 on the tokens to train.
-    """
-
-    location: str
-    prompt: np.ndarray
-    response: np.ndarray
-    mask: np.ndarray
-
-    @property
-    def columns(self) -> tuple[np.ndarray, ...]:
-        """All its numbers, the prompt's token ids first."""
-        return (self.prompt, self.response, self.mask)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt) + len(self.response)
-
-    @property
-    def total_tokens(self) -> int:
-        """The same, since there is one response."""
-        return self.num_tokens
 
 
 def tokenize_chats(
-    rows: Sequence[Chat],
+    rows: Sequence[Conversation],
     tokenizer: Any,
     *,
     max_length: int,
     apply_chat_template_kwargs: Mapping[str, Any],
     end_ids: Collection[int],
-) -> tuple[list[ChatExample], list[Chat]]:
-    """Token ids and masks of checked rows.
+) -> tuple[list[TrainingExample], list[Conversation]]:
+    """Return the examples of checked rows, in order, and the rows that were left out.
 
     A tokenizer without a chat template (of a base model) gets the contents of the messages in front of the trained one
     joined by newlines, its content right behind them, and the end-of-sequence token; there can be one trained message.
 
     Args:
-        rows: from `load_chats`.
+        rows: checked rows.
         tokenizer: a transformers tokenizer.
         max_length: most tokens of an example. Longer ones are left out whole, since a cut one is another answer.
         apply_chat_template_kwargs: extra variables for the chat template.
         end_ids: tokens that end a response, besides the tokenizer's end of sequence; see `model_folder.end_token_ids`.
-
-    Returns:
-        The examples, in order, and the rows that were left out.
 
     Raises:
         DataError: a row cannot be rendered, or what to train of it cannot be told; all rows are too long; or there are
@@ -94,34 +55,24 @@ def tokenize_chats(
     known = {*end_ids, tokenizer.eos_token_id} - {None}
     ends = sorted({tokenizer.decode([token_id]) for token_id in known} - {""})
 
-    def tokenized(row: Chat) -> ChatExample:
+    def tokenized(row: Conversation) -> TrainingExample:
         text, cuts = _rendered(row, tokenizer, apply_chat_template_kwargs, ends)
         pieces = _pieces(text, cuts, tokenizer, row.location)
         if not pieces[0]:
             raise DataError(f"{row.location}: there are no tokens in front of the first trained message; add a prompt")
         prompt, *rest = (np.array(piece, dtype=np.int32) for piece in pieces)
         trained = [np.full(len(piece), 1 - number % 2, dtype=np.int8) for number, piece in enumerate(rest)]
-        return ChatExample(row.location, prompt, np.concatenate(rest), np.concatenate(trained))
+        return TrainingExample(row.location, prompt, [np.concatenate(rest)], [np.concatenate(trained)])
 
     return within_length(rows, tokenized, max_length=max_length)
 
 
-def chat_batch(examples: Sequence[ChatExample]) -> DataProto:
-    """The columns `prompts`, `responses`, `response_mask` and `uid`, with a row for each example."""
-    columns = {
-        "prompts": Ragged.from_rows([each.prompt for each in examples], torch.int32),
-        "responses": Ragged.from_rows([each.response for each in examples], torch.int32),
-        "response_mask": Ragged.from_rows([each.mask for each in examples], torch.int8),
-    }
-    return DataProto.from_dict(columns, {"uid": [f"{i}: {each.location}" for i, each in enumerate(examples)]})
-
-
 def _rendered(
-    row: Chat, tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Sequence[str]
+    row: Conversation, tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Sequence[str]
 ) -> tuple[str, list[int]]:
-    """The text up to the end of the last trained message, and the characters where each of them begins and ends."""
+    """Return the text up to the end of the last trained message, and where in it each of them begins and ends."""
     parts: list[tuple[str, str]] = []
-    with template_errors(row.location, template_kwargs):
+    with row_errors(row.location, template_kwargs):
         for number in row.trained:
             before, message = row.messages[:number], row.messages[number : number + 1]
             head, _ = render_conversation(tokenizer, before, [], {**template_kwargs, "add_generation_prompt": True})
@@ -153,7 +104,7 @@ def _rendered(
 
 
 def _length(text: str, ends: Sequence[str], where: str) -> int:
-    """Characters of a rendered message up to its end of sequence, which is included."""
+    """Return how many characters a rendered message has up to its end of sequence, which is included."""
     lengths = [text.index(end) + len(end) for end in ends if end in text]
     if not lengths:
         raise DataError(
@@ -173,7 +124,7 @@ def _length(text: str, ends: Sequence[str], where: str) -> int:
 
 
 def _pieces(text: str, cuts: Sequence[int], tokenizer: Any, location: str) -> list[list[int]]:
-    """Token ids of the pieces between cuts: those that each adds to the text in front of it.
+    """Return the token ids of the pieces between cuts: those that each adds to the text in front of it.
 
     A token may reach across a cut, such as one of two newlines, where the generation prompt ends in a newline and the
     message begins with one. A policy reads the prompt by itself, so then the piece's tokens are those of it alone.

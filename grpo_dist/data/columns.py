@@ -1,4 +1,4 @@
-"""Which columns of a row are its prompt, its ground truth and its data source.
+"""The columns of a row that are its prompt, its ground truth and its data source.
 
 verl's schema is read as it is. What it misses is looked for: the prompt in a column `messages`, `question` or
 `problem`, the ground truth in `answer`, `solution` or `ground_truth`, and then in the last turn of `messages`, if that
@@ -15,7 +15,7 @@ from typing import Any
 
 from grpo_dist.data.files import shown, source_name
 from grpo_dist.errors import DataError
-from grpo_dist.names import AGENT_LOOPS
+from grpo_dist.plugins.names import AGENT_LOOPS
 
 PROMPT, MESSAGES, SOURCE = "prompt", "messages", "data_source"
 PROMPTS = (MESSAGES, "question", "problem")  # where there is no column `prompt`
@@ -52,7 +52,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Columns:
-    """How rows are read: what the keys of `data` say, and what the reward function asks for.
+    """The way in which rows are read: what the keys of `data` say, and what the reward function asks for.
 
     Attributes:
         prompt_key: column of the prompt.
@@ -77,11 +77,10 @@ class Columns:
     kept: Collection[str] | None = ()
 
     def source(self, row: Row, location: str, where: str, taken: dict[str, str]) -> str:
-        """The data source. What is not in the row by the name that the config gives it is noted in `taken`, with the
-        config key and the value that say the same; so do `prompt` and `answer`.
+        """Return the data source.
 
-        Raises:
-            DataError: it has none, or it is no text.
+        What is not in the row by the name that the config gives it is noted in `taken`, with the config key and the
+        value that say the same; so do `prompt` and `answer`.
         """
         value = row.get(self.reward_fn_key)
         if value is None and self.data_source is not None:
@@ -97,32 +96,25 @@ class Columns:
         return value
 
     def prompt(self, row: Row, where: str, taken: dict[str, str]) -> tuple[str, Any]:
-        """The name and the value of what the prompt is made of.
-
-        Raises:
-            DataError: there is none, or several.
-        """
+        """Return the name and the value of what the prompt is made of."""
         if self.prompt_template is not None:
             return TEMPLATE_KEY, filled(self.prompt_template, row, where)
         name = self.prompt_key
         if row.get(name) is None and name == PROMPT:
-            found = _present(row, PROMPTS)
-            if len(found) > 1:
-                raise _ambiguous(found, "prompt", PROMPT_KEY, where)
-            name = taken[PROMPT_KEY] = found[0] if found else name
+            present = _present(row, PROMPTS)
+            if len(present) > 1:
+                raise _ambiguous(present, "prompt", PROMPT_KEY, where)
+            name = taken[PROMPT_KEY] = present[0] if present else name
         return name, column_of(row, name, where, setting=f" ({PROMPT_KEY}={name})")
 
     def answer(self, row: Row, turn: str | None, where: str, taken: dict[str, str]) -> tuple[str, Any]:
-        """The name and the value of the ground truth; None where there is none and none is needed.
+        """Return the name and the value of the ground truth; None where there is none and none is needed.
 
         Args:
             row: the row.
             turn: the last turn of its messages, if that is the assistant's.
             where: file and row, for messages.
             taken: see `source`.
-
-        Raises:
-            DataError: there is none, or several.
         """
         if self.answer_key is not None:
             setting = f" ({ANSWER_KEY}={self.answer_key})"
@@ -133,13 +125,13 @@ class Columns:
             raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(model)}")
         if model and model.get("ground_truth") is not None:
             return "reward_model.ground_truth", model["ground_truth"]
-        found = _present(row, ANSWERS)
-        if len(found) > 1 and self.needs_ground_truth:
-            raise _ambiguous(found, "ground truth", ANSWER_KEY, where)
-        if len(found) == 1:
-            taken[ANSWER_KEY] = found[0]
-            return found[0], row[found[0]]
-        if turn is not None and not found:
+        present = _present(row, ANSWERS)
+        if len(present) > 1 and self.needs_ground_truth:
+            raise _ambiguous(present, "ground truth", ANSWER_KEY, where)
+        if len(present) == 1:
+            taken[ANSWER_KEY] = present[0]
+            return present[0], row[present[0]]
+        if turn is not None and not present:
             taken[ANSWER_KEY] = f"{MESSAGES}[-1]"
             return f"{MESSAGES}[-1]", turn
         if self.needs_ground_truth and model is not None:
@@ -154,11 +146,7 @@ class Columns:
         return ANSWER_KEY, None
 
     def others(self, row: Row, extra_info: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The other columns that the reward function takes.
-
-        Raises:
-            DataError: it needs one that the row does not have.
-        """
+        """Return the other columns that the reward function takes."""
         for name in self.needed:
             if name not in row and name not in extra_info:
                 remedy = "; the reward function takes it: add the column, or give the argument a default value"
@@ -175,9 +163,6 @@ def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
         row: the row.
         where: file and row, for the message.
         read: columns that the reward function reads by name; what is in these is for it.
-
-    Raises:
-        DataError: it has.
     """
     for name in MEDIA:
         if row.get(name) and name not in read:
@@ -188,18 +173,18 @@ def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
 
 
 def unread(row: Row) -> tuple[str, ...]:
-    """The names in `UNREAD` that a row has something for; `agent_name` with its value."""
+    """Return the names in `UNREAD` that a row has something for; `agent_name` with its value."""
     info = row.get("extra_info")
-    found = []
+    names = []
     for name in UNREAD:
         place, _, entry = name.rpartition(".")
         if value := (info if isinstance(info, dict) else {}).get(entry) if place else row.get(name):
-            found.append(f"{name}={value}" if name == AGENT_NAME else name)
-    return tuple(found)
+            names.append(f"{name}={value}" if name == AGENT_NAME else name)
+    return tuple(names)
 
 
 def unread_notes(key: str, rows: Sequence[Any], agent_loop: str | None = None) -> Iterator[str]:
-    """Notes for the user on what rows have and nobody reads.
+    """Yield notes for the user on what rows have and nobody reads.
 
     Args:
         key: the config key that names their files.
@@ -215,11 +200,10 @@ def unread_notes(key: str, rows: Sequence[Any], agent_loop: str | None = None) -
 
 
 def filled(template: str, row: Row, where: str) -> str:
-    r"""A template with the row's values: `{column}` is replaced, `{{column}}` becomes {column}, and `\n`, as it comes
-    from the command line, is a line break. Other braces stay as they are.
+    r"""Return a template with the row's values.
 
-    Raises:
-        DataError: the template names no column, or one that the row does not have or that is no text or number.
+    `{column}` is replaced, `{{column}}` becomes {column}, and `\n`, as it comes from the command line, is a line break.
+    Other braces stay as they are.
     """
 
     def value_of(match: re.Match[str]) -> str:
@@ -239,16 +223,13 @@ def filled(template: str, row: Row, where: str) -> str:
 
 
 def column_of(row: Row, name: str, where: str, *, setting: str = "") -> Any:
-    """The value of a row's column.
+    """Return the value of a row's column.
 
     Args:
         row: the row.
         name: of the column.
         where: file and row, for the message.
         setting: the setting that chose the name, if one did.
-
-    Raises:
-        DataError: the row has no such column, or nothing in it.
     """
     if row.get(name) is None:
         raise missing(row, name, where, setting)
@@ -256,7 +237,7 @@ def column_of(row: Row, name: str, where: str, *, setting: str = "") -> Any:
 
 
 def missing(row: Row, name: str, where: str, setting: str = "", remedy: str = "") -> DataError:
-    """The error that a row has no such column, or nothing in it."""
+    """Return the error that a row has no such column, or nothing in it."""
     columns = ", ".join(map(str, row))[:MOST_COLUMN_TEXT] or "nothing"
     return DataError(f"{where}: no column {name!r}{setting}; the row has {columns}{remedy}")
 
@@ -269,6 +250,6 @@ def _present(row: Row, names: Collection[str]) -> list[str]:
     return [name for name in names if row.get(name) is not None]
 
 
-def _ambiguous(found: list[str], what: str, key: str, where: str) -> DataError:
-    ways = " or ".join(f"{key}={name}" for name in found)
-    return DataError(f"{where}: the {what} may be in the columns {', '.join(found)}; say which: {ways}")
+def _ambiguous(columns: list[str], what: str, key: str, where: str) -> DataError:
+    ways = " or ".join(f"{key}={name}" for name in columns)
+    return DataError(f"{where}: the {what} may be in the columns {', '.join(columns)}; say which: {ways}")

@@ -1,8 +1,9 @@
-"""Conversations as a reward model reads them: the same way when it is trained and when it scores.
+"""Messages to text and token ids: what prompts, training rows and reward models have in common.
 
 A conversation is rendered whole by the tokenizer's chat template, without a generation prompt. A tokenizer without one
 (of a base model) gets the contents of the prompt's messages joined by newlines, the answer's right behind them, and the
-end-of-sequence token: what such a model's policy reads and writes.
+end-of-sequence token: what such a model's policy reads and writes. A reward model reads it in the same way when it is
+trained and when it scores.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.data.tokenize import MOST_PROBLEM_TEXT
+from grpo_dist.assets.tokenizer import continued
 from grpo_dist.errors import DataError
+from grpo_dist.redact import redact
 
 Messages = Sequence[Mapping[str, Any]]
 Tokens = TypeVar("Tokens", list[int], np.ndarray)
 
 INPUT_KEY = "reward_model.model.input_tokenizer"
+KWARGS_KEY = "data.apply_chat_template_kwargs"
+MOST_PROBLEM_TEXT = 500  # characters of what a chat template says
 _ANSWER = "ANSWER"
 
 
@@ -31,7 +35,7 @@ def render_conversation(
     *,
     may_go_on: bool = True,
 ) -> tuple[str, bool]:
-    """The text of a conversation, and whether the tokenizer's own special tokens are still to come.
+    """Return the text of a conversation, and whether the tokenizer's own special tokens are still to come.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -45,22 +49,31 @@ def render_conversation(
         Exception: of any kind, by the chat template.
     """
     if tokenizer.chat_template:
-        whole = _joined(prompt, answer) if may_go_on else [*prompt, *answer]
+        whole = continued(prompt, answer) if may_go_on else [*prompt, *answer]
         return tokenizer.apply_chat_template(whole, tokenize=False, **(template_kwargs or {})), False
     parts = ("\n".join(message["content"] for message in messages) for messages in (prompt, answer))
     return "".join(parts), True
 
 
-def _joined(prompt: Messages, answer: Messages) -> list[Mapping[str, Any]]:
-    """A conversation in which the answer goes on from the prompt's last turn, if both are the assistant's."""
-    if not (prompt and answer and prompt[-1]["role"] == answer[0]["role"] == "assistant"):
-        return [*prompt, *answer]
-    turn = {**prompt[-1], **answer[0], "content": prompt[-1]["content"] + answer[0]["content"]}
-    return [*prompt[:-1], turn, *answer[1:]]
+def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+    """Check that there is a chat template, if there are variables for it."""
+    if template_kwargs and not tokenizer.chat_template:
+        raise DataError(
+            f"{KWARGS_KEY}={redact(template_kwargs)}: the tokenizer has no chat template to give them to; leave it "
+            "empty"
+        )
+
+
+def open_text_ids(text: str, tokenizer: Any) -> list[int]:
+    """Return the token ids of a text that a base model goes on from: opened by its tokenizer, but not closed."""
+    token_ids = list(tokenizer(text)["input_ids"])
+    if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        token_ids.pop()  # some tokenizers close every text; a response would then start after the end
+    return token_ids
 
 
 def encode_conversation(text: str, special: bool, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int32, and where fast tokenizers know it, at which character of the text each token ends."""
+    """Return token ids, int32, and where fast tokenizers know it, at which character of the text each token ends."""
     encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=tokenizer.is_fast)
     token_ids = list(encoded["input_ids"])
     ends = [end for _, end in encoded.get("offset_mapping", ())]
@@ -93,6 +106,49 @@ def without_padding(token_ids: Tokens, padding_id: int | None) -> Tokens:
     return token_ids[:length]
 
 
+def template_problem(error: Exception) -> str:
+    """Return what a chat template said, for a message."""
+    return f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
+
+
+@contextlib.contextmanager
+def _template_errors(refusal: str, remedy: str) -> Iterator[None]:
+    """Turn what a chat template raises in the block into a DataError."""
+    try:
+        yield
+    except Exception as error:  # templates raise jinja2 errors of their own making
+        raise DataError(f"{refusal}: {template_problem(error)}; {remedy}") from error
+
+
+def row_errors(
+    location: str, template_kwargs: Mapping[str, Any] | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """Turn what the trained model's chat template raises in the block into a DataError that names the row.
+
+    Args:
+        location: file and row.
+        template_kwargs: data.apply_chat_template_kwargs; None: the command has no such key.
+    """
+    variables = f" or {KWARGS_KEY}={redact(template_kwargs)}" if template_kwargs else ""
+    return _template_errors(
+        f"{location}: the model's chat template refuses the row", f"mend the row's messages{variables}"
+    )
+
+
+def reward_model_errors(setting: str, messages: Messages) -> contextlib.AbstractContextManager[None]:
+    """Turn what a reward model's chat template raises in the block into a DataError that names the model.
+
+    Args:
+        setting: the key and value that name the reward model.
+        messages: those before the answer.
+    """
+    roles = ", ".join([*(str(message["role"]) for message in messages), "assistant"])
+    return _template_errors(
+        f"{setting}: its chat template refuses a conversation of {roles}",
+        "change the messages of the rows (data.system_prompt), or use another reward model",
+    )
+
+
 class ConversationRenderer:
     """From a prompt and the policy's response to the tokens that a reward model reads.
 
@@ -104,9 +160,6 @@ class ConversationRenderer:
         tokenizer: of the reward model.
         setting: the key and value that name the reward model, for messages.
         input_tokenizer: of the policy; None: the reward model has the same tokens.
-
-    Raises:
-        DataError: the chat template refuses a conversation, or how it closes an answer cannot be told.
     """
 
     def __init__(self, tokenizer: Any, setting: str, input_tokenizer: Any = None) -> None:
@@ -116,7 +169,7 @@ class ConversationRenderer:
         self.closing = self._closing() if input_tokenizer is None else []
 
     def __call__(self, messages: Messages, prompt: list[int], response: list[int]) -> list[int]:
-        """The token ids of the whole conversation.
+        """Return the token ids of the whole conversation.
 
         Args:
             messages: those of the prompt.
@@ -137,7 +190,7 @@ class ConversationRenderer:
         return token_ids.tolist()
 
     def _closing(self) -> list[int]:
-        """The tokens that the chat template writes behind an answer; without one the end of sequence."""
+        """Return the tokens that the chat template writes behind an answer; without one the end of sequence."""
         text, special = self._text([{"role": "user", "content": "PROMPT"}], _ANSWER)
         if special:
             return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
@@ -150,27 +203,5 @@ class ConversationRenderer:
         return token_ids[ends > text.rindex(_ANSWER) + len(_ANSWER)].tolist()
 
     def _text(self, messages: Messages, answer: str) -> tuple[str, bool]:
-        with reward_template_errors(self.setting, messages):
+        with reward_model_errors(self.setting, messages):
             return render_conversation(self.tokenizer, messages, [{"role": "assistant", "content": answer}])
-
-
-@contextlib.contextmanager
-def reward_template_errors(setting: str, messages: Messages) -> Iterator[None]:
-    """Turn what the reward model's chat template raises in the block into an error that names the model.
-
-    Args:
-        setting: the key and value that name the reward model.
-        messages: those before the answer.
-
-    Raises:
-        DataError: the template refuses the conversation.
-    """
-    try:
-        yield
-    except Exception as error:  # templates raise jinja2 errors of their own making
-        roles = ", ".join([*(str(message["role"]) for message in messages), "assistant"])
-        problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
-        raise DataError(
-            f"{setting}: its chat template refuses a conversation of {roles}: {problem}; change the messages "
-            "of the rows (data.system_prompt), or use another reward model"
-        ) from error

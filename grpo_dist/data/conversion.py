@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_dist.assets.paths import expanded
-from grpo_dist.data.prompts import locate_rows
+from grpo_dist.assets import expanded
+from grpo_dist.data.files import locate_rows
 from grpo_dist.errors import DataError
 
 LOCAL_KEY = "--local_dataset_path"
@@ -25,7 +25,7 @@ class MakeRow(Protocol):
     """Turns one raw example into a row of verl's schema."""
 
     def __call__(self, example: Row, *, split: str, index: int, location: str) -> Row:
-        """The row; raises DataError, naming the location."""
+        """Return the row; raise a DataError that names the location."""
         ...
 
 
@@ -59,13 +59,10 @@ def convert(make_row: MakeRow, local_save_dir: str, *, local_dataset_path: str |
 
 
 def local_examples(folder: str, split: str) -> Iterator[tuple[str, Row]]:
-    """(location, example) of the files of a split in a folder, or in its folder `data`.
+    """Return (location, example) of the files of a split in a folder, or in its folder `data`.
 
     They are called SPLIT.jsonl, .json or .parquet, or SPLIT-00000-of-00002.parquet as on the hub. Of several kinds the
     first one is read, in this order.
-
-    Raises:
-        DataError: there are none, or one cannot be read.
     """
     base = expanded(folder)
     for kind in KINDS:
@@ -81,11 +78,7 @@ def local_examples(folder: str, split: str) -> Iterator[tuple[str, Row]]:
 
 
 def hub_examples(name: str, config: str, split: str) -> Iterable[tuple[str, Row]]:
-    """(location, example) of a split of a data set of the Hugging Face hub, through the `datasets` library.
-
-    Raises:
-        DataError: the library is not installed, or the hub cannot be reached.
-    """
+    """Return (location, example) of a split of a data set of the Hugging Face hub, through the `datasets` library."""
     advice = f"download train and test of {name} (jsonl or parquet) and give their folder as {LOCAL_KEY}"
     try:
         import datasets
@@ -99,22 +92,14 @@ def hub_examples(name: str, config: str, split: str) -> Iterable[tuple[str, Row]
 
 
 def require_text(example: Row, names: Sequence[str], location: str) -> None:
-    """Check that an example has these fields, as text that is not empty.
-
-    Raises:
-        DataError: it has not.
-    """
+    """Check that an example has these fields, as text that is not empty."""
     for name in names:
         if not isinstance(example.get(name), str) or not example[name].strip():
             raise DataError(f"{location}: needs a non-empty text field {name!r}; it has {', '.join(map(str, example))}")
 
 
 def write_splits(splits: Mapping[str, Sequence[Row]], local_save_dir: str) -> Written:
-    """Write SPLIT.parquet for every split. Returns the number of rows by file written.
-
-    Raises:
-        DataError: the folder cannot be written to.
-    """
+    """Write SPLIT.parquet for every split. Returns the number of rows by file written."""
     folder = expanded(local_save_dir)
     written = {}
     try:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_dist.code_names import absolute, parse_code
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.sampler import check_batch_size, check_identity
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.registry import load_attribute, traceback_tail
+from grpo_dist.plugins.names import absolute, parse_code
+from grpo_dist.plugins.registry import load_attribute, traceback_tail
 
 KEY = "data.sampler.class_path/class_name"
 
@@ -26,7 +26,7 @@ class Curriculum(Protocol):
     """Decides which prompts come next. `PromptSampler` has these methods too."""
 
     def next_batch(self) -> Sequence[int] | np.ndarray:
-        """Positions in `prompts` of the next batch: batch_size different ones."""
+        """Return the positions in `prompts` of the next batch: batch_size different ones."""
 
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
         """Learn from results: position -> the scores of its n responses, float32.
@@ -37,7 +37,7 @@ class Curriculum(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `next_batch` depends on, as JSON: text keys, lists, numbers."""
+        """Return all that `next_batch` depends on, as JSON: text keys, lists, numbers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
@@ -50,14 +50,14 @@ def load_sampler_class(class_path: str, class_name: str) -> Callable[..., Curric
         ConfigError: there is none, or it lacks a method of the protocol.
     """
     spec = _spec(class_path, class_name)
-    found = load_attribute(spec, key=KEY)
-    if not isinstance(found, type):
-        raise ConfigError(f"{KEY}={spec}: must be a class, is {type(found).__name__}")
+    loaded = load_attribute(spec, key=KEY)
+    if not isinstance(loaded, type):
+        raise ConfigError(f"{KEY}={spec}: must be a class, is {type(loaded).__name__}")
     methods = ("next_batch", "update", "state_dict", "load_state_dict")
-    missing = [name for name in methods if not callable(getattr(found, name, None))]
+    missing = [name for name in methods if not callable(getattr(loaded, name, None))]
     if missing:
         raise ConfigError(f"{KEY}={spec}: the class has no {', '.join(missing)}; it needs {', '.join(methods)}")
-    return found
+    return loaded
 
 
 class CustomSampler:
@@ -71,10 +71,6 @@ class CustomSampler:
         prompts: the training prompts.
         batch_size: prompts per batch.
         seed: `data.seed`.
-
-    Raises:
-        ConfigError: the class cannot be imported, lacks a method, or cannot be made.
-        DataError: the data set is smaller than one batch.
     """
 
     def __init__(
@@ -88,16 +84,16 @@ class CustomSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the data."""
+        """Return the number of batches in one pass over the data."""
         return self._num_prompts // self._batch_size
 
     @property
     def epoch(self) -> int:
-        """Epoch of the batch that was last returned, from 0."""
+        """Return the epoch of the batch that was last returned, from 0."""
         return max(self._num_batches - 1, 0) // self.steps_per_epoch
 
     def next_batch(self) -> np.ndarray:
-        """The curriculum's next batch: [batch_size] int64.
+        """Return the curriculum's next batch: [batch_size] int64.
 
         Raises:
             DataError: it failed, or returned anything but batch_size different positions.
@@ -113,19 +109,11 @@ class CustomSampler:
         return np.asarray(returned, dtype=np.int64)
 
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
-        """Hand results to the curriculum.
-
-        Raises:
-            DataError: it failed.
-        """
+        """Hand results to the curriculum."""
         self._call(self._curriculum.update, scores_by_index)
 
     def state_dict(self) -> dict[str, Any]:
-        """The curriculum's state, and what it belongs to.
-
-        Raises:
-            DataError: it failed, or its state would not come back from JSON as it is.
-        """
+        """Return the curriculum's state, and what it belongs to."""
         state = self._call(self._curriculum.state_dict)
         try:
             copy = json.loads(json.dumps(state))  # a checkpoint is written later, and the class may go on with its own
@@ -140,11 +128,7 @@ class CustomSampler:
         return {"num_batches": self._num_batches, "curriculum": copy} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            DataError: the state belongs to another data set or class, or the curriculum refuses it.
-        """
+        """Continue where `state` was taken."""
         check_identity(state, self._identity())
         self._num_batches = int(state["num_batches"])
         self._call(self._curriculum.load_state_dict, state["curriculum"])
@@ -157,8 +141,8 @@ class CustomSampler:
             return method(*args, **kwargs)
         except Exception as error:
             name = method.__name__ if not isinstance(method, type) else "__init__"
-            told = f"{KEY}={self._spec}: {name}() raised {type(error).__name__}"
-            raise DataError(f"{told}\n{traceback_tail(error)}") from error
+            problem = f"{KEY}={self._spec}: {name}() raised {type(error).__name__}"
+            raise DataError(f"{problem}\n{traceback_tail(error)}") from error
 
     def _problem(self, returned: Any) -> str | None:
         try:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.data_files import HUB, DataFile, DataFileProblem, parse_data_file
 from grpo_dist.errors import DataError
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins.registry import load_attribute
 
 # builtin:NAME/SPLIT: the splits of a task, and the function that makes the rows of one.
 BUILTIN_ROWS = {
@@ -36,7 +36,7 @@ Split = TypeVar("Split")
 
 
 def read_rows(files: Sequence[str], *, key: str) -> list[dict[str, Any]]:
-    """All rows of all files, in order, as plain Python dicts, not yet checked against the schema.
+    """Return all rows of all files, in order, as plain Python dicts, not yet checked against the schema.
 
     Args:
         files: entries in the forms of config/data_files.py.
@@ -49,7 +49,7 @@ def read_rows(files: Sequence[str], *, key: str) -> list[dict[str, Any]]:
 
 
 def locate_rows(files: Sequence[str], *, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Like `read_rows`, one (location, row) at a time; the location is "FILE, row 3" or "FILE, line 3"."""
+    """Yield what `read_rows` returns as (location, row); the location is "FILE, row 3" or "FILE, line 3"."""
     if isinstance(files, str):
         files = [files]
     if not files:
@@ -66,7 +66,7 @@ def locate_rows(files: Sequence[str], *, key: str) -> Iterator[tuple[str, dict[s
 
 
 def source_name(location: str) -> str:
-    """The name of the data set that a row comes from: its file's, without the number of a shard, or its hub name."""
+    """Return the name of a row's data set: its file's, without the number of a shard, or its name on the hub."""
     entry = location.rpartition(", ")[0]
     if entry.startswith((HUB, BUILTIN)):
         return entry.partition(":")[2].partition(":")[0]
@@ -109,25 +109,25 @@ def _builtin_rows(name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _load_dataset(file: DataFile, where: str) -> Any:
-    """The `datasets.Dataset` that a folder or the hub holds; no code that may come with it is run."""
+    """Return the `datasets.Dataset` that a folder or the hub holds; no code that may come with it is run."""
     import datasets
 
     try:
         if file.kind == "saved":
-            found = datasets.load_from_disk(file.path)
+            loaded = datasets.load_from_disk(file.path)
         else:
-            found = datasets.load_dataset(file.path, file.config)
+            loaded = datasets.load_dataset(file.path, file.config)
     except Exception as error:  # the library raises errors of many kinds
         raise DataError(f"{where}: cannot load: {type(error).__name__}: {_first_line(error)}") from error
-    if isinstance(found, dict):
-        return _choose_split(found, file.split, where)
+    if isinstance(loaded, dict):
+        return _choose_split(loaded, file.split, where)
     if file.split is not None:
         raise DataError(f"{where}: the folder holds one data set without splits; leave out :{file.split}")
-    return found
+    return loaded
 
 
 def _shards(folder: Path, split: str | None, where: str) -> list[Path]:
-    """The parquet files of a split: SPLIT.parquet, or SPLIT-00000-of-00002.parquet and so on."""
+    """Return the parquet files of a split: SPLIT.parquet, or SPLIT-00000-of-00002.parquet and so on."""
     by_split: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.parquet")):
         by_split.setdefault(_SHARD.sub("", path.stem), []).append(path)
@@ -135,7 +135,7 @@ def _shards(folder: Path, split: str | None, where: str) -> list[Path]:
 
 
 def _choose_split(splits: Mapping[str, Split], split: str | None, where: str) -> Split:
-    """The split that is asked for, or the only one: several are never joined without a word."""
+    """Return the split that is asked for, or the only one: several are never joined without a word."""
     if split is None and len(splits) == 1:
         return next(iter(splits.values()))
     if split is not None and split in splits:
@@ -165,7 +165,7 @@ def _read_parquet(path: Path, file: str, key: str) -> Located:
 
 
 def _plain_rows(batch: Any) -> Iterator[dict[str, Any]]:
-    """The rows as Python values; arrays become lists. Where one has no such value, the rows before it come first."""
+    """Yield the rows as Python values; arrays become lists. Rows before one without such a value come first."""
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError):
@@ -174,7 +174,7 @@ def _plain_rows(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_columns(names: Sequence[str], where: str) -> None:
-    """Parquet allows columns of one name, of which a dict would keep the last."""
+    """Refuse columns of one name, which parquet allows: a dict would keep the last."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{where}: several columns are called {', '.join(map(repr, twice))}; leave one of each")
@@ -206,16 +206,16 @@ def _parse_json(raw: bytes, where: str, hint: str = "") -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a name that it has twice, JSON's own reader would keep the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Make a JSON object; of a name that it has twice, JSON's own reader would keep the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)[:80]!r} stands there twice")
-    return found
+    return made
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its type and the beginning of its repr."""
+    """Return a value as messages show it: its type and the beginning of its repr."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 

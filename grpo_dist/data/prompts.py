@@ -94,7 +94,7 @@ def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt
     """
     message, num_kept, changed = {"role": "system", "content": text}, 0, []
     for prompt in prompts:
-        if any(each["role"] == "system" for each in prompt.messages):
+        if any(turn["role"] == "system" for turn in prompt.messages):
             num_kept += 1
             changed.append(prompt)
         else:
@@ -111,9 +111,6 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
         location: file and row.
         key: the config key that names the files, for messages.
         columns: how rows are read.
-
-    Raises:
-        DataError: it breaks the schema; the message names file, row and column.
     """
     where, taken = f"{key}: {location}", dict[str, str]()
     check_text_only(row, where, columns.kept or ())
@@ -136,19 +133,19 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
 
 
 def _check_end(messages: list[dict[str, Any]], where: str) -> None:
-    """A begun turn of the assistant is gone on from; one that has called a tool waits for what the tool says."""
+    """Refuse a last turn that waits for what a tool says; any other begun turn of the assistant is gone on from."""
     if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
         raise DataError(f"{where} ends in a call of a tool; put the tool's answer behind it, or leave out the call")
 
 
 def _check_ground_truth(value: Any, where: str) -> None:
-    """A nan is how a table says that nothing is there, and nothing equals it: no response could be right."""
+    """Refuse a nan: a table says by it that nothing is there, and nothing equals it, so no response could be right."""
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where} is {value}; write a finite number, or text, or drop the row")
 
 
 def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
-    """Chat messages; a text becomes one message of `role`.
+    """Return chat messages; a text becomes one message of `role`.
 
     Raises:
         DataError: they are not; the message begins with `where`.
@@ -173,7 +170,7 @@ def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[st
 
 
 def _without_nulls(value: Any) -> Any:
-    """A message, or a part of one, without the fields that are null, at any depth.
+    """Return a message, or a part of one, without the fields that are null, at any depth.
 
     Parquet and `datasets` give every object of a column the union of all fields, such as the arguments of all tools:
     null stands for "not there". Nulls among the entries of a list say something, and stay.
@@ -186,7 +183,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text_of(content: Any) -> Any:
-    """The content of a message; parts of text, OpenAI's form, become one text, a line or more for each part."""
+    """Return the content of a message; parts of text, OpenAI's form, become one text, a line or more for each part."""
     parts = content if isinstance(content, list) else []
     of_text = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     texts = [part["text"] for part in of_text if isinstance(part.get("text"), str)]

@@ -1,4 +1,4 @@
-"""Which prompts form the next batch: seeded, resumable, the same on every machine."""
+"""The order of the prompts, batch by batch: seeded, resumable, the same on every machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ _KEYS = {
 
 
 def check_batch_size(num_prompts: int, batch_size: int) -> None:
-    """Check that there is one batch at least.
-
-    Raises:
-        DataError: the data set is smaller than one batch.
-    """
+    """Check that there is one batch at least."""
     if batch_size < 1:
         raise DataError(f"data.train_batch_size={batch_size}: must be at least 1")
     if num_prompts < batch_size:
@@ -34,11 +30,7 @@ def check_batch_size(num_prompts: int, batch_size: int) -> None:
 
 
 def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that a sampler's state belongs to this sampler.
-
-    Raises:
-        DataError: it was written by another sampler, or for other data, another seed or order.
-    """
+    """Check that a sampler's state belongs to this sampler."""
     for name, now in identity.items():
         if state.get(name) != now:
             raise DataError(
@@ -59,9 +51,6 @@ class PromptSampler:
         batch_size: prompts per batch.
         shuffle: permute each epoch anew; False: file order.
         seed: seed of the permutations.
-
-    Raises:
-        DataError: the data set is smaller than one batch.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
@@ -73,16 +62,16 @@ class PromptSampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the data."""
+        """Return the number of batches in one pass over the data."""
         return self._num_prompts // self._batch_size
 
     @property
     def epoch(self) -> int:
-        """Epoch of the batch that was last returned, from 0."""
+        """Return the epoch of the batch that was last returned, from 0."""
         return self._epoch
 
     def next_batch(self) -> np.ndarray:
-        """Indices of the next batch: [batch_size] int64, no index twice."""
+        """Return the indices of the next batch: [batch_size] int64, no index twice."""
         if self._position + self._batch_size > self._num_prompts:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._epoch_order(self._epoch)
@@ -94,7 +83,7 @@ class PromptSampler:
         """Do nothing, since the order does not depend on results."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, prompts already handed out in it, and what the order depends on; plain numbers."""
+        """Return the epoch, the prompts already handed out in it, and what the order depends on; plain numbers."""
         return {"epoch": self._epoch, "position": self._position} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Where a process reward model judges the steps of an answer: the same places when it is trained and when it scores."""
+"""The steps of a response: where each one ends, and where a process reward model judges it.
+
+It judges at the same places when it is trained and when it scores.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from grpo_dist.data.conversations import (
     Messages,
     encode_conversation,
     render_conversation,
-    reward_template_errors,
+    reward_model_errors,
     without_padding,
 )
 from grpo_dist.errors import ConfigError, DataError
@@ -26,7 +29,7 @@ _PLACE = "ANSWER-7f3a"
 
 @dataclass(frozen=True)
 class StepForm:
-    r"""How the steps of an answer are written for the model that judges them.
+    r"""The form in which the steps of an answer are written for the model that judges them.
 
     Attributes:
         separator: between two steps.
@@ -40,7 +43,7 @@ class StepForm:
     token: str | None = None
 
     def parts(self, steps: Sequence[str]) -> list[str]:
-        """The texts whose sequence is the answer, one for each step."""
+        """Return the texts whose sequence is the answer, one for each step."""
         plain = [step.removesuffix(self.separator) for step in steps]
         if self.token is not None:
             return [step + self.token for step in plain]
@@ -48,7 +51,7 @@ class StepForm:
 
 
 def step_form(config: RunConfig) -> StepForm | None:
-    """How the reward model of a run reads steps; None: it judges whole responses."""
+    """Return how the reward model of a run reads steps; None: it judges whole responses."""
     process = config.reward_model.process
     return StepForm(config.reward.step_separator, process.step_tag) if process.enable else None
 
@@ -102,24 +105,63 @@ def step_tokens(
     return StepTokens(token_ids, first, np.maximum(ends, first))
 
 
+def check_places(tokenizer: Any, where: str) -> None:
+    """Check that a tokenizer tells where its tokens are in a text; `where` begins the message."""
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{where}: steps are found by the places of tokens in the text, which this tokenizer "
+            f"({type(tokenizer).__name__}) does not tell; use a model with a tokenizer.json"
+        )
+
+
 def split_steps(text: str, separator: str) -> list[str]:
-    """The texts of a response's steps, without the separators: as many as rewards/steps.py finds ends."""
+    """Return the texts of a response's steps, without the separators: as many as `step_ends` finds ends.
+
+    A step is the text up to a separator, or up to the end; white space alone is not a step. A reward function that
+    judges steps returns `{"score": ..., "step_scores": [...]}` with one number for each step of its `solution_str`.
+    """
     return [step for step in text.split(separator) if step.strip()]
 
 
+def step_ends(token_texts: Sequence[str], separator: str) -> list[int]:
+    """Return the position of each step's last token: the one that completes the separator, or the last one of all.
+
+    Args:
+        token_texts: the text of each token of a response ("" for special tokens).
+        separator: between steps; may span tokens.
+
+    Returns:
+        One position for each step of the text, ascending. Steps that share a token share its position.
+    """
+    text = "".join(token_texts)
+    ends, start, token, consumed = [], 0, 0, len(token_texts[0]) if token_texts else 0
+    while start < len(text):
+        behind = text.find(separator, start)
+        stop = len(text) if behind < 0 else behind + len(separator)
+        while consumed < stop:
+            token += 1
+            consumed += len(token_texts[token])
+        if text[start : stop if behind < 0 else behind].strip():
+            ends.append(token)
+        start = stop
+    if ends and not text[text.rfind(separator) + len(separator) :].strip() and separator in text:
+        return ends  # what follows the last separator is no step of its own
+    return [*ends[:-1], len(token_texts) - 1] if ends else []
+
+
 def judging_token(tokenizer: Any, text: str, key: str) -> int:
-    """The id of the one token that a text is; `key` names it in messages.
+    """Return the id of the one token that a text is; `key` names it in messages.
 
     Raises:
         ConfigError: it is none, or several.
     """
-    found = tokenizer.encode(text, add_special_tokens=False)
-    if len(found) != 1:
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(token_ids) != 1:
         raise ConfigError(
-            f"{key}={text!r}: is {len(found)} tokens for the reward model's tokenizer, and must be one; name the token "
-            "that the model was trained to write behind a step"
+            f"{key}={text!r}: is {len(token_ids)} tokens for the reward model's tokenizer, and must be one; name the "
+            "token that the model was trained to write behind a step"
         )
-    return int(found[0])
+    return int(token_ids[0])
 
 
 class StepRenderer:
@@ -131,24 +173,17 @@ class StepRenderer:
         form: how it reads steps; its separator is also what splits the response.
         padding_id: of the reward model, see `conversations.padding_id`.
         input_tokenizer: of the policy; None: the reward model has the same tokens.
-
-    Raises:
-        DataError: the tokenizer does not tell where its tokens are in the text.
     """
 
     def __init__(
         self, tokenizer: Any, setting: str, form: StepForm, padding_id: int | None, input_tokenizer: Any = None
     ) -> None:
-        if not tokenizer.is_fast:
-            raise DataError(
-                f"{setting}: steps are found by the places of tokens in the text, which this tokenizer "
-                f"({type(tokenizer).__name__}) does not tell; use a model with a tokenizer.json"
-            )
+        check_places(tokenizer, setting)
         self.tokenizer, self.setting, self.form, self.padding_id = tokenizer, setting, form, padding_id
         self.decoder = tokenizer if input_tokenizer is None else input_tokenizer
 
     def __call__(self, messages: Messages, response: Sequence[int]) -> tuple[StepTokens, int]:
-        """The conversation's tokens, and the number of the response's steps.
+        """Return the conversation's tokens, and the number of the response's steps.
 
         Without a step the response is rendered as an empty one, so that there is always something to judge.
 
@@ -160,5 +195,5 @@ class StepRenderer:
             DataError: the chat template refuses the conversation.
         """
         steps = split_steps(self.decoder.decode(response, skip_special_tokens=True), self.form.separator)
-        with reward_template_errors(self.setting, messages):
+        with reward_model_errors(self.setting, messages):
             return step_tokens(self.tokenizer, messages, steps or [""], self.form, self.padding_id), len(steps)

@@ -1,7 +1,7 @@
 """What workers and agent loops ask of an engine, whichever it is, and the engines by name.
 
 A rollout engine samples responses; a train engine computes log-probs and takes optimizer steps. A new one is a class
-with these methods. Loads neither torch nor vLLM; fakes.py has engines without a model, for tests.
+with these methods. Loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from grpo_dist.assets.usage import Usage
-from grpo_dist.engines.settings import (
-    EngineSettings,
-    GroupAddress,
-    ModelSettings,
-    OptimizerSettings,
-    SamplingSettings,
-    TrainingSettings,
-)
+from grpo_dist.algorithms.settings import TrainingSettings
+from grpo_dist.assets.model_folder import Usage
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, SamplingSettings
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import described, load_attribute, wrong_return
+from grpo_dist.plugins.registry import described, load_attribute, wrong_return
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
     from grpo_dist.protocol import DataProto, Metric, Ragged
 
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
-# Its values -> the class; config/names.py has the names too, and a test compares them.
+# Its values -> the class; plugins/names.py has the names too, and a test compares them.
 ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.engine:VLLMEngine"}
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 # Columns of a batch that a forward pass reads.
@@ -187,11 +182,11 @@ def rollout_engine(name: str) -> type[RolloutEngine]:
     Raises:
         ConfigError: there is no such class, or it lacks a method of a rollout engine.
     """
-    found = load_attribute(ROLLOUT_ENGINES.get(name, name), key=ENGINE_KEY)
+    engine_class = load_attribute(ROLLOUT_ENGINES.get(name, name), key=ENGINE_KEY)
     methods = ("start", "generate", "abort", "shutdown")
-    if missing := [method for method in methods if not callable(getattr(found, method, None))]:
+    if missing := [method for method in methods if not callable(getattr(engine_class, method, None))]:
         raise ConfigError(f"{ENGINE_KEY}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")
-    return found
+    return engine_class
 
 
 def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
@@ -214,7 +209,7 @@ def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
             fault = f"[{i}] = {described(response)}", expected
             break
         tokens, mask = response.token_ids, response.token_ids if response.mask is None else response.mask
-        lengths = [len(each) for each in (tokens, response.log_probs, response.weight_versions, mask)]
+        lengths = [len(column) for column in (tokens, response.log_probs, response.weight_versions, mask)]
         if len(set(lengths)) > 1:
             got = f"response {i} with lengths of token_ids, log_probs, weight_versions, mask = {lengths}"
             fault = got, f"{expected}; one of each for a token"
@@ -248,7 +243,8 @@ class TrainEngine(Protocol):
         *,
         device: str,
         temperature: float,
-        optimizer: OptimizerSettings | None = None,
+        optimizer: AdamWConfig | None = None,
+        total_steps: int = 1,
         grad_clip: float = float("inf"),
     ) -> None: ...
 
@@ -262,7 +258,7 @@ class TrainEngine(Protocol):
     def compute_columns(
         self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
     ) -> Mapping[str, Ragged]:
-        """What a forward pass tells about the response tokens.
+        """Return the columns that a forward pass gives for the response tokens.
 
         Args:
             data: `SEQUENCE_COLUMNS`.
@@ -282,7 +278,7 @@ class TrainEngine(Protocol):
     def compute_reference_columns(
         self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
     ) -> Mapping[str, Ragged]:
-        """With LoRA: `compute_columns` of the model without its factors."""
+        """Return `compute_columns` of the model without its LoRA factors."""
 
     def train_mini_batch(
         self,
@@ -335,7 +331,7 @@ class TrainEngine(Protocol):
         """
 
     def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-        """With LoRA: the whole factors, factor by factor, under the names of adapters in peft's form."""
+        """Yield LoRA's whole factors one by one, under the names of adapters in peft's form."""
 
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """Move the weights towards those of another `full_parameters`: w = share * other + (1 - share) * w."""

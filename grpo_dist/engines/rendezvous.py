@@ -63,20 +63,13 @@ def stay_on_loopback() -> None:
 def leave_loopback(host: str, port: int) -> None:
     """Make gloo listen on the interface that leads to HOST:PORT, where ranks on several machines meet, unless the user
     names one. gloo's own choice is the address of the machine's name, which is 127.0.1.1 on many machines.
-
-    Raises:
-        ConfigError: the environment ties this process to loopback, where ranks on other machines cannot reach it.
     """
     refuse_loopback(INTERFACE_VARIABLES)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own_ip(host, port)))
 
 
 def refuse_loopback(names: Iterable[str]) -> None:
-    """Check that none of these environment variables ties this process to loopback.
-
-    Raises:
-        ConfigError: one does, and ranks on other machines cannot reach this process.
-    """
+    """Check that none of these environment variables ties this process to loopback."""
     for name in names:
         if is_loopback_setting(name, value := os.environ.get(name, "")):
             raise ConfigError(
@@ -87,11 +80,11 @@ def refuse_loopback(names: Iterable[str]) -> None:
 
 
 def is_loopback_setting(name: str, value: str) -> bool:
-    """Whether an environment variable binds a process to its own machine: an interface or an address of loopback."""
+    """Tell if an environment variable binds a process to its own machine, by an interface or an address of loopback."""
     if not value or value.startswith("^"):  # NCCL: all interfaces but these
         return False
     if name.endswith("_IFNAME"):
-        return all(each == LOOPBACK_INTERFACE for each in value.removeprefix("=").split(","))
+        return all(interface == LOOPBACK_INTERFACE for interface in value.removeprefix("=").split(","))
     if name.endswith(("_HOST_IP", "_ADDR", "_COMM_ID", "_IP")):
         return value == "localhost" or value.startswith(("127.", "::1", "[::1]", "localhost:"))
     return False
@@ -105,11 +98,7 @@ def own_ip(host: str, port: int) -> str:
 
 
 def interface_of(ip: str) -> str:
-    """The network interface that has this address.
-
-    Raises:
-        ConfigError: none has it.
-    """
+    """The network interface that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == ip for address in addresses):
             return name

@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, POLICY_SECTION
-from grpo_dist.engines.room import ACTOR_ROOM
+from grpo_dist.config.schema_roles import LoraSection, ModelConfig, RolloutConfig
+
+ACTOR_ROOM = (
+    "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and param_offload=true, or take more GPUs "
+    "(trainer.n_gpus_per_node, trainer.nnodes)"
+)
+REF_ROOM = (
+    "set actor_rollout_ref.ref.fsdp_config.param_offload=true, or give the reference GPUs of its own, or more of them "
+    "(cluster.ref_world_size)"
+)
+REWARD_MODEL_ROOM = (
+    "set reward_model.model.fsdp_config.param_offload=true, or give the reward model GPUs of its own, or more of them "
+    "(cluster.reward_model_world_size)"
+)
+CRITIC_ROOM = (
+    "set critic.model.fsdp_config.optimizer_offload=true and param_offload=true, or give the critic GPUs of its own, "
+    "or more of them (cluster.critic_world_size)"
+)
+SUPERVISED_ROOM = (
+    "set engine.optimizer_offload=true and engine.param_offload=true, or take more GPUs (trainer.n_gpus_per_node, "
+    "trainer.nnodes)"
+)
+
 
 # Rank of the actor in a weight group; those of the engines' workers follow.
 SENDER = 0
 
 
 @dataclass(frozen=True)
-class LoraSettings:
-    """LoRA, under verl's names.
-
-    Attributes:
-        rank: of the factors.
-        alpha: scaling = alpha / rank.
-        target_modules: "all-linear" (all but the output layer), or names of modules such as "q_proj".
-        exclude_modules: names of modules that get no factors.
-        adapter_path: folder of an adapter, from which training goes on; its layers get the factors. "": factors are
-            drawn.
-        base_model: name of the base model in exported adapters; "": its folder.
-    """
-
-    rank: int
-    alpha: float
-    target_modules: str | tuple[str, ...]
-    exclude_modules: tuple[str, ...] = ()
-    adapter_path: str = ""
-    base_model: str = ""
-
-
-@dataclass(frozen=True)
 class ModelSettings:
-    """How a model is loaded, sharded and fed.
+    """The settings by which a model is loaded, sharded and fed.
 
     Attributes:
         model_dtype: "fp32" or "bf16", as is `compute_dtype`.
@@ -80,7 +80,7 @@ class ModelSettings:
     optimizer_offload: bool = False
     activation_offload: bool = False
     shares_gpu: bool = False
-    lora: LoraSettings | None = None
+    lora: LoraSection | None = None
     max_model_len: int | None = None
     num_labels: int = 0
     judging_tokens: tuple[int, int] | None = None
@@ -94,178 +94,49 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW with linear warm-up, then constant, linear or cosine; counted in optimizer steps."""
-
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    lr_scheduler_type: str
-    num_warmup_steps: int
-    num_training_steps: int
-    min_lr_ratio: float
-
-
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """The options of `algorithms.objective.policy_objective`, under verl's names.
-
-    Attributes:
-        options: of the policy loss (clip_ratio, tau_pos, ...).
-        loss_scale_factor: constant length for seq-mean-token-sum-norm.
-        weighted: whether the batch has importance weights for the sampler's policy.
-        selects_tokens: whether the policy loss treats some tokens in another way.
-        correction: options of `algorithms.correction.current_weights`, or None: no such weights.
-        on_policy: the old log-probs are those of the forward pass that trains, without gradient.
-    """
-
-    loss_mode: str
-    loss_agg_mode: str
-    options: Mapping[str, float | None]
-    use_kl_loss: bool
-    kl_loss_type: str
-    kl_loss_coef: float
-    entropy_coeff: float
-    loss_scale_factor: float | None = None
-    weighted: bool = False
-    selects_tokens: bool = False
-    correction: Mapping[str, Any] | None = None
-    on_policy: bool = False
-
-    @property
-    def exact_kl(self) -> bool:
-        """Whether the KL is taken over the vocabulary, from the reference's hidden states."""
-        return self.use_kl_loss and self.kl_loss_type == "full"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Per-token columns the objective reads."""
-        optional = {
-            "old_log_probs": not self.on_policy,
-            "advantages": True,
-            "ref_log_probs": self.use_kl_loss and not self.exact_kl,
-            "ref_hidden_states": self.exact_kl,
-            "rollout_is_weights": self.weighted,
-            "rollout_log_probs": self.on_policy and self.correction is not None,
-            "selected_tokens": self.selects_tokens,
-        }
-        return tuple(name for name, wanted in optional.items() if wanted)
-
-
-@dataclass(frozen=True)
-class PreferenceSettings:
-    """The loss of pairs, `algorithms.preference.pair_loss`. The two rows of a pair have the same uid."""
-
-    columns: ClassVar[tuple[str, ...]] = ("labels",)
-
-
-@dataclass(frozen=True)
-class LabelSettings:
-    """The loss of labelled tokens, `algorithms.preference.label_loss`."""
-
-    columns: ClassVar[tuple[str, ...]] = ("labels",)
-
-
-@dataclass(frozen=True)
-class SFTSettings:
-    """The loss of supervised fine-tuning, `algorithms.supervised.supervised_loss`, of tokens whose mask is 1."""
-
-    columns: ClassVar[tuple[str, ...]] = ()
-
-
-@dataclass(frozen=True)
-class ValueSettings:
-    """The loss of a critic, `algorithms.value_loss.compute_value_loss`, under verl's names.
-
-    Attributes:
-        cliprange_value: how far a value may move from what it was before the update.
-        loss_scale_factor: constant length for seq-mean-token-sum-norm.
-    """
-
-    cliprange_value: float
-    loss_agg_mode: str
-    loss_scale_factor: float | None = None
-    columns: ClassVar[tuple[str, ...]] = ("values", "returns")
-
-
-# What a model is trained for; engines/train/objectives.py has the objective of each.
-TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings | SFTSettings | ValueSettings
-
-
-@dataclass(frozen=True)
-class AgentSettings:
-    """The agent loop that runs episodes, and their limits; None: there is none.
-
-    Attributes:
-        name: its class as `path/to/file.py:Class`.
-        kwargs: its keyword arguments.
-        timeout_s: seconds that an episode may spend outside the engine.
-        episode_timeout_s: seconds that it may take in all.
-        max_assistant_turns: turns that it may have.
-        max_concurrent_episodes: how many may run at the same time.
-        endpoint_kwargs: arguments of vLLM's server, for the endpoint that a loop may open.
-        template_kwargs: variables of the chat template that prompts are rendered with.
-    """
-
-    name: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float = 600.0
-    episode_timeout_s: float | None = None
-    max_assistant_turns: int | None = None
-    max_concurrent_episodes: int | None = None
-    endpoint_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class EngineSettings:
-    """What a rollout engine is started with; lengths in tokens.
+    """The settings that a rollout engine is started with: two sections of the config, and what the run adds to them.
 
     Attributes:
-        kv_cache_memory_gib: size of the KV cache; None: what vLLM finds free.
-        override_config: entries of the model's config.json to change.
-        engine_kwargs: more arguments for vLLM.
+        rollout: `actor_rollout_ref.rollout`; names of code, and of what it reads, are valid in every folder.
+        model: `actor_rollout_ref.model`; its path is a folder of this machine.
+        dtype: of the weights, as vLLM names it.
+        max_model_len: longest prompt and response, in tokens.
+        seed: of the engine's random state.
         needs_tokenizer: whether sampling needs the tokenizer, for texts that stop a response or are forbidden.
-        clear_kv_cache_on_update: whether running requests compute their cache again under new weights.
-        partial_rollout: whether requests go on under new weights; false: an update waits until they have ended.
-        agent: what runs the episodes that are a prompt's responses; None: a response is one turn.
+        template_kwargs: variables of the chat template that prompts are rendered with.
         weight_transport: "object_store", "broadcast" or "ipc".
+        shares_gpu: whether other roles are on the engine's GPUs.
         gpus: of an engine of several processes that shares its GPUs: Ray assigns it a part of the first one only.
         footprint_gib: what must be free on each GPU before a replacement starts: what its predecessor took.
-        free_cache_engine: whether the engine can release its memory until new weights come.
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
-        engine: its name, for `base.rollout_engine`.
-        lora: of the factors that come in place of whole weights; None: whole weights come, with factors merged.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
     """
 
-    model_path: str
+    rollout: RolloutConfig
+    model: ModelConfig
     device: str
     dtype: str
-    trust_remote_code: bool
-    tensor_parallel_size: int
     max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    kv_cache_memory_gib: float | None
-    enforce_eager: bool
-    enable_chunked_prefill: bool
     seed: int
-    override_config: Mapping[str, Any] = field(default_factory=dict)
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     needs_tokenizer: bool = False
-    clear_kv_cache_on_update: bool = True
-    partial_rollout: bool = True
-    agent: AgentSettings | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     weight_transport: str = "object_store"
+    shares_gpu: bool = False
     gpus: tuple[str, ...] = ()
     footprint_gib: float | None = None
-    free_cache_engine: bool = False
     collective_timeout_s: int | None = None
-    engine: str = "vllm"
-    lora: LoraSettings | None = None
     profile_dir: str | None = None
+
+    @property
+    def sleeps(self) -> bool:
+        """Tell if the engine can release its memory until new weights come."""
+        return self.rollout.free_cache_engine and self.shares_gpu
+
+    @property
+    def lora(self) -> LoraSection | None:
+        """The keys of the factors that come in place of whole weights; None: whole weights come."""
+        return self.model if self.model.sends_factors else None
 
 
 @dataclass(frozen=True)
@@ -292,7 +163,7 @@ class GroupAddress:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How to sample.
+    """The settings of sampling.
 
     Attributes:
         n: responses per prompt.

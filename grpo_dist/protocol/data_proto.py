@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_dist.errors import BatchError
@@ -71,11 +72,7 @@ class DataProto:
 
     # --- columns -----------------------------------------------------------------------------------------------
     def select(self, names: Sequence[str]) -> DataProto:
-        """Only these columns.
-
-        Raises:
-            BatchError: a column is missing.
-        """
+        """Only these columns."""
         for name in names:
             self[name]
         return DataProto(
@@ -88,11 +85,7 @@ class DataProto:
         return self.select(names), self.select([k for k in self.columns() if k not in names])
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns of both batches.
-
-        Raises:
-            BatchError: both have a column of the same name with different values, or the row counts differ.
-        """
+        """The columns of both batches."""
         for name in self.columns().keys() & other.columns().keys():
             if not _same(self[name], other[name]):
                 raise BatchError(f"union: both batches have a column {name!r}, with different values")
@@ -102,11 +95,7 @@ class DataProto:
         )
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
-        """Rename columns: {old: new}.
-
-        Raises:
-            BatchError: a column is missing, or two columns would get the same name.
-        """
+        """Rename columns: {old: new}."""
         for name in names:
             self[name]
         renamed = [names.get(name, name) for name in self.columns()]
@@ -141,11 +130,7 @@ class DataProto:
         return [self.slice(i, i + rows_per_part) for i in range(0, len(self), rows_per_part)]
 
     def chunk(self, num_chunks: int) -> list[DataProto]:
-        """`num_chunks` equal parts.
-
-        Raises:
-            BatchError: the row count is not divisible by `num_chunks`; see `pad_to_divisor`.
-        """
+        """`num_chunks` equal parts."""
         if num_chunks < 1 or len(self) % num_chunks:
             raise BatchError(f"{len(self)} rows cannot be cut into {num_chunks} equal chunks")
         rows = len(self) // num_chunks
@@ -167,11 +152,7 @@ class DataProto:
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts, in order.
-
-        Raises:
-            BatchError: the parts have different columns.
-        """
+        """Rows of all parts, in order."""
         if not parts:
             return cls()
         names = parts[0].columns().keys()
@@ -201,8 +182,6 @@ class DataProto:
 
     def save(self, path: str | Path) -> None:
         """Write `path`.safetensors (tensors) and `path`.json (object columns, which must be JSON-serializable)."""
-        from safetensors.torch import save_file
-
         # clones: columns may share memory (per-token columns share offsets), which safetensors refuses
         parts = {
             f"{k}.{i}": t.clone(memory_format=torch.contiguous_format)
@@ -216,8 +195,6 @@ class DataProto:
     @classmethod
     def load(cls, path: str | Path) -> DataProto:
         """Read what `save` wrote."""
-        from safetensors.torch import load_file
-
         columns: dict[str, list[Tensor]] = {}
         for key, tensor in sorted(load_file(f"{path}.safetensors").items()):
             columns.setdefault(key.rpartition(".")[0], []).append(tensor)

@@ -93,11 +93,7 @@ FIELDS: dict[str, Field] = {
 
 
 def require(stage: str, present: Iterable[str], needed: Iterable[str]) -> None:
-    """Check that a batch has the columns a stage needs.
-
-    Raises:
-        BatchError: a column is missing; the message names the stage, the column and the role that computes it.
-    """
+    """Check that a batch has the columns a stage needs."""
     have = set(present)
     missing = [name for name in needed if name not in have]
     if missing:

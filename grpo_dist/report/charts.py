@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.config.schema_health import RULES
+from grpo_dist.plan.roles import ROLES, SUPERVISED_ROLES
 from grpo_dist.report.run_folder import Alarm, RunFolder
 from grpo_dist.tracking import metric_names
 
 COLORS = ("#2a78d6", "#e07b39", "#3a9d6e", "#b0549c", "#8a6d3b", "#c23b4b", "#5b6ee1", "#6b7f8c")
-IDLE = "perf/idle/"
 # Line styles of the runs that are compared: the first one is drawn through.
 _DASHES = ("solid", "dot", "dash", "dashdot")
 Names = tuple[tuple[str, str], ...]
+_TRAINED = tuple(row.name for row in (*ROLES.values(), *SUPERVISED_ROLES.values()) if row.trains)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ CHARTS = (
     Chart(
         "Reward",
         "score",
-        ((metric_names.REWARD, "mean"), ("critic/score/max", "best"), ("critic/score/min", "worst")),
+        ((metric_names.REWARD, "mean"), (f"{metric_names.SCORE}/max", "best"), (f"{metric_names.SCORE}/min", "worst")),
         "The score of the responses that train. It rises, with noise.",
     ),
     Chart(
@@ -92,7 +93,7 @@ CHARTS = (
     Chart(
         "Gradient norm",
         "",
-        tuple((f"{role}/grad_norm", role) for role in ("actor", "critic", "reward_model", "sft")),
+        tuple((f"{role}/grad_norm", role) for role in _TRAINED),
         "Before clipping. It stays of one size.",
     ),
     Chart(
@@ -115,7 +116,7 @@ CHARTS = (
         "Pairs, or labels, that it judges right: from 0.5 upwards.",
         share=True,
     ),
-    Chart("Learning rate", "", tuple((f"{role}/lr", role) for role in ("actor", "critic", "reward_model", "sft")), ""),
+    Chart("Learning rate", "", tuple((f"{role}/lr", role) for role in _TRAINED), ""),
     Chart("Speed", "tokens per second", ((metric_names.THROUGHPUT, "all devices"),), "Prompts and responses."),
 )
 
@@ -134,9 +135,9 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         "On rows that training never sees. If it falls while the reward rises, the policy exploits the reward.",
         all_lines=True,
     )
-    found = [_curves(chart, runs) for chart in (CHARTS[0], held_out, *CHARTS[1:])]
-    found += [_timing(run, runs) for run in runs] + [_idle(runs)]
-    return [chart for chart in found if chart["figure"]["data"]]
+    charts = [_curves(chart, runs) for chart in (CHARTS[0], held_out, *CHARTS[1:])]
+    charts += [_timing(run, runs) for run in runs] + [_idle(runs)]
+    return [chart for chart in charts if chart["figure"]["data"]]
 
 
 def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -155,9 +156,9 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
     """(metric, label, colour) of the lines that a run has."""
-    there = {name for row in run.rows for name in row}
+    recorded = {name for row in run.rows for name in row}
     lines = zip(chart.lines, _colors(len(chart.lines)), strict=True)
-    return [(metric, label, color) for (metric, label), color in lines if metric in there]
+    return [(metric, label, color) for (metric, label), color in lines if metric in recorded]
 
 
 def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
@@ -216,8 +217,10 @@ def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    roles = dict.fromkeys(name for run in runs for row in run.rows for name in row if name.startswith(IDLE))
-    lines = tuple((name, name.removeprefix(IDLE)) for name in roles)
+    roles = dict.fromkeys(
+        name for run in runs for row in run.rows for name in row if name.startswith(metric_names.IDLE)
+    )
+    lines = tuple((name, name.removeprefix(metric_names.IDLE)) for name in roles)
     note = "The share of the time in which a role had nothing to do. The one near 0 is what the others wait for."
     return _curves(Chart("Idle shares", "share", lines, note, share=True, all_lines=True), runs)
 

@@ -24,13 +24,13 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """All but the responses, which the page draws, again when it changes: head, alarms, charts, config differences."""
     run = runs[0]
     return {
-        "title": " against ".join(each.name for each in runs),
+        "title": " against ".join(shown.name for shown in runs),
         "facts": _facts(run),
-        "problems": [problem for each in runs for problem in each.problems],
+        "problems": [problem for shown in runs for problem in shown.problems],
         "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
         "charts": charts(runs),
         "differences": {
-            "runs": [each.name for each in runs],
+            "runs": [shown.name for shown in runs],
             "keys": [{"key": key, "values": values} for key, values in compare_configs(runs)],
         },
         "steps": list(run.rollout_steps),
@@ -63,12 +63,14 @@ def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
-    """What the head of the page says of the run."""
+    """Return what the head of the page says of the run."""
     trained = [row for row in run.rows if metric_names.STEP_TIME in row]
     facts = [("folder", str(run.path.absolute())), ("steps", str(max((int(r["step"]) for r in run.rows), default=0)))]
     seconds = sum(row[metric_names.STEP_TIME] for row in trained)
     if trained:
         facts.append(("training time", f"{format_seconds(seconds)}, {format_seconds(seconds / len(trained))} a step"))
+    if run.waited:
+        facts.append(("who waited", run.waited))
     for name in run.validation:
         values = [row[name] for row in run.rows if name in row]
         arrow = f"{values[0]:.3g} → {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"

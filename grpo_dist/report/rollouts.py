@@ -20,8 +20,7 @@ from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.redact import redact
 from grpo_dist.report.run_folder import noting
-from grpo_dist.tracking.jsonl import json_objects
-from grpo_dist.tracking.record import ROLLOUTS, TOKENIZER
+from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER, json_objects
 
 _NUMBER = int | float | None
 _TYPES: Mapping[str, Any] = {
@@ -49,7 +48,7 @@ _HALF = "\ufffd"  # what a token that is a part of a character decodes to
 
 @dataclass
 class TokenTexts:
-    """What each token adds to the text.
+    """The text that each token adds.
 
     Attributes:
         tokenizer: of transformers.
@@ -82,11 +81,7 @@ class TokenTexts:
 
 
 def load_token_texts(run_dir: Path) -> TokenTexts | None:
-    """The tokenizer that the run has left in its folder; None if it has left none.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """The tokenizer that the run has left in its folder; None if it has left none."""
     from transformers import PreTrainedTokenizerFast
 
     folder = run_dir / TOKENIZER
@@ -128,11 +123,7 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, A
 
 
 def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A row as the page shows it, which is put into its group.
-
-    Raises:
-        DataError: it lacks something, or something is of another type.
-    """
+    """A row as the page shows it, which is put into its group."""
     if isinstance(row, str):
         raise DataError(row)
     for name, kind in _TYPES.items():
@@ -152,17 +143,13 @@ def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -
 def _add_tokens(
     responses: Sequence[dict[str, Any] | None], data: DataProto, texts: TokenTexts, path: Path
 ) -> dict[str, int]:
-    """Add the tokens to all responses, or, if anything is damaged, to none; returns the positions of the pieces.
-
-    Raises:
-        DataError: the file has another number of responses.
-    """
+    """Add the tokens to all responses, or, if anything is damaged, to none; returns the positions of the pieces."""
     if len(data) != len(responses):
         raise DataError(f"{path} has {len(data)} responses, and the file of their texts beside it {len(responses)}")
     columns, pieces = data.columns(), dict[str, int]()
     ids = data["responses"].rows()
     numbers = _per_token(columns)
-    found: list[dict[str, Any]] = []
+    additions: list[dict[str, Any]] = []
     for i in range(len(responses)):
         added: dict[str, Any] = {name: _short(rows[i]) for name, rows in numbers.items()}
         added["tokens"] = [pieces.setdefault(text, len(pieces)) for text in texts.of(ids[i].tolist())]
@@ -170,8 +157,8 @@ def _add_tokens(
             added["truncated"] = True
         if "weight_version" in columns:
             added["versions"] = sorted({int(columns[name][i]) for name in ("weight_version", "last_weight_version")})
-        found.append(added)
-    for response, added in zip(responses, found, strict=True):
+        additions.append(added)
+    for response, added in zip(responses, additions, strict=True):
         if response is not None:
             response |= added
     return pieces
@@ -183,17 +170,17 @@ def _per_token(columns: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
     def less(one: str, other: str) -> Ragged:
         return Ragged(columns[one].values - columns[other].values, columns[one].offsets)
 
-    found = {"mask": columns["response_mask"]}
+    shown = {"mask": columns["response_mask"]}
     if "advantages" in columns:
-        found["advantages"] = columns["advantages"]
+        shown["advantages"] = columns["advantages"]
     if "old_log_probs" in columns:
-        found["log_probs"] = columns["old_log_probs"]
-        found["mismatch"] = less("old_log_probs", "rollout_log_probs")
+        shown["log_probs"] = columns["old_log_probs"]
+        shown["mismatch"] = less("old_log_probs", "rollout_log_probs")
         if "ref_log_probs" in columns:
-            found["kl"] = less("old_log_probs", "ref_log_probs")
+            shown["kl"] = less("old_log_probs", "ref_log_probs")
     elif "rollout_log_probs" in columns:
-        found["log_probs"] = columns["rollout_log_probs"]
-    return {name: column.rows() for name, column in found.items()}
+        shown["log_probs"] = columns["rollout_log_probs"]
+    return {name: column.rows() for name, column in shown.items()}
 
 
 def _short(row: torch.Tensor) -> Any:
@@ -222,8 +209,8 @@ def chosen_steps(run_dir: Path, steps: Sequence[int], most: int) -> list[int]:
     count = len(steps)
     while count > 1:
         places = [round(i * (len(steps) - 1) / (count - 1)) for i in range(count)]
-        found = [steps[place] for place in dict.fromkeys(places)]
-        if sum(sizes[step] for step in found) <= most:
-            return found
+        chosen = [steps[place] for place in dict.fromkeys(places)]
+        if sum(sizes[step] for step in chosen) <= most:
+            return chosen
         count -= 1
     return [steps[-1]]

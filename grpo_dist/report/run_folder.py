@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.keys import flatten
+from grpo_dist.config.load import saved_values
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.plan.commands import GRPO
 from grpo_dist.redact import redact
 from grpo_dist.tracking import metric_names
-from grpo_dist.tracking.jsonl import FILE_NAME, readable_metrics
+from grpo_dist.tracking.jsonl import METRICS, readable_metrics
 from grpo_dist.tracking.rollouts import recorded_steps
+from grpo_dist.tracking.summary import who_waited
 from grpo_dist.trainer.checkpoint.config_changes import MISSING, read_config
 from grpo_dist.trainer.health import HealthMonitor
 
@@ -42,6 +45,7 @@ class RunFolder:
         alarms: broken health rules, in the order of the steps.
         rollout_steps: steps whose responses are there.
         problems: what of the record is damaged and left out.
+        waited: which role waited, in one sentence; "" where nothing can be said.
     """
 
     path: Path
@@ -51,6 +55,7 @@ class RunFolder:
     alarms: Sequence[Alarm] = ()
     rollout_steps: Sequence[int] = field(default_factory=tuple)
     problems: Sequence[str] = ()
+    waited: str = ""
 
     @property
     def validation(self) -> list[str]:
@@ -59,21 +64,18 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read a run's folder; the run may still be going on. Damaged parts of the record are told and left out.
-
-    Raises:
-        ConfigError: it is no run's folder, or its metrics cannot be read at all.
-    """
-    if not (folder / FILE_NAME).is_file():
+    """Read a run's folder; the run may still be going on. Damaged parts of the record are told and left out."""
+    if not (folder / METRICS).is_file():
         raise ConfigError(
-            f"{folder}: no run has written here ({FILE_NAME} is missing); give the folder that the run calls "
+            f"{folder}: no run has written here ({METRICS} is missing); give the folder that the run calls "
             "`run directory` (trainer.default_local_dir)"
         )
     try:
-        rows, problems = readable_metrics(folder / FILE_NAME)
+        rows, problems = readable_metrics(folder / METRICS)
     except OSError as error:
-        raise ConfigError(f"{folder / FILE_NAME} cannot be read: {error}") from None
+        raise ConfigError(f"{folder / METRICS} cannot be read: {error}") from None
     config: Mapping[str, Any] = {}
+    waited = ""
     with noting(problems, "the config is left out"):
         config = redact(read_config(folder))
     trainer = section(config, "trainer")
@@ -81,7 +83,11 @@ def read_run(folder: Path) -> RunFolder:
     alarms: Sequence[Alarm] = ()
     with noting(problems, "trainer.health of the config cannot be used, so alarms are left out"):
         alarms = find_alarms(rows, trainer.get("health"))
-    return RunFolder(folder, "/".join(names) or folder.name, rows, config, alarms, recorded_steps(folder), problems)
+    if "actor_rollout_ref" in config and any(name.startswith(metric_names.IDLE) for row in rows for name in row):
+        with noting(problems, "which role waited is left out"):
+            waited = who_waited(rows, saved_values(read_config(folder), GRPO))
+    title = "/".join(names) or folder.name
+    return RunFolder(folder, title, rows, config, alarms, recorded_steps(folder), problems, waited)
 
 
 @contextmanager
@@ -99,8 +105,8 @@ def noting(problems: list[str], left_out: str) -> Iterator[None]:
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a section of a config; {} where there is none, or something else in its place."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def find_alarms(rows: Sequence[Row], settings: Mapping[str, Any] | None) -> list[Alarm]:
@@ -125,9 +131,9 @@ def find_alarms(rows: Sequence[Row], settings: Mapping[str, Any] | None) -> list
 def compare_configs(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Keys whose values differ between the runs: (key, the value in each run)."""
     flat = [dict(flatten(run.config)) for run in runs]
-    found = []
+    settings = []
     for key in dict.fromkeys(key for config in flat for key in config):
         values = [str(config.get(key, MISSING)) for config in flat]
         if len(set(values)) > 1:
-            found.append((key, values))
-    return found
+            settings.append((key, values))
+    return settings

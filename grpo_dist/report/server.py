@@ -31,9 +31,6 @@ class ReportServer(ThreadingHTTPServer):
     Args:
         folders: of the run, and of those that it is compared with.
         port: 0: a free one.
-
-    Raises:
-        ConfigError: the port cannot be had.
     """
 
     daemon_threads = True

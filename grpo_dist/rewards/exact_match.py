@@ -13,9 +13,8 @@ import re
 import unicodedata
 from typing import Any
 
-from grpo_dist.rewards.base import check_choice
-from grpo_dist.rewards.format import last_tag_content
-from grpo_dist.rewards.number_text import MINUS_SIGNS, accepted_answers, contains
+from grpo_dist.rewards.contract import check_choice
+from grpo_dist.rewards.format import MINUS_SIGNS, accepted_answers, contains, last_tag_content
 
 MODES = ("exact", "contains")
 _MINUS = re.compile(rf"[{''.join(map(chr, MINUS_SIGNS))}](?=[$€£¥(]?\.?\d)")
@@ -91,9 +90,5 @@ def compute_score(
 
 
 def check_reward_kwargs(*, mode: str = "exact", **others: Any) -> None:
-    """Check the arguments before a run starts.
-
-    Raises:
-        ConfigError: there is no such mode.
-    """
+    """Check the arguments before a run starts."""
     check_choice("mode", mode, MODES)

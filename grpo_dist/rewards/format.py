@@ -6,28 +6,66 @@
 The rule-based reward of DeepSeek-R1-Zero (https://arxiv.org/abs/2501.12948, section 2.2.2), combined as the
 scorers of TinyZero and verl do: nothing outside the format, a little for the format, 1 for the right answer
 in it.
+
+Scorers of tasks take from here how numbers stand in texts: signs that look like a minus, and where a number begins and
+ends.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
-from grpo_dist.rewards.number_text import accepted_answers
+# Hyphens, figure dash, en dash and the minus signs of Unicode: models write all of them for a minus.
+MINUS_SIGNS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"), "-")
+
+
+def contains(text: str, part: str) -> bool:
+    """Return whether a part stands in a text as whole words and whole numbers.
+
+    5 stands in "-5", "5%", "2+3=5" and "3, 5", not in 2.5, 1/5, 10:5, 2^5 and 15; 1 not in 1,000, nor does 200 stand in
+    1,200.
+    """
+    before, after = r"(?<!\w)", r"(?!\w)"
+    if part[:1].isdecimal():
+        before += r"(?<!\d[./⁄:^])" + (r"(?<!\d,)" if re.match(r"\d{3}(?!\d)", part) else "")
+    if part[-1:].isdecimal():
+        after += r"(?![./⁄:^]\d|,\d{3}(?!\d))"
+    return re.search(before + re.escape(part) + after, text) is not None
+
+
+def accepted_answers(ground_truth: Any) -> list[str]:
+    """Return the texts of a ground truth: a text or a number, or each one of a list, which are alternatives.
+
+    Raises:
+        ValueError: it, or one of the list, is something else (an object, null, nan), or blank text.
+    """
+    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not accepted or not all(_is_answer(answer) for answer in accepted):
+        raise ValueError(
+            f"ground_truth {ground_truth!r} holds no answer; it must be a text, a number, or a list of these"
+        )
+    return [str(answer).strip() for answer in accepted]
+
+
+def _is_answer(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, int) or (isinstance(value, Real | Decimal) and math.isfinite(value))
 
 
 def check_tags(tags: Sequence[str]) -> None:
-    """Check the `tags` of a reward function.
-
-    Raises:
-        ValueError: they are no list of different names.
-    """
+    """Check the `tags` of a reward function."""
     if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
         raise ValueError(f"reward_kwargs.tags={tags!r}: must be a list of different tag names")
 
 
 def tag_contents(text: str, tags: Sequence[str]) -> list[str] | None:
-    """What stands in the tags, stripped; None unless the text is these tags, once each, in this order.
+    """Return what stands in the tags, stripped; None unless the text is these tags, once each, in this order.
 
     Only white space may stand around the tags, and none may be empty. Linear in the text: a lazy regular
     expression takes minutes on a response that repeats a tag.
@@ -37,8 +75,8 @@ def tag_contents(text: str, tags: Sequence[str]) -> list[str] | None:
         start, end = f"<{tag}>", f"</{tag}>"
         if text.count(start) != 1 or text.count(end) != 1 or not rest.startswith(start):
             return None
-        content, found, rest = rest.removeprefix(start).partition(end)
-        if not found or not content.strip():
+        content, end_tag, rest = rest.removeprefix(start).partition(end)
+        if not end_tag or not content.strip():
             return None
         contents.append(content.strip())
         rest = rest.lstrip()
@@ -46,7 +84,7 @@ def tag_contents(text: str, tags: Sequence[str]) -> list[str] | None:
 
 
 def last_tag_content(text: str, tag: str) -> str | None:
-    """What stands in the last complete `<tag>...</tag>`, stripped; None if there is none."""
+    """Return what stands in the last complete `<tag>...</tag>`, stripped; None if there is none."""
     before, closing, _ = text.rpartition(f"</{tag}>")
     content = before.rpartition(f"<{tag}>")
     return content[2].strip() if closing and content[1] else None

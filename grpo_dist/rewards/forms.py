@@ -1,4 +1,4 @@
-"""The responses to one prompt, scored by whatever form of reward function the user wrote.
+"""The responses to one prompt, scored by whatever form of reward function the user wrote, or by a sum of several.
 
     response   compute_score(data_source, solution_str, ground_truth, extra_info)                 verl; one call each
     batch      compute_score(data_sources, solution_strs, ground_truths, extra_infos)             verl's batch manager
@@ -16,13 +16,15 @@ import asyncio
 import copy
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.rewards.base import (
+from grpo_dist.rewards.contract import (
     Form,
+    Part,
     RewardFunction,
     RewardResult,
     checked_result,
@@ -30,7 +32,6 @@ from grpo_dist.rewards.base import (
     score_response,
     shown_response,
 )
-from grpo_dist.rewards.weighted_sum import weighted_sum
 
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 TRL_ARGUMENTS = ("prompts", "completions")
@@ -57,7 +58,7 @@ class Failure:
 
 
 def form_of(function: Callable[..., Any]) -> Form:
-    """The form of a function, told by the names of its parameters."""
+    """Return the form of a function, told by the names of its parameters."""
     try:
         names = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -91,24 +92,77 @@ def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator
 
 
 def takes_one(function: RewardFunction) -> bool:
-    """Whether the function is called for one response after the other."""
+    """Return whether the function is called for one response after the other."""
     if function.parts:
         return all(takes_one(part.function) for part in function.parts)
     return function.form == "response" and not function.is_async
 
 
 def _score_sum(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[RewardResult | Failure]:
-    """The weighted sum of functions of any forms; a response on which one of them fails has failed."""
+    """Yield the weighted sum of functions of any forms; a response on which one of them fails has failed."""
     streams = [score_group(part.function, samples) for part in function.parts]
-    for sample, *found in zip(samples, *streams, strict=True):
-        results = [each for each in found if isinstance(each, RewardResult)]
-        if len(results) < len(found):
-            yield next(each for each in found if isinstance(each, Failure))
+    for sample, *outcomes in zip(samples, *streams, strict=True):
+        results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
+        if len(results) < len(outcomes):
+            yield next(outcome for outcome in outcomes if isinstance(outcome, Failure))
             continue
         try:
             yield _check(function, sample, weighted_sum(function.parts, results))
         except RewardError as error:
             yield Failure(f"{error}\n{shown_response(sample.solution_str)}")
+
+
+def weighted_sum(parts: Sequence[Part], results: Sequence[RewardResult]) -> dict[str, Any]:
+    """Return the sum of the scores that functions gave a response; see weighted.py.
+
+    Args:
+        parts: the functions.
+        results: of each.
+
+    Returns:
+        score, each function's score under its label, and their extra values as `LABEL.NAME`; `acc` of the first that
+        gives it, and `pred` of the first that finds an answer. If a function judges steps also `step_scores`, and its
+        own ones as `LABEL.step_scores`.
+
+    Raises:
+        RewardError: no function applies to the response, or two of them judge another number of steps.
+    """
+    total = 0.0
+    values: dict[str, Any] = {}
+    whole = 0.0  # what judges the whole response
+    judged: list[tuple[str, float, tuple[float, ...]]] = []
+    applying = [(part, result) for part, result in zip(parts, results, strict=True) if result.applies]
+    if not applying:
+        names = ", ".join(part.function.name for part in parts)
+        raise RewardError(f"{names} returned None for the response: one of them must return a finite number")
+    for (label, _, weight), result in applying:
+        total += weight * result.score
+        if result.step_scores is None:
+            whole += weight * result.score
+        else:
+            judged.append((label, weight, result.step_scores))
+        if result.pred is not None:
+            values.setdefault("pred", result.pred)
+        if "acc" in result.extra:
+            values.setdefault("acc", result.extra["acc"])
+        values |= {label: result.score, **{f"{label}.{name}": value for name, value in result.extra.items()}}
+    return values | {"score": total} | _step_sums(judged, whole)
+
+
+def _step_sums(judged: Sequence[tuple[str, float, tuple[float, ...]]], whole: float) -> dict[str, Any]:
+    """Return the scores of steps: of each function (label, weight, scores) that judges them, and their sum."""
+    if not judged:
+        return {}
+    counts = {label: len(scores) for label, _, scores in judged}
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(f"{label} {count}" for label, count in counts.items())
+        raise RewardError(f"the functions judge different numbers of steps of a response: {numbers}")
+    weights = [weight for _, weight, _ in judged]
+    by_step = zip(*(scores for *_, scores in judged), strict=True)
+    sums = [math.fsum(weight * score for weight, score in zip(weights, step, strict=True)) for step in by_step]
+    if sums:
+        sums[-1] += whole
+    return {"step_scores": sums} | {f"{label}.step_scores": list(scores) for label, _, scores in judged}
 
 
 def _score_one(function: RewardFunction, sample: Sample) -> RewardResult | Failure:
@@ -134,12 +188,8 @@ async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) ->
                 extra_info=dict(sample.extra_info),
                 **function.reward_kwargs,
             )
-        except RewardError as error:
-            return Failure(str(error))
-        except GrpoDistError:
-            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
-            return Failure(describe_failure(function, sample.data_source, sample.solution_str, error))
+            return _failure(function, sample, error)
         return _check(function, sample, returned)
 
     return await asyncio.gather(*(one(sample) for sample in samples))
@@ -149,22 +199,25 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
     arguments = _trl_arguments(function, samples) if function.form == "trl" else _batch_arguments(samples)
     try:
         returned = function.function(**arguments, **function.reward_kwargs)
-        found = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
-        values = list(itertools.islice(found, len(samples) + 1))  # a generator need not have an end
+        scores = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        values = list(itertools.islice(scores, len(samples) + 1))  # a generator need not have an end
         if len(values) != len(samples):
             number = f"{len(values)}" if len(values) < len(samples) else "more"
             raise ValueError(f"returned {number} scores for {len(samples)} responses")
-    except RewardError as error:
-        yield from [Failure(str(error))] * len(samples)
-        return
-    except GrpoDistError:
-        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
-        text = describe_failure(function, samples[0].data_source, samples[0].solution_str, error)
-        yield from [Failure(text)] * len(samples)
+        yield from [_failure(function, samples[0], error)] * len(samples)
         return
     for sample, value in zip(samples, values, strict=True):
         yield _check(function, sample, value)
+
+
+def _failure(function: RewardFunction, sample: Sample, error: BaseException) -> Failure:
+    """Return the failure that an error stands for; a mistake of the run, and not of one response, is raised again."""
+    if isinstance(error, GrpoDistError) and not isinstance(error, RewardError):
+        raise error
+    if isinstance(error, RewardError):
+        return Failure(str(error))
+    return Failure(describe_failure(function, sample.data_source, sample.solution_str, error))
 
 
 def _check(function: RewardFunction, sample: Sample, returned: Any) -> RewardResult | Failure:
@@ -184,8 +237,10 @@ def _batch_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 def _trl_arguments(function: RewardFunction, samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """What a TRL function takes of prompts, completions and columns. Both are lists of messages, a completion of one of
-    the assistant's; or texts, where the row's prompt is a text.
+    """Return what a TRL function takes of prompts, completions and columns.
+
+    Prompts and completions are lists of messages, a completion of one of the assistant's; or texts, where the row's
+    prompt is a text.
     """
     columns: dict[str, list[Any]] = {
         "prompts": [s.messages[-1]["content"] if s.is_text else list(s.messages) for s in samples],
@@ -201,6 +256,6 @@ def _trl_arguments(function: RewardFunction, samples: Sequence[Sample]) -> dict[
     names = dict.fromkeys(str(name) for row in rows for name in row)
     given = {name: [row.get(name) for row in rows] for name in names} | columns
     parameters = inspect.signature(function.function).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     # What the config says stands above a column of that name.
     return {n: v for n, v in given.items() if (takes_all or n in parameters) and n not in function.reward_kwargs}

@@ -8,23 +8,32 @@ One response (`compute_score`)       POST {"data_source", "solution_str", "groun
 Many (`name: compute_score_batch`)   POST {"samples": [...]}, each as above
                                      answer {"scores": [...]}, each a number or {"score": number, ...}
 
-Connection errors, timeouts and the statuses 429 and 5xx are tried again (http_client.py). Anything else, and the last
-failure, is a RewardError: the response has failed, with a batch all of the batch's, and counts for
-`reward.max_failure_rate`. Secrets stay out of the config: `headers_env` names an environment variable that holds a JSON
-object of headers.
+Connection errors, timeouts and the statuses 429 and 5xx are tried again after waits that double. Anything else, and the
+last failure, is a RewardError: the response has failed, with a batch all of the batch's, and counts for
+`reward.max_failure_rate`. Redirects are not followed: they would take the headers to another server. Secrets stay
+out of the config: `headers_env` names an environment variable that holds a JSON object of headers.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import ssl
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from functools import cache
+from time import sleep
 from typing import Any
+
+import httpx
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.redact import redact_text
-from grpo_dist.rewards.http_client import KEY, post_json, read_headers, show
 
+KEY = "custom_reward_function.reward_kwargs"
+MOST_BYTES = 16 * 2**20  # of an answer
+LONGEST_WAIT_S = 30.0
 # Options of `post_json`: their types, and the least value.
 _OPTIONS = {"timeout_s": (int | float, 0.001), "retries": (int, 0), "backoff_s": (int | float, 0)}
 
@@ -32,7 +41,7 @@ _OPTIONS = {"timeout_s": (int | float, 0.001), "retries": (int, 0), "backoff_s":
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, url: str, **options: Any
 ) -> dict[str, Any]:
-    """The service's score of one response.
+    """Return the service's score of one response.
 
     Args:
         data_source: sent.
@@ -41,9 +50,6 @@ def compute_score(
         extra_info: sent.
         url: http or https address of the service.
         **options: timeout_s, retries, backoff_s, headers_env; see `post_json`.
-
-    Raises:
-        RewardError: the service could not be reached or answered with something else.
     """
     answer = post_json(url, _sample(data_source, solution_str, ground_truth, extra_info), **options)
     return _checked_score(answer, f"{KEY}.url={redact_text(url)}")
@@ -58,7 +64,7 @@ def compute_score_batch(
     url: str,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """The service's scores of many responses, by one request.
+    """Return the service's scores of many responses, by one request.
 
     Args:
         data_sources: of each response; the others likewise.
@@ -67,17 +73,14 @@ def compute_score_batch(
         extra_infos: anything else.
         url: http or https address of the service.
         **options: timeout_s, retries, backoff_s, headers_env; see `post_json`.
-
-    Raises:
-        RewardError: the service could not be reached, or did not answer with one score for each response.
     """
     columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     answer = post_json(url, {"samples": [_sample(*row) for row in columns]}, **options)
     scores = answer.get("scores") if isinstance(answer, Mapping) else None
     where = f"{KEY}.url={redact_text(url)}"
     if not isinstance(scores, list) or len(scores) != len(solution_strs):
-        found = f"{len(scores)} scores" if isinstance(scores, list) else show(answer)
-        raise RewardError(f'{where}: expected {{"scores": [{len(solution_strs)} of them]}}, got {found}')
+        given = f"{len(scores)} scores" if isinstance(scores, list) else show(answer)
+        raise RewardError(f'{where}: expected {{"scores": [{len(solution_strs)} of them]}}, got {given}')
     return [
         _checked_score(s if isinstance(s, Mapping) else {"score": s}, f"{where}, scores[{i}]")
         for i, s in enumerate(scores)
@@ -85,11 +88,7 @@ def compute_score_batch(
 
 
 def check_reward_kwargs(*, url: str, headers_env: str | None = None, **options: Any) -> None:
-    """Check the arguments before a run starts; the service is not asked.
-
-    Raises:
-        ConfigError: an argument does not exist or has no sensible value, or `headers_env` holds no headers.
-    """
+    """Check the arguments before a run starts; the service is not asked."""
     try:
         parts = urllib.parse.urlsplit(str(url))
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -107,6 +106,95 @@ def check_reward_kwargs(*, url: str, headers_env: str | None = None, **options: 
             whole = "whole " if kind is int else ""
             raise ConfigError(f"{KEY}.{name}={value!r}: must be a {whole}number, at least {least}")
     read_headers(headers_env)
+
+
+def post_json(
+    url: str,
+    body: Any,
+    *,
+    timeout_s: float = 10.0,
+    retries: int = 3,
+    backoff_s: float = 0.5,
+    headers_env: str | None = None,
+) -> Any:
+    """Send JSON, return the JSON of the answer.
+
+    Args:
+        url: http or https address.
+        body: what to send; arrays and numbers of numpy become lists and numbers.
+        timeout_s: seconds to wait for the connection, and for each piece of the answer.
+        retries: how often to try again.
+        backoff_s: seconds before the first retry; doubled for each further one, up to `LONGEST_WAIT_S`.
+        headers_env: environment variable with a JSON object of headers.
+
+    Raises:
+        RewardError: no answer after all retries, another status than 2xx, or no JSON.
+    """
+    headers = {**read_headers(headers_env), "Content-Type": "application/json"}
+    content = json.dumps(body, default=_to_plain).encode()
+    for attempt in range(retries + 1):
+        try:
+            with _client().stream("POST", url, content=content, headers=headers, timeout=timeout_s) as answer:
+                raw = next(answer.iter_bytes(MOST_BYTES + 1), b"")
+            if answer.is_success:
+                return _parse(raw, url)
+            problem = f"status {answer.status_code}: {show(raw[:300])}"
+            passing = answer.status_code == 429 or answer.status_code >= 500
+        except httpx.RequestError as error:  # connection, timeout, protocol; or an answer that cannot be unpacked
+            problem, passing = f"{type(error).__name__}: {error}", isinstance(error, httpx.TransportError)
+        if not passing or attempt == retries:
+            tries = "" if attempt == 0 else f" (tried {attempt + 1} times)"
+            raise RewardError(f"{KEY}.url={redact_text(url)}: {problem}{tries}")
+        sleep(min(backoff_s * 2**attempt, LONGEST_WAIT_S))
+    raise AssertionError("the last attempt returned or raised")
+
+
+def read_headers(variable: str | None) -> dict[str, str]:
+    """Return the headers in an environment variable, a JSON object; none for None.
+
+    Raises:
+        ConfigError: it is not set, or holds something else; its value, which may be secret, is not shown.
+    """
+    if variable is None:
+        return {}
+    try:
+        headers = json.loads(os.environ[variable])
+        # A line break is refused here, since the HTTP library would refuse it with a message that shows the value.
+        if not all(isinstance(value, str) and value.isprintable() for value in headers.values()):
+            raise ValueError
+    except (KeyError, ValueError, AttributeError):
+        raise ConfigError(
+            f"{KEY}.headers_env={variable}: that environment variable must hold a JSON object of headers, such as "
+            f'{{"Authorization": "Bearer ..."}}; it {"does not" if variable in os.environ else "is not set"}'
+        ) from None
+    return {name: value.strip() for name, value in headers.items()}
+
+
+@cache
+def _client() -> httpx.Client:
+    """Return the client, which keeps connections open for the next request; trusts the certificates of the system."""
+    return httpx.Client(verify=ssl.create_default_context())
+
+
+def _to_plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"ground_truth or extra_info holds a {type(value).__name__}, which JSON cannot hold")
+
+
+def _parse(raw: bytes, url: str) -> Any:
+    if len(raw) > MOST_BYTES:
+        raise RewardError(f"{KEY}.url={redact_text(url)}: the answer has more than {MOST_BYTES:,} bytes")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise RewardError(f"{KEY}.url={redact_text(url)}: the answer is no JSON: {show(raw[:300])}") from None
+
+
+def show(value: Any) -> str:
+    """Return the value, cut to a length that fits into a message."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _sample(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from grpo_dist.code_names import parse_code
 from grpo_dist.errors import ConfigError, GrpoDistError
-from grpo_dist.names import OVERLONG_PENALTY
+from grpo_dist.plugins.names import OVERLONG_PENALTY, parse_code
+from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact
-from grpo_dist.registry import load_attribute
-from grpo_dist.rewards.base import Form, Part, RewardFunction, RowNeeds
+from grpo_dist.rewards.contract import Form, Part, RewardFunction, RowNeeds
 from grpo_dist.rewards.forms import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
 
 PATH_KEY = "custom_reward_function.path"
@@ -53,7 +52,7 @@ ARGUMENTS: dict[Form, tuple[str, ...]] = {
 
 
 def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
-    """The reward function of `custom_reward_function`.
+    """Return the reward function of `custom_reward_function`.
 
     Args:
         path: Python file or importable module, also with `:function`; None: the built-in scorer of each row's data
@@ -127,7 +126,7 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
 
 
 def built_in_scorer(data_source: str) -> str | None:
-    """The name of the scorer of a data source, if it has one."""
+    """Return the name of the scorer of a data source, if it has one."""
     return SCORERS.get(data_source) or SCORERS.get("".join(data_source.partition("/")[:2]))
 
 
@@ -139,40 +138,38 @@ def _built_in(data_source: str) -> Callable[..., Any]:
 
 
 def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """The components that a module's `declare_components` returns: weights by name.
-
-    Raises:
-        ConfigError: it raises, or returns something else, or a component has a reserved name.
-    """
+    """Return the components that a module's `declare_components` returns: weights by name."""
     where = f"{PATH_KEY}: declare_components of {declare.__module__}"
     try:
-        found = declare(**reward_kwargs)
+        weights = declare(**reward_kwargs)
     except GrpoDistError:
         raise
     except Exception as error:
         raise ConfigError(f"{where} fails: {type(error).__name__}: {error}") from error
-    good = isinstance(found, Mapping) and all(
+    good = isinstance(weights, Mapping) and all(
         isinstance(name, str)
         and isinstance(weight, int | float)
         and not isinstance(weight, bool)
         and math.isfinite(weight)
-        for name, weight in found.items()
+        for name, weight in weights.items()
     )
     if not good:
-        raise ConfigError(f"{where} returned {found!r}: must be a dict of names and finite numbers")
-    if reserved := sorted(RESERVED.intersection(found)):
+        raise ConfigError(f"{where} returned {weights!r}: must be a dict of names and finite numbers")
+    if reserved := sorted(RESERVED.intersection(weights)):
         raise ConfigError(f"{where}: no component can be called {reserved[0]!r}, which means something else")
-    return {name: float(weight) for name, weight in found.items()}
+    return {name: float(weight) for name, weight in weights.items()}
 
 
 def _row_needs(function: Callable[..., Any], form: Form, reward_kwargs: Mapping[str, Any]) -> RowNeeds:
-    """What a function reads of a row, told by its parameters."""
+    """Return what a function reads of a row, told by its parameters."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return RowNeeds()
     kinds, empty = inspect.Parameter, inspect.Parameter.empty
-    variable = {name for name, each in parameters.items() if each.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)}
+    variable = {
+        name for name, parameter in parameters.items() if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    }
     named = parameters.keys() - variable - reward_kwargs.keys()
     needed = {name for name in named if parameters[name].default is empty}
     ground_truth = not needed.isdisjoint(("ground_truth", "ground_truths"))
@@ -186,12 +183,12 @@ def _row_needs(function: Callable[..., Any], form: Form, reward_kwargs: Mapping[
 
 
 def _needs_of_all(parts: Sequence[Part]) -> RowNeeds:
-    """What the functions of a sum read of a row."""
+    """Return what the functions of a sum read of a row."""
     needs = [part.function.needs for part in parts]
-    taken = [each.taken for each in needs if each.taken is not None]
+    taken = [of_part.taken for of_part in needs if of_part.taken is not None]
     return RowNeeds(
-        any(each.ground_truth for each in needs),
-        frozenset().union(*(each.needed for each in needs)),
+        any(of_part.ground_truth for of_part in needs),
+        frozenset().union(*(of_part.needed for of_part in needs)),
         frozenset().union(*taken) if len(taken) == len(needs) else None,
     )
 

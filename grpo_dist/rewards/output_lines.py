@@ -42,7 +42,7 @@ class OutputLines:
             self._rest = first[:MOST_LINE_BYTES]
 
     def take(self) -> tuple[list[str], int]:
-        """The first lines since the last call, and the number of further lines."""
+        """Return the first lines since the last call, and the number of further lines."""
         if self._rest:
             self._end_line()
         taken = self._lines, self._num_more
@@ -96,7 +96,7 @@ class _Copied:
 
 
 class PrintedLines:
-    """What all processes of a run have printed, by the kind of custom code: the first lines, and how many more."""
+    """The lines that all processes of a run have printed, by kind of custom code: the first ones, and how many more."""
 
     def __init__(self) -> None:
         self._printed: dict[str, tuple[list[str], int]] = {}
@@ -108,11 +108,11 @@ class PrintedLines:
         self._printed[kind] = [*kept, *lines[:room]], more + num_more + len(lines[room:])
 
     def take(self) -> list[str]:
-        """A message for each kind that has printed something since the last call."""
+        """Return a message for each kind that has printed something since the last call."""
         printed, self._printed = self._printed, {}
-        told = []
+        messages = []
         for kind, (lines, more) in printed.items():
             if lines:
                 rest = [f"... and {more} more lines"] if more else []
-                told.append("\n  ".join([f"the {kind} printed:", *lines, *rest]))
-        return told
+                messages.append("\n  ".join([f"the {kind} printed:", *lines, *rest]))
+        return messages

@@ -16,15 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE, RM_STEP_SCORES
+from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION, RM_SCORE, RM_STEP_SCORES
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """What the reward model says of the response, whatever the ground truth is; of its steps too, if it judges those.
-
-    Raises:
-        ConfigError: there is no reward model.
-    """
+    """Return the reward model's score, whatever the ground truth is; also those of steps, if it judges steps."""
     if RM_SCORE not in extra_info:
         raise ConfigError(f"{REWARD_MODEL_FUNCTION} needs a reward model; set reward_model.enable=true")
     steps = {"step_scores": extra_info[RM_STEP_SCORES]} if RM_STEP_SCORES in extra_info else {}

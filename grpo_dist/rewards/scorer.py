@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from grpo_dist.code_names import parse_code
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.rewards.base import RewardResult, RowNeeds, shown_response
+from grpo_dist.plugins.names import parse_code
+from grpo_dist.rewards.contract import RewardResult, RowNeeds, shown_response
 from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.output_lines import OutputLines
-from grpo_dist.supervisor import supervised
+from grpo_dist.supervisor import under_supervisors
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
 END_S = 5.0  # from closing the pipe to the end of the process: exit handlers may run
@@ -92,7 +92,7 @@ class Scorer:
         self._one_by_one, self.components, self.needs = reply
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
-        """Score the samples; one result for each, in order.
+        """Return one result for each sample, in order.
 
         Raises:
             GrpoDistError: a mistake in the config or the data, which every response would meet.
@@ -129,7 +129,7 @@ class Scorer:
         self._process = self._pipe = None
 
     def _results(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
-        """The results until all have come or the process has ended; a function of a whole batch fails on all of it."""
+        """Return the results until all have come or the process has ended; then a batch function has failed on all."""
         results: list[RewardResult | Failure] = []
         for sample in samples:
             reply = self._receive(self.timeout_s)
@@ -142,7 +142,7 @@ class Scorer:
         return results
 
     def _receive(self, timeout_s: float) -> Any:
-        """The next message from the process; if none comes, the process is ended and a Failure says why."""
+        """Return the next message from the process; if none comes, the process is ended and a Failure says why."""
         assert self._pipe is not None
         assert self._process is not None
         try:
@@ -158,7 +158,7 @@ class Scorer:
         return Failure(problem)
 
     def _how_it_ended(self) -> str:
-        """A description of how the process ended; it may have closed its pipe only, and still be running."""
+        """Return a description of how the process ended; it may have closed its pipe only, and still be running."""
         assert self._process is not None
         deadline = time.monotonic() + END_S
         while (code := self._process.poll()) is None:
@@ -169,7 +169,7 @@ class Scorer:
         return f"ended its process {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit code {code}'}"
 
     def _wait(self, timeout_s: float) -> bool:
-        """Whether a message or the end came in time. Output is read meanwhile: a full pipe would block the process."""
+        """Tell whether a message or the end came in time. Output is read meanwhile: a full pipe blocks the process."""
         assert self._pipe is not None
         deadline = time.monotonic() + timeout_s
         while True:
@@ -192,7 +192,7 @@ class Scorer:
 
 
 def serve(pipe: Connection) -> None:
-    """The process's side: load the function, then score group after group until the parent is gone."""
+    """Run the process's side: load the function, then score group after group until the parent is gone."""
     path, name, reward_kwargs = pipe.recv()
     try:
         function = load_reward_function(path, name, reward_kwargs)
@@ -213,7 +213,7 @@ def main() -> None:
     """Serve the pipe whose file descriptor is the only argument."""
     descriptor = int(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-    supervised(descriptor)
+    under_supervisors(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError):
         serve(Connection(descriptor))
 

@@ -53,14 +53,14 @@ def pairs(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
         ValueError: no such split.
     """
     rng = random.Random(f"{seed} {split}")
-    found = []
+    pairs = []
     for row in rows(split, seed=seed):
         right = int(row["reward_model"]["ground_truth"])
         wrong = right
         while wrong == right:
             wrong = sum(draw_question(rng))
-        found.append({"prompt": row["prompt"], "chosen": f"#### {right}", "rejected": f"#### {wrong}"})
-    return found
+        pairs.append({"prompt": row["prompt"], "chosen": f"#### {right}", "rejected": f"#### {wrong}"})
+    return pairs
 
 
 def outcomes(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
@@ -78,20 +78,20 @@ def outcomes(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def steps(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
-    """The same answers as steps, each with a label of its own. Takes the arguments of `rows`.
+    """Return the answers of `rows` as steps, each with a label of its own. Takes the arguments of `rows`.
 
     Raises:
         ValueError: no such split.
     """
     rng = random.Random(f"{seed} {split} steps")
-    found = []
+    labelled = []
     for row in rows(split, seed=seed):
         parts = worked_answer(*_operands(row)).split(" ")
         labels = [True] * len(parts)
         if rng.random() < 0.5:
             parts, labels = _with_mistake(parts, rng)
-        found.append({"prompt": row["prompt"], "completions": parts, "labels": labels})
-    return found
+        labelled.append({"prompt": row["prompt"], "completions": parts, "labels": labels})
+    return labelled
 
 
 def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
@@ -102,10 +102,10 @@ def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     Raises:
         ValueError: no such split.
     """
-    found = []
+    written = []
     for row in rows(split, seed=seed):
-        found.append({"prompt": row["prompt"][0]["content"], "completion": worked_answer(*_operands(row))})
-    return found
+        written.append({"prompt": row["prompt"][0]["content"], "completion": worked_answer(*_operands(row))})
+    return written
 
 
 def worked_answer(a: int, b: int) -> str:
@@ -128,7 +128,7 @@ def _with_mistake(parts: list[str], rng: random.Random) -> tuple[list[str], list
     else:
         columns[wrong] = f"{terms}={value // 10 * 10 + (value + rng.randint(1, 9)) % 10}"
     results = [column.partition("=")[2] for column in columns]
-    total = results[-1] + "".join(each[-1] for each in reversed(results[:-1]))
+    total = results[-1] + "".join(part[-1] for part in reversed(results[:-1]))
     return [*columns, "####", total], [i != wrong for i in range(len(columns))] + [True, False]
 
 
@@ -150,8 +150,8 @@ def draw_question(rng: random.Random) -> tuple[int, int]:
 def _questions(seed: int) -> list[tuple[int, int]]:
     """All questions of the task, validation first, none twice in either order of the operands."""
     rng = random.Random(seed)
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    while len(found) < sum(SIZES.values()):
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    while len(pairs) < sum(SIZES.values()):
         a, b = draw_question(rng)
-        found.setdefault((min(a, b), max(a, b)), (a, b))
-    return list(found.values())
+        pairs.setdefault((min(a, b), max(a, b)), (a, b))
+    return list(pairs.values())

@@ -1,6 +1,6 @@
 """The numbers game Countdown: reach the target with the given numbers, each used exactly once.
 
-    python -m grpo_dist.tasks.prepare countdown --local_save_dir data/countdown       the rows, generated
+    grpo-dist data countdown --local_save_dir data/countdown       the rows, generated
     custom_reward_function.path=grpo_dist.tasks.countdown                             the scorer, with your settings
     custom_reward_function.reward_kwargs='{format_score: 0.0, tag: answer}'
 
@@ -21,8 +21,7 @@ from typing import Any, TypeGuard
 
 from grpo_dist.data.conversion import Row, write_splits
 from grpo_dist.errors import DataError
-from grpo_dist.rewards.format import last_tag_content
-from grpo_dist.rewards.number_text import MINUS_SIGNS
+from grpo_dist.rewards.format import MINUS_SIGNS, last_tag_content
 
 NUMBERS = range(1, 100)  # what may be given
 TARGETS = range(10, 101)
@@ -64,19 +63,19 @@ def draw_problems(count: int, num_numbers: Sequence[int], seed: int) -> list[Pro
         DataError: there are fewer different problems.
     """
     rng = random.Random(seed)
-    found: dict[Problem, Problem] = {}
+    problems: dict[Problem, Problem] = {}
     for _ in range(TRIES_PER_PROBLEM * count):
-        if len(found) == count:
+        if len(problems) == count:
             break
         problem = draw_problem(rng, rng.choice(num_numbers))
         if problem is not None:
-            found.setdefault((tuple(sorted(problem[0])), problem[1]), problem)
-    if len(found) < count:
+            problems.setdefault((tuple(sorted(problem[0])), problem[1]), problem)
+    if len(problems) < count:
         raise DataError(
             f"--train_size and --test_size ask for {count:,} different problems of {list(num_numbers)} numbers; "
-            f"only {len(found):,} were found"
+            f"only {len(problems):,} were found"
         )
-    return list(found.values())
+    return list(problems.values())
 
 
 def make_row(problem: Problem, *, split: str, index: int) -> Row:

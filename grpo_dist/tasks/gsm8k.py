@@ -1,6 +1,6 @@
 r"""GSM8K (https://arxiv.org/abs/2110.14168): grade school mathematics, 7,473 training and 1,319 test questions.
 
-    python -m grpo_dist.tasks.prepare gsm8k --local_save_dir data/gsm8k       the rows
+    grpo-dist data gsm8k --local_save_dir data/gsm8k       the rows
     custom_reward_function.path=grpo_dist.tasks.gsm8k                         the scorer, with settings of your own
     custom_reward_function.reward_kwargs='{method: flexible}'
 
@@ -24,8 +24,8 @@ from typing import Any
 
 from grpo_dist.data.conversion import Row, require_text
 from grpo_dist.errors import DataError
-from grpo_dist.rewards.base import check_choice
-from grpo_dist.rewards.number_text import MINUS_SIGNS
+from grpo_dist.rewards.contract import check_choice
+from grpo_dist.rewards.format import MINUS_SIGNS
 
 HUB = ("openai/gsm8k", "main")  # name and configuration on the Hugging Face hub
 # verl's wording, so that results can be compared with its published ones.
@@ -52,22 +52,22 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
     """
     require_text(example, ("question", "answer"), location)
     question, answer = example["question"], example["answer"]
-    found = re.search(r"#### (-?[0-9.,]+)", answer)
-    if found is None:
+    match = re.search(r"#### (-?[0-9.,]+)", answer)
+    if match is None:
         raise DataError(f"{location}: the answer has no '#### NUMBER': ...{answer[-80:]!r}")
     return {
         "data_source": HUB[0],
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": found.group(1).replace(",", "")},
+        "reward_model": {"style": "rule", "ground_truth": match.group(1).replace(",", "")},
         "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
     }
 
 
 def extract_answer(text: str, method: str = "strict") -> str | None:
     """Return the last `#### NUMBER` or, flexible, the last number, without commas, $, + and final dot, or None."""
-    found = (_ANSWER if method == "strict" else ANY_NUMBER).findall(text.translate(MINUS_SIGNS))
-    return _plain_number(found[-1]) if found else None
+    numbers = (_ANSWER if method == "strict" else ANY_NUMBER).findall(text.translate(MINUS_SIGNS))
+    return _plain_number(numbers[-1]) if numbers else None
 
 
 def compute_score(

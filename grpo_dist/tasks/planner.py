@@ -158,7 +158,7 @@ def _checked_truth(truth: Any) -> list[Step]:
     except ValueError:
         plan = None
     steps = [_step(value) for value in plan] if isinstance(plan, list | tuple) else []
-    found = [step for step in steps if step is not None]
-    if not found or len(found) != len(steps):
+    read = [step for step in steps if step is not None]
+    if not read or len(read) != len(steps):
         raise ValueError(f"ground_truth {truth!r} must be a list of {{'agent': ..., 'task': ...}}")
-    return found
+    return read

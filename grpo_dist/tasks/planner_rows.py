@@ -1,6 +1,6 @@
 """Generated requests for the planner: which agents are to do what, in which order.
 
-    python -m grpo_dist.tasks.prepare planner --local_save_dir data/planner [--size small]
+    grpo-dist data planner --local_save_dir data/planner [--size small]
 
 A request names two to four steps in one of four forms, two of which name them in another order than they are done in:
 
@@ -31,7 +31,7 @@ Plan = tuple[tuple[str, str], ...]  # agent and task of each step
 
 @dataclass(frozen=True)
 class Agent:
-    """What an agent is asked for: every verb with every object."""
+    """The things that an agent is asked for: every verb with every object."""
 
     duty: str
     verbs: tuple[str, ...]
@@ -40,7 +40,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class Size:
-    """How large requests are.
+    """The numbers that say how large requests are.
 
     Attributes:
         agents: by name.
@@ -149,25 +149,21 @@ def draw_plan(rng: random.Random, size: Size) -> Plan:
 
 
 def draw_requests(count: int, size: Size, seed: int) -> dict[Plan, str]:
-    """Requests by their plans, which are all different.
-
-    Raises:
-        DataError: there are fewer different plans.
-    """
+    """Requests by their plans, which are all different."""
     rng = random.Random(seed)
-    found: dict[Plan, str] = {}
+    sentences: dict[Plan, str] = {}
     for _ in range(TRIES_PER_REQUEST * count):
-        if len(found) == count:
+        if len(sentences) == count:
             break
         plan = draw_plan(rng, size)
         sentence = rng.choice(FORMS)([task for _, task in plan])
-        found.setdefault(plan, f"{sentence[0].upper()}{sentence[1:]}.")
-    if len(found) < count:
+        sentences.setdefault(plan, f"{sentence[0].upper()}{sentence[1:]}.")
+    if len(sentences) < count:
         raise DataError(
             f"--train_size, --test_size and --sft_size ask for {count:,} different requests; "
-            f"only {len(found):,} were found"
+            f"only {len(sentences):,} were found"
         )
-    return found
+    return sentences
 
 
 def make_prompt(request: str, size: Size) -> list[dict[str, str]]:
@@ -221,9 +217,6 @@ def prepare(
 
     Returns:
         Rows by file written.
-
-    Raises:
-        DataError: a number is too small, or there are not so many different requests.
     """
     numbers = {"test": test_size, "train": train_size, "sft": sft_size}
     for split, number in numbers.items():
@@ -235,7 +228,7 @@ def prepare(
     drawn = iter(draw_requests(sum(numbers.values()), sizing, seed).items())
     requests = {split: [next(drawn) for _ in range(number)] for split, number in numbers.items()}
     rows = {
-        split: [make_row(*each, size=sizing, split=split, index=i) for i, each in enumerate(requests[split])]
+        split: [make_row(*request, size=sizing, split=split, index=i) for i, request in enumerate(requests[split])]
         for split in ("train", "test")
     }
     rows["sft"] = [

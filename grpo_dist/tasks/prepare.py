@@ -1,11 +1,11 @@
 """The command that writes the tasks' rows as parquet files in verl's schema.
 
-python -m grpo_dist.tasks.prepare gsm8k --local_save_dir data/gsm8k [--local_dataset_path FOLDER]
-python -m grpo_dist.tasks.prepare math --local_save_dir data/math [--local_dataset_path FOLDER]
-python -m grpo_dist.tasks.prepare countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
-python -m grpo_dist.tasks.prepare planner --local_save_dir data/planner [--size small] [--seed 0]
-python -m grpo_dist.tasks.prepare reasoning_gym --local_save_dir data/gym --task chain_sum [--train_size 8000]
-python -m grpo_dist.tasks.prepare arithmetic --local_save_dir data/arithmetic
+grpo-dist data gsm8k --local_save_dir data/gsm8k [--local_dataset_path FOLDER]
+grpo-dist data math --local_save_dir data/math [--local_dataset_path FOLDER]
+grpo-dist data countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
+grpo-dist data planner --local_save_dir data/planner [--size small] [--seed 0]
+grpo-dist data reasoning_gym --local_save_dir data/gym --task chain_sum [--train_size 8000]
+grpo-dist data arithmetic --local_save_dir data/arithmetic
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prepare_arithmetic(local_save_dir: str) -> Written:
     return write_splits({split: arithmetic.rows(split) for split in arithmetic.SIZES}, local_save_dir)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write one data set. Returns the exit code: 0, or 2 for something the user can mend."""
     options = vars(_parser().parse_args(arguments))
     prepare: Callable[..., Written] = options.pop("prepare")
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m grpo_dist.tasks.prepare", description="Data sets as parquet.")
+    parser = argparse.ArgumentParser(prog="grpo-dist data", description="Data sets as parquet.")
     tasks = parser.add_subparsers(metavar="TASK", required=True)
 
     def add(name: str, prepare: Callable[..., Written], text: str) -> argparse.ArgumentParser:
@@ -69,13 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     gym.add_argument("--task", nargs="+", required=True, metavar="TASK", help=share)
     gym.add_argument("--instruction", default=reasoning_gym.INSTRUCTION, help="behind each question (%(default)s)")
     gym.add_argument("--allow_eval", action="store_true", help="take tasks whose scorers run answers as Python code")
-    for each in (generated, planned, gym):
-        each.add_argument("--train_size", type=int, default=8000, help="rows in train.parquet (%(default)s)")
-        each.add_argument("--test_size", type=int, default=200, help="rows in test.parquet (%(default)s)")
-        each.add_argument("--seed", type=int, default=0, help="another seed, other rows (%(default)s)")
+    for command in (generated, planned, gym):
+        command.add_argument("--train_size", type=int, default=8000, help="rows in train.parquet (%(default)s)")
+        command.add_argument("--test_size", type=int, default=200, help="rows in test.parquet (%(default)s)")
+        command.add_argument("--seed", type=int, default=0, help="another seed, other rows (%(default)s)")
     add("arithmetic", prepare_arithmetic, "the built-in task")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

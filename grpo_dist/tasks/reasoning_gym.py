@@ -1,7 +1,7 @@
 """Reasoning Gym (https://github.com/open-thought/reasoning-gym): a hundred generated tasks, each with its own scorer.
 
     pip install 'grpo_dist[reasoning-gym]'
-    python -m grpo_dist.tasks.prepare reasoning_gym --local_save_dir data/gym --task maze '{chain_sum: {weight: 2}}'
+    grpo-dist data reasoning_gym --local_save_dir data/gym --task maze '{chain_sum: {weight: 2}}'
 
 A row holds its entry as Python would write it: scorers compare tuples, which JSON and parquet do not keep, and an entry
 that is made anew is another one for some tasks in another process, and for all with another version. The answer is what

@@ -36,7 +36,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def _adds_up(step: str, digit: str) -> bool:
-    """Whether a text is a true equation, such as 7+5+1=13, whose result ends in a digit."""
+    """Tell if a text is a true equation, such as 7+5+1=13, whose result ends in a digit."""
     terms, _, result = step.partition("=")
     numbers = terms.split("+")
     if digit == "" or not all(number.isdecimal() for number in (*numbers, result)):

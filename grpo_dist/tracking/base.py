@@ -1,4 +1,4 @@
-"""The tracker protocol, starting the trackers of a run, and logging to all of them."""
+"""The contract of a tracker, the trackers that there are, starting those of a run, and logging to all of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from grpo_dist.errors import BatchError, ConfigError
+from grpo_dist.plugins.registry import load_attribute, traceback_tail
 from grpo_dist.redact import redact, redact_text
 from grpo_dist.tracking.samples import Sample
 
 logger = logging.getLogger(__name__)
+
+KEY = "trainer.logger"
 
 TRACKERS = {
     "jsonl": "grpo_dist.tracking.jsonl:JsonlTracker",
@@ -23,8 +26,9 @@ TRACKERS = {
     "wandb": "grpo_dist.tracking.wandb:WandbTracker",
     "mlflow": "grpo_dist.tracking.mlflow:MlflowTracker",
     "trackio": "grpo_dist.tracking.trackio:TrackioTracker",
+    "prometheus": "grpo_dist.trainer.prometheus:PrometheusTracker",
 }
-"""Value of `trainer.logger` -> class, which is imported on demand and called with a `RunInfo`."""
+"""The built-in values of `trainer.logger` -> class, which is imported on demand. Others are `path/to/file.py:Class`."""
 
 ALWAYS_ON = "jsonl"
 CONSOLE = "console"
@@ -33,29 +37,8 @@ CONSOLE = "console"
 EXTRAS = ("mlflow", "trackio")
 """Trackers whose package comes with the extra of their name."""
 
-RUN_IDS: Mapping[str, Path] = {name: Path(name, "run_id") for name in ("wandb", "mlflow", "trackio")}
-"""File in the run directory with what a tracker calls the run, which a resumed run continues there."""
-
-
-class Tracker(Protocol):
-    """A destination for metrics."""
-
-    note: str
-    """One line for the user that says where the metrics are ("W&B offline: wandb sync DIR")."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of one step; called once per step, in increasing order."""
-
-    def close(self) -> None:
-        """Flush buffers and close files."""
-
-
-@runtime_checkable
-class ShowsSamples(Protocol):
-    """A tracker that can show text as well."""
-
-    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Record responses of one step; called before `log` of the same step."""
+RUN_ID = "run_id"
+"""File in the folder `run_dir/TRACKER` with what a tracker calls the run; see `RunInfo.store_id`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +59,55 @@ class RunInfo:
     config: dict[str, Any]
     resumed_step: int | None
 
+    def folder(self, tracker: str) -> Path:
+        """Return the folder of a tracker in the run directory, and make it if it does not exist."""
+        folder = self.run_dir / tracker
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def known_id(self, tracker: str) -> str | None:
-        """What the tracker calls the run that this one resumes; None for a fresh start, or if it does not know it."""
+        """Return the id that the tracker has stored for the run that this one resumes; None if there is none."""
         return None if self.resumed_step is None else tracker_ids(self.run_dir).get(tracker)
+
+    def store_id(self, tracker: str, run_id: str) -> None:
+        """Store the tracker's id of this run, also in checkpoints, so that a resumed run can continue it."""
+        (self.folder(tracker) / RUN_ID).write_text(run_id + "\n")
+
+
+class Tracker:
+    """A destination for metrics.
+
+    It is made once, in the driver, before training; an exception there stops the run. An exception of a later method
+    is shown as a warning, and the run goes on without the tracker. No method may wait long for a service: training
+    waits for it.
+
+    Args:
+        run: the run.
+    """
+
+    note: str = ""
+    """One line for the user that says where the metrics are ("W&B offline: wandb sync DIR"); "": none."""
+
+    def __init__(self, run: RunInfo) -> None:
+        """Open the destination: begin a run there, or continue the one of `run.known_id`."""
+
+    @classmethod
+    def check(cls) -> None:
+        """Check before Ray starts what can be checked then.
+
+        Raises:
+            ConfigError: the tracker cannot start.
+        """
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the metrics of one step, under verl's names; called once per step, in increasing order."""
+        raise NotImplementedError
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Record responses of one step; called before `log` of the same step. A tracker of numbers ignores them."""
+
+    def close(self) -> None:
+        """Flush buffers and finish; called once. While the run fails, `sys.exc_info()` has the exception."""
 
 
 class Trackers:
@@ -95,7 +124,7 @@ class Trackers:
     @property
     def notes(self) -> list[str]:
         """One line per tracker: where its metrics go."""
-        return [tracker.note for tracker in self._active.values()]
+        return [tracker.note for tracker in self._active.values() if tracker.note]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record all numbers of one step.
@@ -103,9 +132,6 @@ class Trackers:
         Args:
             metrics: name -> int or float, including numpy scalars, NaN and infinities.
             step: the training step; 0 for metrics from before the first step. Each step is logged once.
-
-        Raises:
-            BatchError: a value is not a number, a name is empty or "step", or the step does not increase.
         """
         clean = check_metrics(metrics)
         if step <= self._last_step:
@@ -118,11 +144,10 @@ class Trackers:
                 tracker.log(clean, step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Send responses to the trackers that can show them; call it before `log` of the same step."""
+        """Send responses to the trackers; call it before `log` of the same step."""
         for name, tracker in list(self._active.items()):
-            if isinstance(tracker, ShowsSamples):
-                with self._dropping(name, f"samples of step {step}"):
-                    tracker.log_samples(samples, step)
+            with self._dropping(name, f"samples of step {step}"):
+                tracker.log_samples(samples, step)
 
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
@@ -163,7 +188,6 @@ def build_trackers(
     experiment_name: str,
     config: dict[str, Any],
     resumed_step: int | None,
-    classes: Mapping[str, str] = TRACKERS,
 ) -> Trackers:
     """Start the trackers of a run: always `jsonl`, then those in `loggers`.
 
@@ -174,10 +198,6 @@ def build_trackers(
         experiment_name: `trainer.experiment_name`.
         config: the resolved config; secrets are removed before any tracker sees it.
         resumed_step: last step of the checkpoint that this run resumes from; None for a fresh start.
-        classes: the trackers there are, as in `TRACKERS`.
-
-    Raises:
-        ConfigError: a tracker cannot start; those started before it are closed.
     """
     run = RunInfo(
         run_dir=run_dir.absolute(),
@@ -186,40 +206,28 @@ def build_trackers(
         config=redact(config),
         resumed_step=resumed_step,
     )
-    names = [name for name in dict.fromkeys((ALWAYS_ON, *loggers)) if name != CONSOLE]
     started: dict[str, Tracker] = {}
     try:
-        for name in names:
-            started[name] = _start(name, classes, run)
+        for name in _names(loggers):
+            started[name] = _start(name, run)
     except BaseException:
         Trackers(started, resumed_step=None).close()
         raise
     return Trackers(started, resumed_step=resumed_step)
 
 
-def check_trackers(loggers: Sequence[str], classes: Mapping[str, str] = TRACKERS) -> None:
-    """Import the packages of the trackers, and run the checks that they offer, without starting them.
+def check_trackers(loggers: Sequence[str]) -> None:
+    """Import the trackers and their packages, and run the checks that they offer, without starting them.
 
     Args:
         loggers: `trainer.logger`.
-        classes: the trackers there are, as in `TRACKERS`.
-
-    Raises:
-        ConfigError: a package is missing, or a server refuses its key.
     """
-    for name in dict.fromkeys((ALWAYS_ON, *loggers)):
-        if name != CONSOLE:
-            check = getattr(_tracker_class(name, classes), "check", None)
-            if check is not None:
-                check()
+    for name in _names(loggers):
+        _tracker_class(name).check()
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Convert metrics to plain ints and floats.
-
-    Raises:
-        BatchError: a value is not a number (a tensor, bool, string or None), or a name is empty or "step".
-    """
+    """Convert metrics to plain ints and floats."""
     clean: dict[str, float] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or name in ("", "step"):
@@ -233,8 +241,12 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return clean
 
 
-def _start(name: str, classes: Mapping[str, str], run: RunInfo) -> Tracker:
-    tracker_class = _tracker_class(name, classes)
+def _names(loggers: Sequence[str]) -> list[str]:
+    return [name for name in dict.fromkeys((ALWAYS_ON, *loggers)) if name != CONSOLE]
+
+
+def _start(name: str, run: RunInfo) -> Tracker:
+    tracker_class = _tracker_class(name)
     try:
         run.run_dir.mkdir(parents=True, exist_ok=True)
         return tracker_class(run)
@@ -246,32 +258,42 @@ def _start(name: str, classes: Mapping[str, str], run: RunInfo) -> Tracker:
         hint = (
             f"make {run.run_dir} writable or set trainer.default_local_dir"
             if name == ALWAYS_ON
-            else f"fix this, or remove {name!r} from trainer.logger"
+            else f"fix this, or remove {name!r} from {KEY}"
         )
-        raise ConfigError(f"trainer.logger: {name!r} cannot start: {cause}; {hint}") from error
+        frames = "" if name in TRACKERS else f"\n{redact_text(traceback_tail(error))}"
+        raise ConfigError(f"{KEY}: {name!r} cannot start: {cause}; {hint}{frames}") from error
 
 
-def _tracker_class(name: str, classes: Mapping[str, str]) -> Any:
-    module, _, attribute = classes[name].partition(":")
+def _tracker_class(name: str) -> type[Tracker]:
+    """Import a tracker's class."""
+    if name not in TRACKERS:
+        own = load_attribute(name, key=KEY)
+        if not (isinstance(own, type) and issubclass(own, Tracker)):
+            raise ConfigError(
+                f"{KEY}={name}: must be a subclass of {Tracker.__module__}.Tracker; see docs/extending.md#a-tracker"
+            )
+        if own.log is Tracker.log:
+            raise ConfigError(f"{KEY}={name}: the class has no method log(metrics, step)")
+        return own
+    module, _, attribute = TRACKERS[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         install = f"pip install 'grpo_dist[{name}]'" if name in EXTRAS else "install it"
         raise ConfigError(
-            f"trainer.logger: {name!r} needs a package that cannot be imported ({error}): "
-            f"{install}, or remove {name!r} from trainer.logger"
+            f"{KEY}: {name!r} needs a package that cannot be imported ({error}): "
+            f"{install}, or remove {name!r} from {KEY}"
         ) from error
 
 
 def tracker_ids(run_dir: Path) -> dict[str, str]:
-    """The run's ids in the trackers, by tracker; {} if none has one."""
-    files = {name: run_dir / path for name, path in RUN_IDS.items()}
-    return {name: file.read_text().strip() for name, file in files.items() if file.is_file()}
+    """Return the run's ids in the trackers, by tracker; {} if none has one."""
+    return {file.parent.name: file.read_text().strip() for file in sorted(run_dir.glob(f"*/{RUN_ID}"))}
 
 
 def restore_tracker_ids(run_dir: Path, ids: Mapping[str, str]) -> None:
     """Store the ids of the run that is resumed, so that trackers started later continue it."""
     for name, run_id in ids.items():
-        file = run_dir / RUN_IDS[name]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(run_id + "\n")
+        folder = run_dir / Path(name).name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN_ID).write_text(run_id + "\n")

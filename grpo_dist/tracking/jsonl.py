@@ -2,10 +2,14 @@
 
 Always on, and the source of the summary at the end. A non-finite number is written as `null`, because JSON has neither
 NaN nor infinity; `read_metrics` returns it as NaN.
+
+Its steps are those of the run, and so are the files of `rollouts/` (rollouts.py) and `validation/` beside it. Another
+run in the folder sets the record of the earlier one aside; one that goes back to an earlier step drops the later ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -16,26 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import RunInfo
-from grpo_dist.tracking.record import METRICS, drop_rollouts_after, set_aside
+from grpo_dist.tracking.base import RunInfo, Tracker
+
+METRICS, ROLLOUTS, VALIDATION, TOKENIZER = "metrics.jsonl", "rollouts", "validation", "tokenizer"
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = METRICS
 
-
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """Appends `{"step": n, name: number, ...}` to `run_dir/metrics.jsonl`, unbuffered.
 
     Resuming from a checkpoint drops the steps after it, so that every step is recorded once. A fresh start in a used
-    run directory keeps the old file as `metrics.old-N.jsonl`. The same becomes of the rollouts (tracking/record.py),
+    run directory keeps the old file as `metrics.old-N.jsonl`. The same becomes of the rollouts (`set_aside`),
     so that those in the folder are of the steps in the file.
 
     If a write fails (disk full), lines are kept in memory and written with the next line that succeeds.
     """
 
     def __init__(self, run: RunInfo) -> None:
-        self.path = run.run_dir / FILE_NAME
+        self.path = run.run_dir / METRICS
         if run.resumed_step is None:
             set_aside(run.run_dir)
         else:
@@ -59,11 +62,7 @@ class JsonlTracker:
                 )
 
     def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: lines kept in memory cannot be written and are lost.
-        """
+        """Close the file."""
         try:
             self._write()
         finally:
@@ -75,11 +74,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read a `metrics.jsonl`; `null` becomes NaN, and an incomplete last line is ignored.
-
-    Raises:
-        ConfigError: a line other than the last is no metrics row.
-    """
+    """Read a `metrics.jsonl`; `null` becomes NaN, and an incomplete last line is ignored."""
     return [_numbers(row) for row in _sound_rows(path)]
 
 
@@ -99,9 +94,6 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the number and the JSON object of each line of a file, or in its place what is wrong with the line.
 
     A number that is not finite, which JSON does not have, is None.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     # Bytes: text of a model may hold what str.splitlines takes for line ends, a killed run leaves half characters.
     with path.open("rb") as file:
@@ -116,9 +108,6 @@ def truncate_after(path: Path, step: int) -> None:
     Args:
         path: a `metrics.jsonl`, which need not exist.
         step: the last step to keep.
-
-    Raises:
-        ConfigError: a line other than the last is no metrics row.
     """
     if not path.exists():
         return
@@ -133,10 +122,10 @@ def truncate_after(path: Path, step: int) -> None:
 
 def _json_object(line: bytes) -> dict[str, Any] | str:
     try:
-        found = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
+        value = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
-    return found if isinstance(found, dict) else "no object"
+    return value if isinstance(value, dict) else "no object"
 
 
 def _finite(written: str) -> float | None:
@@ -157,21 +146,41 @@ def _sound_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
-    """The metrics rows; what is wrong with the other lines, by number; the number of the last line."""
+    """Return the metrics rows; what is wrong with the other lines, by number; the number of the last line."""
     rows, problems, number = [], {}, 0
-    for number, found in json_objects(path):
-        if isinstance(found, dict) and (why := _no_metrics(found)) is None:
-            rows.append(found)
+    for number, row in json_objects(path):
+        if isinstance(row, dict) and (why := _no_metrics(row)) is None:
+            rows.append(row)
         else:
-            problems[number] = f"{path}, line {number}: not a metrics row ({found if isinstance(found, str) else why})"
+            problems[number] = f"{path}, line {number}: not a metrics row ({row if isinstance(row, str) else why})"
     return rows, problems, number
 
 
 def _no_metrics(row: Mapping[str, Any]) -> str | None:
-    """Why an object is no metrics row; None: it is one."""
+    """Return why an object is no metrics row; None: it is one."""
     if type(row.get("step")) is not int:
         return "no step"
     for name, value in row.items():
         if not (value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)):
             return f"{name} is no number"
     return None
+
+
+def set_aside(run_dir: Path) -> None:
+    """Rename what an earlier run in this folder has recorded: `metrics.old-N.jsonl`, `rollouts.old-N` and so on."""
+    places = [run_dir / name for name in (METRICS, ROLLOUTS, VALIDATION, TOKENIZER)]
+    recorded = [path for path in places if path.is_dir() or (path.is_file() and path.stat().st_size)]
+    for number in itertools.count(1):
+        old = {path: path.with_name(f"{path.stem}.old-{number}{path.suffix}") for path in recorded}
+        if not any(path.exists() for path in old.values()):
+            break
+    for path, new in old.items():
+        path.rename(new)
+
+
+def drop_rollouts_after(run_dir: Path, step: int) -> None:
+    """Remove the rollouts of later steps, from which the run has gone back."""
+    for name in (ROLLOUTS, VALIDATION):
+        for path in (run_dir / name).glob("*"):
+            if path.stem.isdecimal() and int(path.stem) > step:
+                path.unlink()

@@ -9,7 +9,8 @@ from grpo_dist.errors import ConfigError
 
 GLOBAL_STEP = "training/global_step"
 """The training step, verl's name, among the metrics of trackers in which it is no number of a row."""
-REWARD = "critic/score/mean"
+SCORE, REWARDS = "critic/score", "critic/rewards"  # with /mean, /max and /min
+REWARD = f"{SCORE}/mean"
 KL_LOSS = "actor/kl_loss"
 PPO_KL = "actor/ppo_kl"
 RESPONSE_LENGTH = "response_length/mean"
@@ -18,6 +19,7 @@ ZERO_VARIANCE = "critic/zero_variance_groups"
 THROUGHPUT = "perf/tokens_per_s"  # of all devices; verl's perf/throughput is per device
 TIMING = "timing_s/"
 STEP_TIME = "timing_s/step"
+IDLE = "perf/idle/"
 BESIDE_STEPS = ("testing", "save_checkpoint")  # phases that a step's time leaves out
 VALIDATION, AUXILIARY = "val-core/", "val-aux/"
 SUPERVISED_VALIDATION = "val/"
@@ -28,7 +30,7 @@ _JUDGED = tuple(SUPERVISED_VALIDATION + name for name in ("reward_model/accuracy
 
 
 def is_loss(name: str) -> bool:
-    """Whether a metric is best where it is lowest."""
+    """Tell if a metric is best where it is lowest."""
     return name.endswith("/loss")
 
 
@@ -41,10 +43,10 @@ def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     for name in _JUDGED:
         if name in metrics:
             return {name: metrics[name]}
-    found = [name for name in metrics if name.startswith(VALIDATION)]
+    names = [name for name in metrics if name.startswith(VALIDATION)]
     for marker in ("/acc/", "/mean@"):
-        found = [name for name in found if marker in name] or found
-    return {name: metrics[name] for name in found}
+        names = [name for name in names if marker in name] or names
+    return {name: metrics[name] for name in names}
 
 
 def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
@@ -65,15 +67,12 @@ def require_metric(name: str | None, metrics: Collection[str]) -> None:
     Args:
         name: the metric; None: none is asked for.
         metrics: names of metrics, those of validation among them.
-
-    Raises:
-        ConfigError: it does not.
     """
-    known = [each for each in metrics if each.startswith((VALIDATION, AUXILIARY, SUPERVISED_VALIDATION))]
+    known = [metric for metric in metrics if metric.startswith((VALIDATION, AUXILIARY, SUPERVISED_VALIDATION))]
     if name is None or name in known:
         return
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    near = near or [each for each in known if not each.startswith(AUXILIARY)]
+    near = near or [metric for metric in known if not metric.startswith(AUXILIARY)]
     raise ConfigError(
         f"trainer.keep_best_metric={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
     )

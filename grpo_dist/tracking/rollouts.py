@@ -1,6 +1,6 @@
 """The files of a run that hold its rollouts: texts for people, and tokens for the report and for programs.
 
-rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response (workers/batch_work.py)
+rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response (roles/batch_work.py)
 rollouts/STEP.parquet   the columns of the step's batch (protocol/fields.py), a row for each response
 tokenizer/              what turns token ids into text, as it was in the run
 """
@@ -15,14 +15,14 @@ from grpo_dist.errors import DiskError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.fields import EXTRA, FIELDS
 from grpo_dist.protocol.parquet import write_parquet
-from grpo_dist.tracking.record import ROLLOUTS, TOKENIZER
+from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER
 
 # Hidden states are a thousand times larger than all the rest, and can be computed again.
 _NOT_WRITTEN = frozenset({"ref_hidden_states"})
 
 
 def is_recorded(column: str) -> bool:
-    """Whether a column of the batch is written into the Parquet file."""
+    """Tell if a column of the batch is written into the Parquet file."""
     return (column in FIELDS and column not in _NOT_WRITTEN) or column.startswith(EXTRA)
 
 

@@ -1,4 +1,4 @@
-"""The summary that is shown at the end of a run."""
+"""The summary that is shown at the end of a run, and who waited for whom in it, by measured idle shares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.plan.placement import placement
 from grpo_dist.tracking import metric_names
+from grpo_dist.tracking.metric_names import IDLE, STEP_TIME
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
@@ -26,6 +29,7 @@ def format_summary(
     seconds: float,
     hf_model: Path | None,
     flags: Mapping[str, str],
+    job: RunConfig | None,
 ) -> str:
     """The summary: results, time per phase, and where the files are.
 
@@ -35,11 +39,14 @@ def format_summary(
         seconds: wall time of this run, start-up included.
         hf_model: folder of the exported policy; None if there is none.
         flags: what a command needs besides, by its name: text to put behind it.
+        job: the run's config; None: it has one role, which waits for no other.
     """
     trained = [row for row in history if metric_names.STEP_TIME in row or metric_names.REWARD in row]
     steps = f"{len(trained)} training step{'' if len(trained) == 1 else 's'}"
     lines = [f"Run finished: {steps} in {format_seconds(seconds)}"]
     lines += [*_validation_lines(history), *_training_lines(trained), *_timing_lines(trained)]
+    if job is not None and (sentence := who_waited(trained, job)):
+        lines.append(f"  {sentence}")
     lines.append(_entry("metrics", str(run_dir / "metrics.jsonl")))
     if hf_model is not None:
         lines.append(_entry("model (Hugging Face)", str(hf_model)))
@@ -153,3 +160,63 @@ def _entry(label: str, value: str) -> str:
 def _mean(values: Sequence[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
+
+
+WARM_UP = 2  # steps with compilation and first allocations, which are not judged
+NOTABLE = 0.2  # from this share on a role waits, and from this difference on a split is uneven
+ACTOR_SIZE, ENGINES_SIZE = "cluster.actor_world_size", "cluster.rollout_world_size"
+
+
+def who_waited(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
+    """Return one sentence: the idle shares from the third step on, and what would shorten the step.
+
+    GPUs of the actor count as idle while none of the roles that share them computes.
+
+    Args:
+        rows: metrics of the steps of a run, in order.
+        config: the run's config.
+
+    Returns:
+        The sentence; "" with fewer than three measured steps.
+    """
+    timed = [row for row in rows if row.get(STEP_TIME, 0.0) > 0 and f"{IDLE}actor" in row and f"{IDLE}rollout" in row]
+    judged = timed[WARM_UP:]
+    if not judged:
+        return ""
+    place = placement(config)
+    seconds = sum(row[STEP_TIME] for row in judged)
+    idle = {
+        role: sum(row[IDLE + role] * row[STEP_TIME] for row in judged) / seconds
+        for role in place.world_sizes
+        if all(IDLE + role in row for row in judged)
+    }
+    names = {"actor": "actor ranks", "rollout": "rollout engines"}
+    if place.sharing and not place.shares_gpu:
+        names["actor"] = f"GPUs of {' and '.join(place.sharing)}"
+        busy = sum(1 - idle.pop(role, 1.0) for role in place.sharing)
+        idle = {"actor": max(0.0, 1 - busy), **idle}
+    shares = ", ".join(f"{names.get(role, f'{role} ranks')} {share:.0%}" for role, share in idle.items())
+    start = f"From step {int(judged[0]['step'])} on these were idle: {shares} of the time"
+    if place.device == "cpu":
+        return f"{start}; all of them share the processor's cores, so no split would shorten the step."
+    if place.shares_gpu:
+        return f"{start}; they take turns on the same GPUs (cluster.colocate=all), so no split would shorten the step."
+    return f"{start}; {_advice(config, idle['actor'], idle['rollout'])}."
+
+
+def _advice(config: RunConfig, actor: float, rollout: float) -> str:
+    """Return what would shorten the step, for actor and engines on GPUs of their own."""
+    place, ahead = placement(config), config.trainer.max_staleness
+    if min(actor, rollout) >= NOTABLE:
+        return (
+            f"both waited for each other: sampling further ahead would shorten the step (trainer.max_staleness={ahead} "
+            f"-> {ahead + 1})"
+        )
+    if abs(actor - rollout) < NOTABLE:
+        return "the split of the GPUs is balanced"
+    keys = f"({ACTOR_SIZE}={place.actor_world_size}, {ENGINES_SIZE}={place.rollout_world_size})"
+    if rollout > actor:
+        fewer = "fewer engines and more" if place.num_engines > 1 else "more GPUs, for more"
+        return f"{fewer} actor ranks would shorten the step {keys}"
+    fewer = "fewer actor ranks and more" if place.actor_world_size > 1 else "more GPUs, for more"
+    return f"{fewer} engines would shorten the step {keys}"

@@ -14,14 +14,14 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from grpo_dist.tracking.base import RunInfo
+from grpo_dist.tracking.base import RunInfo, Tracker
 from grpo_dist.tracking.samples import SAMPLES, Sample, as_markdown
 
 FOLDER = "tensorboard"
 _FILE_VERSION = "brain.Event:2"  # from version 2 on, readers honour the START record below
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Writes each metric as a scalar of its step, flushed once per step.
 
     A START record with the first step of this process makes TensorBoard hide that step and later ones of earlier

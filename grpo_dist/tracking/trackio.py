@@ -11,11 +11,11 @@ from typing import Any
 import trackio
 import trackio.run
 
-from grpo_dist.tracking.base import RUN_IDS, RunInfo
+from grpo_dist.tracking.base import RunInfo, Tracker
 from grpo_dist.tracking.samples import SAMPLES, Sample, as_rows
 
 
-class TrackioTracker:
+class TrackioTracker(Tracker):
     """A trackio run, written in the background by trackio itself.
 
     It is in the database in `TRACKIO_DIR`, or, if `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` is set, in that Space,
@@ -24,8 +24,6 @@ class TrackioTracker:
     """
 
     def __init__(self, run: RunInfo) -> None:
-        file = run.run_dir / RUN_IDS["trackio"]
-        file.parent.mkdir(exist_ok=True)
         name = run.known_id("trackio") or f"{run.experiment_name}-{secrets.token_hex(3)}"
         with _quiet():
             self._run = trackio.init(
@@ -38,7 +36,7 @@ class TrackioTracker:
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )
-        file.write_text(name + "\n")
+        run.store_id("trackio", name)
         remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         where = "TRACKIO_SPACE_ID or TRACKIO_SERVER_URL" if remote else trackio.utils.TRACKIO_DIR
         self.note = f"trackio: run {name} in {where}: trackio show --project {run.project_name}"
@@ -60,8 +58,8 @@ class TrackioTracker:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without trackio's messages on standard output, and without its question to the Hugging Face Hub for the name of
-    the user, which it asks wherever there is a token.
+    """Keep trackio from writing to standard output, and from asking the Hugging Face Hub for the user's name, which it
+    does wherever there is a token.
     """
     module: Any = trackio.run
     before = module._get_default_namespace

@@ -1,55 +1,94 @@
-"""What the loops of all trainers have: when to validate and save, and a checkpoint when a signal ends the run."""
+"""The base of all trainers: started workers, when to validate and save, and a checkpoint when a signal ends the run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import GrpoDistError
-from grpo_dist.tracking.base import Trackers
+from grpo_dist.config.schema_models import CriticConfig
+from grpo_dist.config.schema_roles import ActorConfig
+from grpo_dist.data.curriculum import CustomSampler
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.errors import GrpoDistError, WorkerLost
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.roles import Roles
+from grpo_dist.runtime.event_loop import blocking, run
+from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.checkpoint.config_changes import digest_code
+from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
+from grpo_dist.trainer.checkpoint.folder import RunState
+from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.metrics import IdleShares, PeakMemory
 from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
-from grpo_dist.workers.event_loop import run
-
-if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run connects
-    from grpo_dist.trainer.profiler import StepProfiler
-    from grpo_dist.workers.gang import Gang
+from grpo_dist.trainer.stage import stage
 
 StepCallback = Callable[[int, dict[str, float]], Any]
 
 
+@dataclass
 class TrainingLoop:
-    """The base of trainers, which set its attributes.
+    """The base of trainers, which `run/build.py` makes on started workers.
 
     Attributes:
         config: the whole run's config.
+        roles: started workers.
+        data: the rows to train and to validate on.
         total_steps: training steps of the run.
-        saver: writes checkpoints.
         trackers: where metrics go.
         progress: the display at the terminal.
         preemption: whether a signal has come to end the run.
-        metrics: of the step.
         step: the last step that is trained.
-        profiler: of the steps that are to be profiled; None: there are none.
+        timings: seconds of the step, by stage.
+        metrics: of the step.
+        validated: the metrics of a validation after the step; {} if there was none.
+        saver: writes checkpoints.
+        order: the order of the training rows.
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
 
     config: JobConfig
+    roles: Roles
+    data: Any
     total_steps: int
-    saver: CheckpointSaver
     trackers: Trackers
     progress: Progress
     preemption: Preemption
-    metrics: dict[str, float]
-    step: int
-    profiler: StepProfiler | None = None
+    step: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    validated: dict[str, float] = field(default_factory=dict)
+    saver: CheckpointSaver = field(init=False)
+    order: PromptSampler | CustomSampler = field(init=False)
     on_step: StepCallback | None = None
+    _told_layout: bool = False
+
+    def __post_init__(self) -> None:
+        self.run_dir = Path(self.config.trainer.default_local_dir)
+        self.code = digest_code(self.config)
+        self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
+
+    def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
+        """Set the state that the trainer had when a checkpoint was written.
+
+        Args:
+            resumed: the checkpoint, which the roles have loaded.
+            finished: its finished groups of later steps, by uid.
+        """
+        self.step = resumed.state.step
+        self.order.load_state_dict(resumed.state.sampler)
+        self.saver.resumed_from(resumed.folder, resumed.state)
 
     def fit(self) -> None:
         """Train until `total_steps`, validating and saving on the way."""
@@ -59,16 +98,30 @@ class TrainingLoop:
         """Validate the model as it is."""
         raise NotImplementedError
 
-    def save(self) -> None:
-        """Begin to write a checkpoint."""
-        raise NotImplementedError
+    @stage("save_checkpoint", counted=True)
+    async def save(self) -> None:
+        """Begin to write a checkpoint. Its contents are copied before this returns, and written in the background."""
+        await self.saver.begin(*self.state())
+
+    def state(self) -> tuple[RunState, list[FinishedGroups]]:
+        """Return the state of the run, and the finished groups of later steps; both of the same moment."""
+        state = RunState(
+            step=self.step,
+            weight_version=0,
+            sampler=self.order.state_dict(),
+            prompts=self.data.identity,
+            code=self.code,
+            metrics=self.validated,
+            trackers=tracker_ids(self.run_dir),
+        )
+        return state, []
 
     def report(self) -> None:
         """Send the metrics of the step to the trackers and the display."""
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """What follows a trained step: validation and a checkpoint where they are due, then the report."""
+        """Do what follows a trained step: validation and a checkpoint where they are due, then the report."""
         if self.due(self.config.trainer.test_freq):
             self.validate()
         if self.save_is_due():
@@ -90,21 +143,33 @@ class TrainingLoop:
         """Where the trained model is written."""
         return Path(self.config.trainer.default_local_dir, EXPORTED)
 
-    async def export(self, model: Gang, dtype: str) -> None:
-        """Write the trained model, and how to ask it, if the config says so.
+    @blocking
+    async def tell_layout(self) -> None:
+        """Show once which layout of sequences each role uses; they have checked it on their first batch."""
+        if self._told_layout:
+            return
+        self._told_layout = True
+        for name, gang in self.roles.gangs.items():
+            with contextlib.suppress(WorkerLost):  # the next pass notices, and replaces the worker
+                self.progress.message(f"{name}: {await gang.forward_report()}")
 
-        Args:
-            model: the ranks that hold it.
-            dtype: "fp32" or "bf16".
-        """
+    @property
+    def trained(self) -> Gang:
+        """The ranks of the model that is trained, and exported at the end."""
+        return self.roles.gangs[roles_of(self.config)[0].name]
+
+    @blocking
+    async def finish(self) -> None:
+        """Wait for the checkpoint, and write the trained model and how to ask it, if the config says so."""
+        await self.saver.finish()
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
-            checkpoint = self.saver.last if self.saver.step == self.step else None
+            checkpoint, dtype = self.saver.last if self.saver.step == self.step else None, self.config.export_dtype
             usage = exported_usage(self.config, self.step, dtype, checkpoint, self.model_dir.parent)
-            await model.export_hf_model(str(self.model_dir), dtype, usage)
+            await self.trained.export_hf_model(str(self.model_dir), dtype, usage)
 
     def holds_state(self, role: str) -> bool:
-        """Whether a role holds state that only a checkpoint can restore."""
+        """Tell if a role holds state that only a checkpoint can restore."""
         return role in self.saver.holders()
 
     @contextlib.contextmanager
@@ -129,11 +194,31 @@ class TrainingLoop:
             self.preemption.checkpoint = self.saver.last
 
     def due(self, frequency: int) -> bool:
-        """Whether something done every `frequency` steps (-1: never) is due: also after the last step."""
+        """Tell if something done every `frequency` steps (-1: never) is due: also after the last step."""
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
 
     def save_is_due(self) -> bool:
-        """Whether a checkpoint is due: by steps, by time, or because the run ends."""
+        """Tell if a checkpoint is due: by steps, by time, or because the run ends."""
         trainer = self.config.trainer
         ends = trainer.save_interval_minutes is not None and self.step == self.total_steps
         return self.due(trainer.save_freq) or self.saver.is_due or ends
+
+
+def mini_batches(config: RunConfig, section: ActorConfig | CriticConfig, num_rows: int, step: int) -> list[np.ndarray]:
+    """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy.
+
+    Args:
+        config: of the run.
+        section: of the role that trains.
+        num_rows: of the batch: groups of `rollout.n`, one after another.
+        step: training steps that are done.
+    """
+    groups = np.arange(num_rows).reshape(-1, config.actor_rollout_ref.rollout.n)
+    batches: list[np.ndarray] = []
+    for epoch in range(section.ppo_epochs):
+        order = np.arange(len(groups))
+        if section.shuffle:
+            order = np.random.default_rng([config.trainer.seed, step, epoch]).permutation(order)
+        parts = np.array_split(order, len(groups) // section.ppo_mini_batch_size)
+        batches.extend(groups[part].reshape(-1) for part in parts)
+    return batches

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.code_names import absolute
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.engines.settings import ObjectiveSettings
-from grpo_dist.names import TOKEN_SELECTING_LOSSES
+from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
@@ -30,18 +29,10 @@ def target_settings(config: RunConfig) -> TargetSettings:
 
 
 def objective_settings(config: RunConfig) -> ObjectiveSettings:
-    """The loss."""
+    """Return what the policy's loss is made of."""
     actor = config.actor_rollout_ref.actor
     loss = actor.policy_loss
-    options = {
-        **loss.model_dump(exclude={"loss_mode"}),
-        "clip_ratio": actor.clip_ratio,
-        "clip_ratio_low": actor.clip_ratio_low,
-        "clip_ratio_high": actor.clip_ratio_high,
-        "clip_ratio_c": actor.clip_ratio_c,
-        "tau_pos": actor.tau_pos,
-        "tau_neg": actor.tau_neg,
-    }
+    clips = {"clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "tau_pos", "tau_neg"}
     correction = config.algorithm.rollout_correction
     reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
     in_loss = correction.bypass_mode and (reinforce or correction.rollout_rs)
@@ -50,7 +41,7 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
     return ObjectiveSettings(
         loss_mode="gpg" if reinforce else absolute(loss.loss_mode),  # -A log pi, weighted
         loss_agg_mode=actor.loss_agg_mode,
-        options=options,
+        options=loss.model_dump(exclude={"loss_mode"}) | actor.model_dump(include=clips),
         use_kl_loss=actor.use_kl_loss,
         kl_loss_type=absolute(actor.kl_loss_type),
         kl_loss_coef=actor.kl_loss_coef,

@@ -9,28 +9,32 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_dist.config.placement import Placement
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.call import Call
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.reward import EXTRA
+from grpo_dist.plan.placement import Placement
+from grpo_dist.roles.reward import EXTRA
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import blocking
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.tracking.metric_names import REWARDS, SCORE, ZERO_VARIANCE
 
 # Metric name, without the role, for each key of `Process.peak_memory_gib`.
 PEAK_MEMORY = {"resident": "max_memory_resident_gb", "gpu": "max_memory_gpu_gb"}
+# Seconds that a finished run waits for its workers to report their peak memory.
+MEMORY_TIMEOUT_S = 30.0
 
 
 def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
     """Scores, rewards and lengths of a scored batch with advantages; responses without a score are in no score."""
     scores, uids = batch["score"], batch["uid"]
     metrics = {
-        **_spread("critic/score", scores),
-        **_spread("critic/rewards", batch["reward"]),
+        **_spread(SCORE, scores),
+        **_spread(REWARDS, batch["reward"]),
         **_spread("response_length", batch["response_length"]),
         **_spread("prompt_length", batch["prompt_length"]),
         **_spread("num_turns", batch["num_turns"]),
         "response_length/clip_ratio": float(batch["truncated"].mean()),
-        "critic/zero_variance_groups": zero_variance_share(scores, uids),
+        ZERO_VARIANCE: zero_variance_share(scores, uids),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
     extras = {name: values for name, values in batch.small.items() if name.startswith(EXTRA)}
@@ -101,15 +105,26 @@ class PeakMemory:
 
     async def _ask(self, group: WorkerGroup, rank: int) -> None:
         with contextlib.suppress(GrpoDistError):  # a lost process is reported by its other calls
-            take_peaks(self._peaks, group.role, await ask_for_peak(group, rank).answer())
+            _take_peaks(self._peaks, group.role, await _ask_for_peak(group, rank).answer())
 
 
-def ask_for_peak(group: WorkerGroup, rank: int) -> Call:
+@blocking
+async def peak_memory(groups: Sequence[WorkerGroup]) -> dict[str, float]:
+    """Return the peak memory in GiB of the largest process of each role, resident and on GPU, once all have told it."""
+    peaks: dict[str, float] = {}
+    for group in groups:
+        calls = [_ask_for_peak(group, rank) for rank in group.present]
+        for parts in await group.answers(calls, MEMORY_TIMEOUT_S):
+            _take_peaks(peaks, group.role, parts)
+    return peaks
+
+
+def _ask_for_peak(group: WorkerGroup, rank: int) -> Call:
     """Ask a process for its peak memory, without waiting."""
     return group.submit(rank, "memory", "peak_memory_gib")
 
 
-def take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -> None:
+def _take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -> None:
     """Merge a process's answer into `peaks`."""
     for kind, gib in parts.items():
         name = f"perf/{PEAK_MEMORY[kind]}/{role}"
@@ -146,7 +161,7 @@ def performance_metrics(
         "perf/tokens_per_s": tokens / total,
         # after resuming, all responses of a step may come from the checkpoint
         **({"perf/generation_tokens_per_s": response_tokens / timings["gen"]} if "gen" in timings else {}),
-        # while the critic warms up, the policy stands still
+        # while others warm up, the policy stands still
         **({"perf/update_tokens_per_s": tokens / timings["update_actor"]} if "update_actor" in timings else {}),
     }
 

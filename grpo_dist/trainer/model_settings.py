@@ -5,14 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from grpo_dist.assets import CRITIC_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TEACHER_SECTION, TRAINED_MODEL_KEY
-from grpo_dist.config.placement import Placement
+from grpo_dist.assets import (
+    CRITIC_KEY,
+    REWARD_MODEL_KEY,
+    TEACHER_KEY,
+    TEACHER_SECTION,
+    TRAINED_MODEL_KEY,
+)
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_roles import FSDPConfig, ModelConfig
-from grpo_dist.config.schema_supervised import SFTConfig, SFTModelConfig, SupervisedConfig
-from grpo_dist.engines.room import CRITIC_ROOM, REF_ROOM, REWARD_MODEL_ROOM, SUPERVISED_ROOM
-from grpo_dist.engines.settings import LoraSettings, ModelSettings, choose_layout
-from grpo_dist.trainer.checks import is_on_the_hub
+from grpo_dist.config.schema_roles import FSDPConfig
+from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
+from grpo_dist.engines.settings import (
+    CRITIC_ROOM,
+    REF_ROOM,
+    REWARD_MODEL_ROOM,
+    SUPERVISED_ROOM,
+    ModelSettings,
+    choose_layout,
+)
+from grpo_dist.plan.placement import Placement
 
 
 def actor_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -87,12 +98,12 @@ def reward_model(config: RunConfig, place: Placement) -> ModelSettings:
     )
 
 
-def trained_model(config: SupervisedConfig) -> ModelSettings:
-    """The model of a command that trains one."""
+def trained_model(config: SupervisedConfig, place: Placement) -> ModelSettings:
+    """Return the model of a command that trains one."""
     model, engine = config.model, config.engine
     # of a causal LM LoRA's factors; of a reward model its linear head, drawn with the run's seed where there is none
     if isinstance(config, SFTConfig):
-        head: dict[str, Any] = {"lora": lora_settings(config.model)}
+        head: dict[str, Any] = {"lora": config.model if config.model.trains_factors else None}
     else:
         head = {"num_labels": 1, "new_head_seed": config.trainer.seed}
     return ModelSettings(
@@ -112,22 +123,8 @@ def trained_model(config: SupervisedConfig) -> ModelSettings:
         key=TRAINED_MODEL_KEY,
         section="model",
         room=SUPERVISED_ROOM,
+        shares_gpu=bool(place.sharing),
         **head,
-    )
-
-
-def lora_settings(model: ModelConfig | SFTModelConfig) -> LoraSettings | None:
-    """LoRA's factors; None: all weights are trained."""
-    if not model.lora_rank:
-        return None
-    targets = model.target_modules[0] if model.target_modules == ("all-linear",) else model.target_modules
-    return LoraSettings(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        target_modules=targets,
-        exclude_modules=model.exclude_modules or (),
-        adapter_path=model.lora_adapter_path or "",
-        base_model=model.path if is_on_the_hub(model.path) else "",
     )
 
 
@@ -153,7 +150,7 @@ def _split(config: RunConfig, role: str, model: ModelSettings) -> ModelSettings:
 
 
 def _policy(config: RunConfig, place: Placement, model_dtype: str, compute_dtype: str) -> ModelSettings:
-    """What all models of a run have in common: the policy's settings, held in these types."""
+    """Return what all models of a run have in common: the policy's settings, held in these types."""
     model = config.actor_rollout_ref.model
     return ModelSettings(
         path=model.path,
@@ -163,7 +160,7 @@ def _policy(config: RunConfig, place: Placement, model_dtype: str, compute_dtype
         gradient_checkpointing=model.enable_gradient_checkpointing,
         reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
         override_config=model.override_config,
-        lora=lora_settings(model),
+        lora=model if model.trains_factors else None,
         max_model_len=config.max_model_len,
         layout=choose_layout(
             use_remove_padding=model.use_remove_padding,

@@ -1,11 +1,11 @@
-"""What is written into the folder of an exported model (assets/usage.py)."""
+"""What is written into the folder of an exported model (assets/model_folder.py)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_dist.assets.usage import Usage
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_supervised import SFTConfig

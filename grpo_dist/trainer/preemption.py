@@ -59,7 +59,7 @@ class Preemption:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has arrived."""
+        """Tell if a signal has arrived."""
         return self.number is not None
 
     @property

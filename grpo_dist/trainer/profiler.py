@@ -1,34 +1,40 @@
-"""Profiles of chosen steps (`trainer.profile_steps`): a torch trace of every rank and engine, and one of the calls.
+"""Profiles of chosen steps (`trainer.profile_steps`): a torch trace of each rank and engine, and Ray's timeline.
 
 A step's window is what `timing_s/step` measures: a role's profiler is started before it, and stopped after it. A rank
 that is at work then, as it may be where the engines sample ahead, takes the order when its call is done. Reward
-processes run Python and no model: their calls are in the driver's trace alone.
+processes run Python and no model: their calls are in Ray's timeline alone.
 
-Whatever goes wrong with a profile is told, and ends nothing.
+A profile that fails is told, and ends nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from grpo_dist.config.schema import TrainerConfig
 from grpo_dist.engines.train.durable_files import delete
 from grpo_dist.errors import GrpoDistError, WorkerError
-from grpo_dist.tracking.step_trace import DRIVER, Span, step_trace, write_trace
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.call import Call
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.cluster import TIMELINE_VARIABLE
+from grpo_dist.runtime.group import WorkerGroup
 
-# The calls of a step that are kept, so that a long step does not fill the driver's memory.
-MOST_CALLS = 100_000
-# Methods that carry what was posted, which is noted itself.
-_CARRIERS = ("take", "collect")
+TIMELINE = "ray"
+# Ids of the timeline's processes begin above those that Linux gives, so that the traces of ranks can be put beside.
+FIRST_PID = 10_000_000
+# A task's id in hex ends with that of its actor.
+_ACTOR_ID_DIGITS = 32
 _WITHOUT_PROFILE = "reward"
+
+Event = dict[str, Any]
 
 
 @dataclass
@@ -38,21 +44,11 @@ class _Window:
     step: int
     folder: Path
     profiling: list[Call]
-    base_ns: int = field(default_factory=time.time_ns)
-    began: float = field(default_factory=time.monotonic)
-    stages: list[Span] = field(default_factory=list)
-    calls: list[Span] = field(default_factory=list)
-    dropped: int = 0
-
-    def note(self, call: Span) -> None:
-        if len(self.calls) < MOST_CALLS:
-            self.calls.append(call)
-        else:
-            self.dropped += 1
+    began: float = field(default_factory=time.time)
 
 
 class StepProfiler:
-    """Profiles steps, and observes the calls of all worker groups meanwhile (`CallObserver`).
+    """Profiles steps.
 
     Args:
         config: `profile_steps`, and where profiles are written.
@@ -63,12 +59,7 @@ class StepProfiler:
     def __init__(self, config: TrainerConfig, groups: Sequence[WorkerGroup], tell: Callable[[str], None]) -> None:
         self._steps, self._folder = frozenset(config.profile_steps or ()), config.profile_dir.absolute()
         self._groups, self._tell = {group.role: group for group in groups}, tell
-        self._open: dict[
-            Call, tuple[str, tuple[str, ...]]
-        ] = {}  # method and groups, also before a step that is profiled
         self._window: _Window | None = None
-        for group in groups:
-            group.observer = self
 
     async def begin(self, step: int) -> None:
         """Begin to profile a step, if it is to be. What an earlier attempt at it has written is removed."""
@@ -94,9 +85,7 @@ class StepProfiler:
         window, self._window = self._window, None
         if window is None:
             return
-        ended, asked = time.monotonic(), []
-        for call, about in self._open.items():
-            window.note(_span(call, about, ended, is_open=True))
+        ended, asked = time.time(), []
         for call in window.profiling:
             if call.is_current:
                 path = str(window.folder / f"{call.group.role}_rank{call.rank}.json.gz")
@@ -104,30 +93,18 @@ class StepProfiler:
             else:
                 self._warn(window.step, call, "its process was replaced during the step")
         await self._settle(window.step, asked)
-        await asyncio.to_thread(self._write, window, ended)
+        ranks = {
+            group.handles[rank]._actor_id.hex(): f"{role} rank {rank}"
+            for role, group in self._groups.items()
+            for rank in group.present
+        }
+        if why := await asyncio.to_thread(_write_timeline, window, ended, ranks):
+            self._tell(f"trainer.profile_steps: no timeline of step {window.step}: {why}. The run goes on")
 
-    def note_stage(self, name: str, started: float, ended: float) -> None:
-        """Note a stage of the driver; times of `time.monotonic()`."""
-        if self._window is not None:
-            self._window.stages.append(Span(name, started, ended))
-
-    # --- as `CallObserver` -------------------------------------------------------------------------------------
-    def sent(self, call: Call, method: str, args: tuple[Any, ...]) -> None:
-        """See `CallObserver`."""
-        if method not in _CARRIERS:
-            self._open[call] = method, _groups_of(call, args)
-
-    def answered(self, call: Call) -> None:
-        """See `CallObserver`."""
-        about = self._open.pop(call, None)
-        if about is not None and self._window is not None:
-            self._window.note(_span(call, about, time.monotonic()))
-
-    # --- parts -------------------------------------------------------------------------------------------------
     async def _settle(self, step: int, calls: Sequence[Call]) -> set[Call]:
         """Wait for calls, and tell of those that have failed; returns them."""
-        found = zip(calls, await next(iter(self._groups.values())).outcomes(calls), strict=True)
-        failed = {call: answer for call, answer in found if isinstance(answer, GrpoDistError)}
+        answers = zip(calls, await next(iter(self._groups.values())).outcomes(calls), strict=True)
+        failed = {call: answer for call, answer in answers if isinstance(answer, GrpoDistError)}
         for call, error in failed.items():
             self._warn(step, call, error.message if isinstance(error, WorkerError) else str(error))
         return set(failed)
@@ -136,32 +113,61 @@ class StepProfiler:
         where = f"{call.group.role} rank {call.rank}"
         self._tell(f"trainer.profile_steps: no profile of {where} in step {step}: {why}. The run goes on")
 
-    def _write(self, window: _Window, ended: float) -> None:
-        times = {"base_ns": window.base_ns, "dropped": window.dropped}
-        trace = step_trace(window.step, window.began, ended, stages=window.stages, calls=window.calls, **times)
-        try:
-            write_trace(window.folder / f"{DRIVER}.json.gz", trace)
-        except OSError as error:
-            self._tell(f"trainer.profile_steps: no trace of the calls of step {window.step}: {error}. The run goes on")
-        if window.dropped:
-            self._tell(
-                f"trainer.profile_steps: step {window.step} had {window.dropped} calls more than its trace holds"
-            )
-
 
 def _make_anew(folder: Path) -> None:
     delete(folder)
     folder.mkdir(parents=True)
 
 
-def _groups_of(call: Call, args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The groups that a call is about: one that is to be generated, or those of a batch."""
-    if call.posted is not None:
-        return (str(args[0]),)
-    uids = [uid for each in args if isinstance(each, DataProtoRef) for uid in each.small.get("uid", ())]
-    return tuple(dict.fromkeys(map(str, uids)))
+def _write_timeline(window: _Window, ended: float, ranks: Mapping[str, str]) -> str:
+    """Write the part of Ray's timeline that lies in the window.
+
+    Args:
+        window: of the step.
+        ended: when the step ended, in seconds since 1970.
+        ranks: by actor id, the name of the worker.
+
+    Returns:
+        The reason why there is none, or "".
+    """
+    try:
+        events = [
+            event
+            for event in ray.timeline() or ()
+            if event["ts"] < ended * 1e6 and event["ts"] + event["dur"] > window.began * 1e6
+        ]
+        if not events:
+            return f"Ray reports no calls, as with {TIMELINE_VARIABLE}=0; start Ray with {TIMELINE_VARIABLE}=200"
+        trace = {"displayTimeUnit": "ms", "baseTimeNanoseconds": 0, "traceEvents": numbered(events, ranks)}
+        with gzip.open(window.folder / f"{TIMELINE}.json.gz", "wt", encoding="utf-8") as stream:
+            json.dump(trace, stream)
+    except Exception as error:  # noqa: BLE001 - also one that Ray raises: a profile ends no run
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def _span(call: Call, about: tuple[str, tuple[str, ...]], ended: float, *, is_open: bool = False) -> Span:
-    method, groups = about
-    return Span(method, call.started, ended, call.group.role, call.rank, call.stage, groups, is_open)
+def numbered(events: Sequence[Event], ranks: Mapping[str, str]) -> list[Event]:
+    """Return events of Ray's timeline with numbers for its nodes and processes, which Perfetto asks for, and their
+    names beside: of a node its address, of a worker its role and rank.
+
+    Args:
+        events: of `ray.timeline`.
+        ranks: by actor id, the name of the worker.
+    """
+    names = {
+        event["tid"]: ranks[actor]
+        for event in events
+        if (actor := event["args"].get("task_id", "")[-_ACTOR_ID_DIGITS:]) in ranks
+    }
+    nodes = {node: FIRST_PID + index for index, node in enumerate(dict.fromkeys(event["pid"] for event in events))}
+    in_order = sorted({(names.get(event["tid"], "~"), event["tid"], event["pid"]) for event in events})
+    threads = {thread: number for number, (_, thread, _) in enumerate(in_order, start=1)}
+    metadata = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"node {node}"}}
+        for node, pid in nodes.items()
+    ] + [
+        {"ph": "M", "name": "thread_name", "pid": nodes[node], "tid": threads[thread], "args": {"name": shown}}
+        for _, thread, node in in_order
+        for shown in [names.get(thread, thread)]
+    ]
+    return metadata + [{**event, "pid": nodes[event["pid"]], "tid": threads[event["tid"]]} for event in events]

@@ -9,21 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import RunInfo
+from grpo_dist.tracking.base import RunInfo, Tracker
 from grpo_dist.tracking.metric_names import GLOBAL_STEP
 
 _REFRESH_S = 1.0
 """Ray's own shortest interval: it forgets a gauge that has not been set for two of them."""
 
 
-class PrometheusTracker:
+class PrometheusTracker(Tracker):
     """Sets a gauge of Ray for each metric, with the last value that was measured.
 
     Ray exports `critic/score/mean` as `ray_grpo_dist_critic_score_mean`, with the labels `project` and `experiment`. A
     value that is not finite is not exported.
-
-    Raises:
-        ConfigError: Ray exports no metrics of this node.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -60,7 +57,7 @@ class PrometheusTracker:
     def _make_gauge(self, name: str) -> Any:
         from ray.util.metrics import Gauge
 
-        gauge = Gauge(gauge_name(name), description=name, tag_keys=tuple(self._labels))
+        gauge = Gauge(gauge_name(name), description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
         return gauge.set_default_tags(self._labels)
 
     def _refresh(self) -> None:
@@ -70,5 +67,5 @@ class PrometheusTracker:
 
 
 def gauge_name(metric: str) -> str:
-    """The name of a metric's gauge, in the characters that Prometheus has for names; Ray puts `ray_` in front."""
+    """Return the name of a metric's gauge, in characters of Prometheus's names; Ray puts `ray_` in front."""
     return "grpo_dist_" + re.sub(r"[^a-zA-Z0-9_]+", "_", metric)

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from grpo_dist.config.engine_arguments import drafts
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, require_trust
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.plan.commands import GRPO
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
-from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
-from grpo_dist.tracking.record import ROLLOUTS
+from grpo_dist.tracking.jsonl import METRICS, ROLLOUTS, read_metrics
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import CONFIG
 
@@ -92,8 +91,8 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
         ConfigError: the folder has no such step, or an override is wrong, or the step needs code that it may not name.
         DataError: its file cannot be read.
     """
-    if not (run_dir / FILE_NAME).is_file():
-        raise ConfigError(f"{run_dir}: no run has written here ({FILE_NAME} is missing)")
+    if not (run_dir / METRICS).is_file():
+        raise ConfigError(f"{run_dir}: no run has written here ({METRICS} is missing)")
     path = run_dir / ROLLOUTS / f"{step}.parquet"
     if not path.is_file():
         there = sorted(int(each.stem) for each in path.parent.glob("*.parquet"))
@@ -114,7 +113,7 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
         data = read_parquet(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the step cannot be read: {error}") from None
-    metrics = next((row for row in read_metrics(run_dir / FILE_NAME) if row["step"] == step), {})
+    metrics = next((row for row in read_metrics(run_dir / METRICS) if row["step"] == step), {})
     if ran.old_log_probs_from == "rollout" != config.old_log_probs_from and "old_log_probs" in data.columns():
         _, data = data.pop(("old_log_probs",))  # they are the sampler's
     return Recorded(run_dir, step, config, data, metrics, ran if overrides else None)

@@ -19,28 +19,29 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.config.placement import placement
+from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.engines.base import SEQUENCE_COLUMNS, TrainEngine
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import models_of
 from grpo_dist.protocol import DataProto, metric_values
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.rewards.base import RowNeeds
-from grpo_dist.tracking.jsonl import FILE_NAME
+from grpo_dist.rewards.contract import RowNeeds
+from grpo_dist.roles.gang import averaged
+from grpo_dist.roles.reward import RewardWorker, Task
+from grpo_dist.tracking.jsonl import METRICS
 from grpo_dist.trainer.checkpoint.folder import own_checkpoints
 from grpo_dist.trainer.checkpoint.identity import others
+from grpo_dist.trainer.loop import mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
-from grpo_dist.trainer.mini_batches import mini_batches
-from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference
-from grpo_dist.trainer.rollout.seeds import group_seed
+from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import policy_settings, reward_settings
-from grpo_dist.workers.gang import averaged
-from grpo_dist.workers.reward import RewardWorker, Task
 
 TIMEOUT_S = 600.0  # no other rank is waited for
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
@@ -274,7 +275,7 @@ def _kl_coef(recorded: Recorded) -> float:
     if not overridden and recorded.config.algorithm.use_kl_in_reward and control.type == "adaptive":
         raise ConfigError(
             f"step {recorded.step}: algorithm.kl_ctrl.type=adaptive, and its {name} is not in {recorded.run_dir}/"
-            f"{FILE_NAME}; set algorithm.kl_ctrl.kl_coef to see what a coefficient makes of it"
+            f"{METRICS}; set algorithm.kl_ctrl.kl_coef to see what a coefficient makes of it"
         )
     return control.kl_coef
 
@@ -287,7 +288,10 @@ def _num_steps(config: RunConfig) -> int:
         return steps or 1  # of a rate that is the same for any number
     training = config.model_copy(update={"data": config.data.model_copy(update={"val_files": []})})
     needs = RowNeeds(ground_truth=False, taken=None, asked=False)
-    return total_steps(config, load_run_prompts(training, check_model(config, weights=False), needs)[0])
+    policy, trusted = models_of(config)[0], config.actor_rollout_ref.model.trust_remote_code
+    folder = resolve_model_path(policy.path, weights=False, key=policy.key)
+    model = check_model_folder(folder, setting=policy.setting, trust_remote_code=trusted, weights=False)
+    return total_steps(config, load_run_prompts(training, model, needs)[0])
 
 
 @contextmanager
@@ -308,6 +312,7 @@ def _engine(config: RunConfig, num_steps: int) -> Iterator[TrainEngine]:
             device="cpu",
             temperature=settings.temperature,
             optimizer=settings.optimizer,
+            total_steps=settings.total_steps,
             grad_clip=settings.grad_clip,
         )
     finally:

@@ -15,25 +15,25 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_dist.algorithms.settings import LabelSettings
 from grpo_dist.assets import REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets.model_folder import read_model_config
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.conversations import padding_id
-from grpo_dist.data.preference_tokens import Example, label_answer, preference_batch
-from grpo_dist.data.preferences import LabelledSteps
-from grpo_dist.data.replay import ReplayStore
+from grpo_dist.data.judged_responses import JudgedResponses
+from grpo_dist.data.preference_tokens import label_answer
 from grpo_dist.data.step_tokens import step_form
-from grpo_dist.engines.settings import LabelSettings
+from grpo_dist.data.training_rows import LabelledSteps, TrainingExample
 from grpo_dist.errors import DataError
+from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.protocol import metric_values
-from grpo_dist.trainer.reward_model_check import read_model_config
+from grpo_dist.roles.gang import averaged
+from grpo_dist.roles.reward_model import RewardModelGroup
+from grpo_dist.roles.reward_pool import RewardPool
+from grpo_dist.roles.rollout_group import GroupRequest
+from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.supervised.rows import rank_shares
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.gang import averaged
-from grpo_dist.workers.reward_model import RewardModelGroup
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import GroupRequest
 
 FOLDER = "replay"  # in the run directory
 
@@ -53,7 +53,7 @@ class Retraining:
     ) -> None:
         self.config, self.reward_model, self.reward, self.tell = config, reward_model, reward, tell
         self.settings = config.reward_model.retrain
-        self.store = ReplayStore(Path(config.trainer.default_local_dir).absolute() / FOLDER)
+        self.store = JudgedResponses(Path(config.trainer.default_local_dir).absolute() / FOLDER)
 
     def resumed_from(self, checkpoint: Path, step: int) -> None:
         """Take over the responses of the run that wrote a checkpoint after this step, if it has another folder.
@@ -63,7 +63,7 @@ class Retraining:
         """
         within = step % self.settings.freq
         needed = range(1 if self.config.reward_model.replay_share else step - within + 1, step + 1)
-        theirs = ReplayStore(checkpoint.absolute().parent / FOLDER)
+        theirs = JudgedResponses(checkpoint.absolute().parent / FOLDER)
         theirs.check(needed)
         if theirs.folder.resolve() != self.store.folder.resolve():
             theirs.copy(needed, self.store)
@@ -81,13 +81,13 @@ class Retraining:
             order = np.random.default_rng([self.config.trainer.seed, step, epoch]).permutation(len(examples))
             for start in range(0, len(order), size):
                 chosen = [examples[i] for i in order[start : start + size]]
-                parts = rank_shares(chosen, len(self.reward_model.workers), preference_batch)
+                parts = rank_shares(chosen, len(self.reward_model.workers), "labels")
                 metrics.append(await self.reward_model.train(parts, LabelSettings(), step))
         return (metric_values(averaged(metrics)) if metrics else {}) | {
             f"reward_model/{name}": float(number) for name, number in counts.items()
         }
 
-    def _examples(self, step: int) -> tuple[list[Example], dict[str, int]]:
+    def _examples(self, step: int) -> tuple[list[TrainingExample], dict[str, int]]:
         """The responses to train on, and the number of rows, also of those that are left out, by their metrics' names.
 
         What the policy wrote never ends the run, so a response that is too long or cannot be labelled is left out. What
@@ -96,7 +96,7 @@ class Retraining:
         share, seed = self.config.reward_model.replay_share, self.config.trainer.seed
         selection = self.store.select(step - self.settings.freq + 1, step, share, seed=seed)
         label, most = self._reader
-        found: dict[str, list[Example]] = {"fresh": [], "replayed": []}
+        found: dict[str, list[TrainingExample]] = {"fresh": [], "replayed": []}
         counts = {"fresh_rows": len(selection.fresh), "replayed_rows": len(selection.replayed)}
         counts |= {"repeated_rows": selection.repeated, "long_rows": 0, "unusable_rows": 0}
         reason = ""
@@ -122,8 +122,8 @@ class Retraining:
         return found["fresh"] + found["replayed"], counts
 
     @functools.cached_property
-    def _reader(self) -> tuple[Callable[[LabelledSteps], Example], int]:
-        """What makes an example of a response as the reward model scores it, and the most tokens of one."""
+    def _reader(self) -> tuple[Callable[[LabelledSteps], TrainingExample], int]:
+        """Return what makes an example of a response as the reward model scores it, and the most tokens of one."""
         section = self.config.reward_model
         folder = resolve_model_path(str(section.model.path), weights=False, key=REWARD_MODEL_KEY)
         read = read_model_config(folder, f"{REWARD_MODEL_KEY}={section.model.path}")

@@ -13,14 +13,16 @@ from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import DataConfig, RunConfig
+from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.columns import SOURCE, unread_notes
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.names import absolute
 from grpo_dist.rewards import check_data_sources
-from grpo_dist.rewards.base import RowNeeds
+from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
 
 
@@ -32,6 +34,11 @@ class Prompts:
     validation: Sequence[TokenizedPrompt]
     sampler: PromptSampler | CustomSampler
 
+    @property
+    def counts(self) -> str:
+        """Say how many prompts there are, in a line."""
+        return f"prompts: {len(self.train)} for training, {len(self.validation)} for validation"
+
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """Number and fingerprint of the training prompts; see `identify_prompts`."""
@@ -41,6 +48,31 @@ class Prompts:
 def model_setting(config: RunConfig) -> str:
     """The key and value that name the model, for messages."""
     return f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
+
+
+def load(config: RunConfig, model: ModelFolder | None, needs: RowNeeds) -> tuple[Prompts, int, list[str]] | None:
+    """Load the prompts; returns them, the number of training steps, and notes. Without a model only check the rows.
+
+    Args:
+        config: the run's config.
+        model: the policy's folder, which has the tokenizer.
+        needs: what the reward function reads of a row.
+
+    Raises:
+        DataError: a file, a row or the tokenizer is invalid, or there are fewer prompts than a batch needs.
+        ConfigError: a data source has no scorer, or the sampler class does not exist.
+    """
+    data = config.data
+    if model is None:
+        read_prompts(config, "data.train_files", data.train_files, data.train_max_samples, needs)
+        if data.val_files:
+            read_prompts(config, "data.val_files", data.val_files, data.val_max_samples, needs)
+        return None
+    prompts, notes = load_run_prompts(config, model, needs)
+    steps = total_steps(config, prompts)
+    if late := [step for step in config.trainer.profile_steps or () if step > steps]:
+        notes.append(f"trainer.profile_steps: the run has {steps} steps, so no profile of {late}; name earlier ones")
+    return prompts, steps, notes
 
 
 def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | None = None) -> tuple[Prompts, list[str]]:
@@ -112,6 +144,13 @@ def overlong_note(data: DataConfig, count: int, overlong: Sequence[Prompt]) -> s
         f"{len(overlong)} of {count} prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
         f"and {what}: {named}"
     )
+
+
+def workers_agent(config: RunConfig) -> AgentConfig:
+    """Return the section of the agent loop as rollout workers get it, who run in other folders."""
+    agent = config.actor_rollout_ref.rollout.agent
+    kwargs = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).resolved(agent.agent_kwargs)
+    return agent.replaced(default_agent_loop=absolute(agent.default_agent_loop), agent_kwargs=kwargs)
 
 
 def template_kwargs(config: RunConfig) -> dict[str, Any]:

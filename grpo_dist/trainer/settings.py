@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from grpo_dist.agents import load_agent_loop
-from grpo_dist.algorithms.kl_control import KLController
-from grpo_dist.code_names import absolute
-from grpo_dist.config.placement import Placement
+from grpo_dist.algorithms.kl import KLController
+from grpo_dist.algorithms.settings import ValueSettings
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
-from grpo_dist.config.schema_models import RetrainConfig
-from grpo_dist.config.schema_roles import OptimConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_roles import AgentConfig
+from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.data.step_tokens import step_form
-from grpo_dist.engines.settings import (
-    AgentSettings,
-    EngineSettings,
-    OptimizerSettings,
-    SamplingSettings,
-    ValueSettings,
-)
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.plan.placement import Placement
+from grpo_dist.plugins.names import absolute
+from grpo_dist.roles.policy import PolicySettings
+from grpo_dist.roles.reward import OverlongPenalty, RewardSettings
+from grpo_dist.roles.reward_model import RewardModelSettings
+from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
-from grpo_dist.trainer.model_settings import actor_model, critic_model, lora_settings, reference_model, reward_model
-from grpo_dist.trainer.run_prompts import template_kwargs
-from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.policy import PolicySettings
-from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
-from grpo_dist.workers.reward_model import RewardModelSettings
+from grpo_dist.trainer.model_settings import (
+    actor_model,
+    critic_model,
+    reference_model,
+    reward_model,
+    trained_model,
+)
 
 
 def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
-    """What the actor's ranks are built from."""
+    """Return what the actor's ranks are built from."""
     actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
     return PolicySettings(
@@ -43,27 +44,20 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         log_prob_max_token_len=actor.log_prob_max_token_len(rollout),
         seed=config.trainer.seed,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        optimizer=optimizer_settings(actor.optim, steps),
+        optimizer=actor.optim,
+        total_steps=steps,
         train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
         train_max_token_len=actor.max_token_len,
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.actor_is_reference else (),
-        sends_factors=config.sends_factors,
+        sends_factors=config.actor_rollout_ref.model.sends_factors,
         keeps_output_layer=objective_settings(config).exact_kl and not config.has_teacher,
         weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
 
 
-def optimizer_settings(optim: OptimConfig, steps: int) -> OptimizerSettings:
-    """The optimizer of a role that takes so many optimizer steps."""
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
-    return OptimizerSettings(
-        optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio
-    )
-
-
 def critic_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
-    """What the critic's ranks are built from; a model without a head gets one, drawn with the run's seed."""
+    """Return what the critic's ranks are built from; a model without a head gets one, drawn with the run's seed."""
     critic = config.critic
     mini_batches = config.data.train_batch_size // critic.ppo_mini_batch_size
     return PolicySettings(
@@ -76,10 +70,31 @@ def critic_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         log_prob_max_token_len=critic.forward_max_token_len,
         seed=config.trainer.seed,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        optimizer=optimizer_settings(critic.optim, num_steps * critic.ppo_epochs * mini_batches),
+        optimizer=critic.optim,
+        total_steps=num_steps * critic.ppo_epochs * mini_batches,
         train_micro_batch_size=critic.ppo_micro_batch_size_per_gpu,
         train_max_token_len=critic.max_token_len,
         grad_clip=critic.grad_clip,
+    )
+
+
+def supervised_settings(config: SupervisedConfig, place: Placement, num_steps: int) -> PolicySettings:
+    """Return what the ranks of a command that trains one model are built from."""
+    data, optim = config.data, config.optim
+    return PolicySettings(
+        model=trained_model(config, place),
+        device=place.device,
+        num_threads=place.num_threads[config.role],
+        temperature=1.0,
+        columns=(),
+        log_prob_micro_batch_size=data.micro_batch_size_per_gpu,
+        seed=config.trainer.seed,
+        collective_timeout_s=config.trainer.nccl_timeout,
+        optimizer=optim,
+        total_steps=num_steps,
+        train_micro_batch_size=data.micro_batch_size_per_gpu,
+        train_max_token_len=data.max_token_len,
+        grad_clip=optim.clip_grad,
     )
 
 
@@ -90,8 +105,8 @@ def value_settings(config: RunConfig) -> ValueSettings:
 
 
 def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
-    """What the reference's ranks are built from: the same model or a teacher, frozen, held in its compute type or, if
-    it moves by small shares, in fp32.
+    """Return what the reference's ranks are built from: the same model or a teacher, frozen, held in its compute type
+    or, if it moves by small shares, in fp32.
     """
     ref = config.actor_rollout_ref.ref
     return PolicySettings(
@@ -108,13 +123,13 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
 
 
 def reference_columns(config: RunConfig) -> tuple[str, ...]:
-    """What the reference is asked for."""
+    """Return what the reference is asked for."""
     wanted = {*objective_settings(config).columns, *target_settings(config).columns}
     return tuple(name for name in ("ref_log_probs", "ref_hidden_states") if name in wanted)
 
 
 def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSettings:
-    """What the reward model's ranks are built from."""
+    """Return what the reward model's ranks are built from."""
     section, policy = config.reward_model, config.actor_rollout_ref.model
     retrain = section.retrain
     return RewardModelSettings(
@@ -130,7 +145,7 @@ def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSet
         input_tokenizer=section.model.input_tokenizer,
         trust_input_tokenizer=policy.trust_remote_code,
         max_length=section.max_length,
-        optimizer=_retraining(retrain) if section.is_retrained else None,
+        optimizer=retrain.optim if section.is_retrained else None,
         train_micro_batch_size=retrain.micro_batch_size_per_gpu,
         train_max_token_len=retrain.max_token_len_per_gpu,
         grad_clip=retrain.grad_clip,
@@ -139,14 +154,8 @@ def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSet
     )
 
 
-def _retraining(retrain: RetrainConfig) -> OptimizerSettings:
-    """The optimizer of the reward model; the number of its steps depends on how many responses are different."""
-    optim = retrain.optim
-    return OptimizerSettings(optim.lr, optim.weight_decay, optim.betas, "constant", 0, 1, 1.0)
-
-
 def reward_settings(config: RunConfig) -> RewardSettings:
-    """What a reward process is built from."""
+    """Return what a reward process is built from."""
     model, code = config.actor_rollout_ref.model, config.reward_code
     buffer = config.reward.overlong_buffer
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
@@ -164,7 +173,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
 
 
 def sampling_settings(config: RunConfig) -> tuple[SamplingSettings, SamplingSettings]:
-    """How training and validation sample; where training is seeded, each prompt gets a seed of its own later."""
+    """Return how training and validation sample; where training is seeded, each prompt gets a seed of its own later."""
     rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     training = SamplingSettings(
         n=rollout.n,
@@ -192,62 +201,48 @@ def sampling_settings(config: RunConfig) -> tuple[SamplingSettings, SamplingSett
     return training, validation
 
 
-def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSettings:
-    """What rollout engine `index` is started with."""
+def engine_settings(
+    config: RunConfig,
+    place: Placement,
+    index: int,
+    agent: AgentConfig | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> EngineSettings:
+    """Return what rollout engine `index` is started with.
+
+    Args:
+        config: of the run.
+        place: its processes.
+        index: of the engine.
+        agent: the section of the agent loop as workers get it; None: an episode is one response.
+        template_kwargs: variables of the chat template; None: there are none.
+    """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     profiles = config.trainer.profile_dir if config.trainer.profile_steps else None
+    agent = agent or rollout.agent
     return EngineSettings(
-        model_path=model.path,
+        rollout=rollout.replaced(name=absolute(rollout.name), agent=agent),
+        model=model,
         device=place.device,
         dtype=rollout.resolved_dtype(config.default_dtype),
-        trust_remote_code=model.trust_remote_code,
-        tensor_parallel_size=place.tensor_parallel,
         max_model_len=config.max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_memory_gib=rollout.kv_cache_memory_gib,
-        enforce_eager=rollout.enforce_eager,
-        enable_chunked_prefill=rollout.enable_chunked_prefill,
         seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
-        override_config=model.override_config,
-        engine_kwargs={name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None},
-        needs_tokenizer=bool(rollout.stop or rollout.bad_words) or not rollout.agent.is_single_turn,
-        clear_kv_cache_on_update=rollout.clear_kv_cache_on_update,
-        partial_rollout=rollout.partial_rollout,
-        agent=agent_settings(config),
+        needs_tokenizer=bool(rollout.stop or rollout.bad_words) or not agent.is_single_turn,
+        template_kwargs=template_kwargs or {},
         weight_transport=rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
-        free_cache_engine=rollout.free_cache_engine and place.shares_gpu,
+        shares_gpu=place.shares_gpu,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        engine=absolute(rollout.name),
-        lora=lora_settings(model) if config.sends_factors else None,
         profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),
     )
 
 
-def time_limits(config: RunConfig) -> TimeLimits:
-    """How long a worker may take to answer."""
+def time_limits(config: JobConfig) -> TimeLimits:
+    """Return how long a worker may take to answer."""
+    if not isinstance(config, RunConfig):
+        return TimeLimits(config.trainer.worker_timeout_s)
     stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
     stages |= {stage: limit for stage, limit in config.trainer.stage_timeout_s.items() if limit is not None}
     return TimeLimits(config.trainer.worker_timeout_s, stages)
-
-
-def agent_settings(config: RunConfig) -> AgentSettings | None:
-    """The loop that runs episodes; None where an episode is one turn."""
-    agent = config.actor_rollout_ref.rollout.agent
-    if agent.is_single_turn:
-        return None
-    loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
-    return AgentSettings(
-        absolute(agent.default_agent_loop),
-        loop.resolved(agent.agent_kwargs),
-        agent.timeout_s,
-        agent.episode_timeout_s,
-        agent.max_assistant_turns,
-        agent.max_concurrent_episodes,
-        agent.endpoint_kwargs,
-        template_kwargs(config),
-    )
 
 
 def kl_controller(config: KLCtrlConfig) -> KLController:

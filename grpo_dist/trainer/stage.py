@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol.fields import require
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.event_loop import run
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.event_loop import run
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,8 +26,8 @@ def stage(
 ) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
     """Decorate a method of the trainer as a stage.
 
-    The trainer has `step` (int), `timings` (dict of seconds by stage), `progress` and `profiler` (or None). If the
-    stage takes a batch, it is the first argument; if the stage adds columns, it returns the new batch.
+    The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. If the stage takes a batch, it
+    is the first argument; if the stage adds columns, it returns the new batch.
 
     Args:
         name: of the stage, in metrics and errors.
@@ -52,10 +52,7 @@ def stage(
             except GrpoDistError as error:
                 error.add_note(f"in stage {name!r} of step {trainer.step + (not counted)}")
                 raise
-            ended = time.monotonic()
-            trainer.timings[name] = trainer.timings.get(name, 0.0) + ended - started
-            if trainer.profiler is not None:
-                trainer.profiler.note_stage(name, started, ended)
+            trainer.timings[name] = trainer.timings.get(name, 0.0) + time.monotonic() - started
             if adds:
                 assert isinstance(result, DataProtoRef)
                 require(f"{name} (its result)", result.columns, adds)

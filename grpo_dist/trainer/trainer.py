@@ -15,119 +15,101 @@ coroutine on the driver's event loop (stage.py), where sampling goes on in the b
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from grpo_dist.algorithms.kl_control import KLController
-from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings, ValueSettings
-from grpo_dist.errors import AgentError, WorkerLost
+from grpo_dist.errors import AgentError
+from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import metric_values
-from grpo_dist.tracking.base import Trackers, tracker_ids
-from grpo_dist.tracking.console import Progress
+from grpo_dist.roles.rollout_group import GroupRequest
+from grpo_dist.roles.weight_sync import sync_weights
+from grpo_dist.roles.weight_transport import weight_transport
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.tracking.metric_names import require_metric
 from grpo_dist.tracking.samples import format_samples
-from grpo_dist.trainer.checkpoint.config_changes import digest_code
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
+from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
+from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
-from grpo_dist.trainer.loop import TrainingLoop
-from grpo_dist.trainer.metrics import (
-    IdleShares,
-    PeakMemory,
-    batch_metrics,
-    num_devices,
-    performance_metrics,
-    staleness_metrics,
-)
-from grpo_dist.trainer.mini_batches import mini_batches
-from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.loop import TrainingLoop, mini_batches
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
+from grpo_dist.trainer.metrics import batch_metrics, num_devices, performance_metrics, staleness_metrics
 from grpo_dist.trainer.profiler import StepProfiler
 from grpo_dist.trainer.retraining import Retraining
-from grpo_dist.trainer.roles import Roles
-from grpo_dist.trainer.rollout.job import describe_failures
-from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.trainer.rollout.job import describe_failures, group_seed
+from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
-from grpo_dist.trainer.rollout.seeds import group_seed
-from grpo_dist.trainer.run_prompts import Prompts
-from grpo_dist.trainer.sample_log import SampleLog
+from grpo_dist.trainer.run_prompts import Prompts, new_sampler
+from grpo_dist.trainer.settings import kl_controller, sampling_settings, value_settings
 from grpo_dist.trainer.stage import stage
-from grpo_dist.trainer.validation import validation_metrics, validation_requests
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.event_loop import blocking, run
-from grpo_dist.workers.rollout_group import GroupRequest
-from grpo_dist.workers.weight_sync import sync_weights
-from grpo_dist.workers.weight_transport import WeightTransport
+from grpo_dist.trainer.validation import SampleLog, validation_metrics, validation_requests
 
 
 @dataclass
 class GRPOTrainer(TrainingLoop):
-    """Runs GRPO on started workers. `build.build_trainer` makes one.
+    """Runs GRPO on started workers; `data` are the training and validation prompts.
 
     Attributes:
-        config: the whole run's config.
-        roles: started workers.
-        prompts: training and validation prompts.
-        total_steps: training steps of the run.
+        weight_version: of the weights that the engines hold; every sync increases it by 1.
         pump: generates and scores groups, and computes their log-probs.
         sampler: chooses and samples the groups of each step's batch.
-        val_sampling: how to sample while validating.
         targets: how rewards become advantages and importance weights.
         objective: the policy's loss.
         value_objective: the critic's loss, if there is a critic.
         kl_controller: the coefficient of the KL penalty in the reward.
         transport: how weights are sent to the engines.
-        saver: writes checkpoints.
-        trackers: where metrics go.
-        progress: the display at the terminal.
-        preemption: whether a signal has come to end the run.
-        retraining: trains the reward model between iterations, if it is asked for.
-        step: the last step that is trained.
-        weight_version: of the weights that the engines hold; every sync increases it by 1.
+        retraining: trains the reward model between iterations; None: it stands still.
+        profiler: of the steps that are to be profiled; None: there are none.
     """
 
     config: RunConfig
-    roles: Roles
-    prompts: Prompts
-    total_steps: int
-    pump: RolloutPump
-    sampler: TrainingSampler
-    val_sampling: SamplingSettings
-    targets: TargetSettings
-    objective: ObjectiveSettings
-    value_objective: ValueSettings
-    kl_controller: KLController
-    transport: WeightTransport
-    saver: CheckpointSaver
-    trackers: Trackers
-    progress: Progress
-    preemption: Preemption
-    retraining: Retraining | None = None
-    step: int = 0
+    data: Prompts
     weight_version: int = -1
-    timings: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    validated: dict[str, float] = field(default_factory=dict)
     _requests: list[GroupRequest] = field(default_factory=list)
-    _told_layout: bool = False
     _told_restarts: int = 0
 
     def __post_init__(self) -> None:
-        trainer = self.config.trainer
-        self.run_dir = Path(trainer.default_local_dir)
-        self.place = placement(self.config)
-        self.samples = SampleLog(trainer, self.roles.reward)
-        self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
-        self.health = HealthMonitor(trainer.health)
-        self.code = digest_code(self.config)
+        super().__post_init__()
+        config, roles, trainer = self.config, self.roles, self.config.trainer
+        self.place = placement(config)
+        self.order = new_sampler(config, self.data.train)  # from the first batch, also after a restart
+        self.pump = make_pump(config, roles)
+        sampling, self.val_sampling = sampling_settings(config)
+        self.sampler = TrainingSampler(
+            config, self.pump, self.data.train, self.order, sampling, list(self.pump.sources)
+        )
+        self.targets, self.objective = target_settings(config), objective_settings(config)
+        self.value_objective, self.kl_controller = value_settings(config), kl_controller(config.algorithm.kl_ctrl)
+        engine = config.actor_rollout_ref.rollout.checkpoint_engine
+        self.transport = weight_transport(
+            engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
+            workers_per_engine=self.place.tensor_parallel,
+            collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        )
+        in_background = config.actor_rollout_ref.actor.checkpoint.async_save
+        self.saver = CheckpointSaver(config, roles.holders, async_save=in_background, reward=roles.reward)
+        self.retraining: Retraining | None = None
+        if config.reward_model.is_retrained and roles.reward_model is not None:
+            self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
+        self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
+        self.profiler: StepProfiler | None = None
         if trainer.profile_steps:
-            self.profiler = StepProfiler(trainer, self.roles.workers, self.progress.message)
+            self.profiler = StepProfiler(trainer, roles.workers, self.progress.message)
+
+    def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
+        """See `TrainingLoop.restore`."""
+        super().restore(resumed, finished)
+        self.sampler.load_state_dict(resumed.state.ledger)
+        self.sampler.restored = dict(finished)
+        self.weight_version = resumed.state.weight_version - 1  # the first sync sends what the engines had
+        if self.retraining is not None:
+            self.retraining.resumed_from(resumed.folder, resumed.state.step)
+        if self.kl_controller.target_kl is not None:  # a fixed coefficient is the config's
+            self.kl_controller.coef = resumed.state.kl_coef
 
     def fit(self) -> None:
         """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
@@ -198,7 +180,7 @@ class GRPOTrainer(TrainingLoop):
 
     @property
     def staleness(self) -> int:
-        """How many updates older than the policy the weights may be that sample a token."""
+        """Return how many updates older than the policy the weights may be that sample a token."""
         return self.config.trainer.max_staleness
 
     def newest_step(self, num_updates: int) -> int:
@@ -224,7 +206,7 @@ class GRPOTrainer(TrainingLoop):
 
     @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages",))
     async def compute_targets(self, batch: DataProtoRef) -> DataProtoRef:
-        """How much better each response is than its group or than foreseen, and what else the update trains on."""
+        """Compute how much better each response is than its group or than foreseen, and all else that trains."""
         seed = group_seed(self.config.trainer.seed, self.step + 1, -1)
         targets, metrics = await self.roles.reward.compute_targets(batch, self.targets, self.kl_controller.coef, seed)
         if "actor/reward_kl_penalty" in metrics:
@@ -243,7 +225,7 @@ class GRPOTrainer(TrainingLoop):
 
     @property
     def only_critic_learns(self) -> bool:
-        """Whether the policy stands still in the coming step, until the critic is warm."""
+        """Tell if the policy stands still in the coming step, until the critic is warm."""
         return self.roles.critic is not None and self.step < self.config.trainer.critic_warmup
 
     @stage("update_actor", needs=("responses", "advantages"), adds=("old_log_probs",))
@@ -281,9 +263,9 @@ class GRPOTrainer(TrainingLoop):
     @stage("testing", counted=True)
     async def validate(self) -> None:
         """Score the validation prompts with the current weights."""
-        if not self.prompts.validation:
+        if not self.data.validation:
             return
-        requests = validation_requests(self.prompts.validation, self.val_sampling, self.config.trainer.seed)
+        requests = validation_requests(self.data.validation, self.val_sampling, self.config.trainer.seed)
         job = self.pump.submit(requests, first=True)
         await job.finished()
         batch = job.batch()
@@ -297,27 +279,17 @@ class GRPOTrainer(TrainingLoop):
             self.trackers.log_samples(shown, self.step)
             self.progress.message(format_samples(shown))
 
-    @stage("save_checkpoint", counted=True)
-    async def save(self) -> None:
-        """Begin to write a checkpoint. Its contents are copied before this returns, and written in the background."""
-        await self.saver.begin(*self.state())
-
     def state(self) -> tuple[RunState, list[FinishedGroups]]:
-        """The state of the run, and the finished groups of later steps; both of the same moment."""
-        groups = self.sampler.finished_groups()
-        state = RunState(
-            step=self.step,
+        """See `TrainingLoop.state`."""
+        groups, (state, _) = self.sampler.finished_groups(), super().state()
+        more = replace(
+            state,
             weight_version=self.weight_version,
-            sampler=self.prompts.sampler.state_dict(),
             kl_coef=self.kl_controller.coef,
             ledger=self.sampler.state_dict(),
-            prompts=self.prompts.identity,
-            code=self.code,
-            metrics=self.validated,
-            trackers=tracker_ids(self.run_dir),
             finished=[each.describe() for each in groups],
         )
-        return state, groups
+        return more, groups
 
     def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """Log-probs of the actor and values, computed after the rollout; at staleness 0 during the rollout."""
@@ -329,7 +301,7 @@ class GRPOTrainer(TrainingLoop):
 
     # --- around the stages -------------------------------------------------------------------------------------
     def reference_is_due(self) -> bool:
-        """Whether the reference moves after the step that is being finished."""
+        """Tell if the reference moves after the step that is being finished."""
         every = self.config.actor_rollout_ref.ref.ref_model_sync_steps
         return self.roles.ref is not None and every > 0 and (self.step + 1) % every == 0
 
@@ -341,28 +313,11 @@ class GRPOTrainer(TrainingLoop):
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
         engines = self.roles.rollout.num_ready
         self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=num_devices(self.place, engines))
-        self.metrics["training/epoch"] = self.prompts.sampler.epoch
+        self.metrics["training/epoch"] = self.order.epoch
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
         self.metrics |= self.idle.since_last() | self.memory.latest()
-
-    @blocking
-    async def tell_layout(self) -> None:
-        """Show once which layout of sequences each role uses; they have checked it on their first batch."""
-        if self._told_layout:
-            return
-        self._told_layout = True
-        roles = {
-            "actor": self.roles.actor,
-            "ref": self.roles.ref,
-            "reward model": self.roles.reward_model,
-            "critic": self.roles.critic,
-        }
-        for name, role in roles.items():
-            if role is not None:
-                with contextlib.suppress(WorkerLost):  # the next pass notices, and replaces the worker
-                    self.progress.message(f"{name}: {await role.forward_report()}")
 
     def report(self) -> None:
         """Send the step's metrics to the trackers, and show messages about replaced workers and health."""
@@ -383,12 +338,10 @@ class GRPOTrainer(TrainingLoop):
             run(self.saver.finish())
         found.tell(self.progress.message, self.saver.last)
 
-    @blocking
-    async def finish(self) -> None:
+    def finish(self) -> None:
         """Wait for samples and checkpoint, and write the trained policy."""
-        await self.samples.collect()
-        await self.saver.finish()
-        await self.export(self.roles.actor, self.config.export_dtype)
+        run(self.samples.collect())
+        super().finish()
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _show_failures(self, failures: Sequence[str], failed: Sequence[AgentError]) -> None:

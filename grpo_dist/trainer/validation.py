@@ -7,19 +7,27 @@ maj@n/mean are in val-core; everything else is in val-aux. algorithms/validation
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from grpo_dist.algorithms.validation import best_at_k, judged, majority_at_n, subset_sizes, worst_at_k
+from grpo_dist.config.schema import TrainerConfig
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.roles.reward import EXTRA
+from grpo_dist.roles.reward_pool import RewardPool
+from grpo_dist.roles.rollout_group import GroupRequest
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.sizes import GIB
+from grpo_dist.tracking.jsonl import ROLLOUTS, VALIDATION
+from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.rollout.sampling import make_request
-from grpo_dist.trainer.rollout.seeds import group_seed
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import EXTRA
-from grpo_dist.workers.rollout_group import GroupRequest
 
 CORE, AUX = "val-core", "val-aux"
 _SEED_STEP = 0  # training steps count from 1
@@ -104,3 +112,54 @@ def shown_rows(num_rows: int, count: int, seed: int) -> np.ndarray:
     """Indices of `count` random rows of a validation batch, sorted; the same at every validation, all if fewer."""
     chosen = np.random.default_rng(seed).choice(num_rows, size=min(count, num_rows), replace=False)
     return np.sort(chosen)
+
+
+@dataclass
+class SampleLog:
+    """Turns batches into text, in the reward processes, which have the tokenizer.
+
+    Attributes:
+        config: `trainer`.
+        reward: the reward processes.
+    """
+
+    config: TrainerConfig
+    reward: RewardPool
+    _writing: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def write_rollouts(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
+        """Start writing a training step, its tokens too; first waits for the previous files."""
+        await self.collect()
+        if self.config.log_rollouts:
+            limit = self.config.log_rollouts_max_gib
+            most_bytes = math.inf if limit is None else limit * GIB
+            arguments = self._path(ROLLOUTS, step), step, _ground_truths(requests), most_bytes
+            self._writing.append(self.reward.write_rollouts(batch, *arguments))
+
+    async def write_validation(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
+        """Start writing the responses of a validation as text; first waits for the previous files."""
+        await self.collect()
+        if self.config.log_rollouts:
+            path = self._path(VALIDATION, step)
+            self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
+
+    def _path(self, folder: str, step: int) -> str:
+        return str((self.config.record_dir / folder / f"{step}.jsonl").absolute())
+
+    async def collect(self) -> None:
+        """Wait until all started files are written."""
+        for writing in self._writing:
+            await writing
+        self._writing.clear()
+
+    async def read_some(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> list[dict[str, Any]]:
+        """Read `log_val_generations` rows as text; the same rows at every validation."""
+        count = self.config.log_val_generations
+        if not count:
+            return []
+        rows = batch.reorder(shown_rows(len(batch), count, self.config.seed))
+        return await self.reward.read_samples(rows, step, _ground_truths(requests))
+
+
+def _ground_truths(requests: Sequence[GroupRequest]) -> dict[str, Any]:
+    return {request.uid: request.task.ground_truth for request in requests}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -68,14 +67,6 @@ async def opened(gateway: Gateway, sample: Any = upper, **options: Any) -> Sessi
     session = Session(Recording(sampling, Letters(), 90, **options), sample)
     await gateway.open(session)
     return session
-
-
-def run(test: Callable[[Gateway], Awaitable[None]], app: Callable[[Any], Any] = App) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(60), serving(app) as gateway:
-            await test(gateway)
-
-    asyncio.run(whole())
 
 
 async def post(gateway: Gateway, path: str, token: str = "", body: Any = b"hi", **headers: str) -> httpx.Response:

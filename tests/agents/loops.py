@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 from grpo_dist.agents import Episode, Row
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.settings import AgentSettings, SamplingSettings
+from grpo_dist.engines.settings import SamplingSettings
 from tests.agents.fakes import Characters
+from tests.worker_settings import agent
 
 LOOPS = """
 import asyncio
@@ -151,7 +151,8 @@ async def runner(
     **limits: Any,
 ) -> AsyncIterator[EpisodeRunner]:
     (folder / "tool.py").write_text(LOOPS)
-    settings = AgentSettings(f"{folder}/tool.py:{name}", {"mode": mode, "api_key": "SECRET123"}, timeout_s, **limits)
+    kwargs = {"mode": mode, "api_key": "SECRET123"}
+    settings = agent(f"{folder}/tool.py:{name}", kwargs, timeout_s=timeout_s, **limits)
     made = EpisodeRunner(settings, generate, gateway)  # type: ignore[arg-type]
     try:
         await made.start()
@@ -168,7 +169,3 @@ def episodes(count: int = 4, **limits: Any) -> list[Episode]:
 
 def responses_of(finished: list[Episode]) -> list[Response]:
     return [episode.response() for episode in finished]
-
-
-def in_loop(test: Callable[[], Awaitable[object]]) -> object:
-    return asyncio.run(test())  # type: ignore[arg-type]

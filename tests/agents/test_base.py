@@ -9,7 +9,7 @@ import pytest
 from grpo_dist.agents import AgentLoop, SingleTurn, load_agent_loop
 from grpo_dist.agents.base import AGENT_LOOP
 from grpo_dist.errors import ConfigError
-from grpo_dist.names import AGENT_LOOPS
+from grpo_dist.plugins.names import AGENT_LOOPS
 from tests.messages import refuses
 
 LOOPS = """

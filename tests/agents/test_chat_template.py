@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -74,21 +73,17 @@ def test_the_tag_that_opens_calls(template: str, tag: str | None) -> None:
     assert opening_of_calls(tokenizer_of(template), MESSAGES, {}) == tag
 
 
-def test_any_loop_may_put_in_messages() -> None:
+async def test_any_loop_may_put_in_messages() -> None:
     """A turn that a text has stopped gets its end; one that follows text that was put in, too."""
     tokenizer = tokenizer_of()
     speaker = Speaker(tokenizer, "5", tokenizer.encode("xy", add_special_tokens=False))
     sampling = SamplingSettings(1, 1.0, 1.0, -1, 500, 5)
     episode = Episode(Row("p", [1], MESSAGES), sampling, tokenizer=tokenizer, max_model_len=600)
     episode.connect(speaker.sample)
-
-    async def run() -> None:
-        await episode.generate()
-        episode.append_messages([{"role": "user", "content": "Sure?"}])
-        await episode.generate(max_tokens=1)
-        episode.append_messages([{"role": "user", "content": "Go on."}])
-
-    asyncio.run(run())
+    await episode.generate()
+    episode.append_messages([{"role": "user", "content": "Sure?"}])
+    await episode.generate(max_tokens=1)
+    episode.append_messages([{"role": "user", "content": "Go on."}])
     asked = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert parts(episode) == [
         (1, "5<|im_end|>"),

@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
 from tests.agents.fakes import Characters
-from tests.messages import refuses, says
+from tests.messages import refuses
 
 PROGRAM = """
 import asyncio, os, sys, time
@@ -80,29 +80,17 @@ def program(tmp_path: Path) -> str:
     return f"{file}:play"
 
 
-def in_loop(test: Callable[[], Awaitable[Any]]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(60):
-            return await test()
+async def test_episodes_are_played_side_by_side_by_one_process(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+    loop = External(play=program)
+    slow, quick = episode(what="play", number=1, seconds=0.5), episode(what="play", number=2)
+    done: list[Episode] = []
 
-    return asyncio.run(limited())
+    async def run(each: Episode) -> None:
+        await loop.run(each)
+        done.append(each)
 
-
-def test_episodes_are_played_side_by_side_by_one_process(program: str, capfd: pytest.CaptureFixture[str]) -> None:
-    async def test() -> list[Episode]:
-        loop = External(play=program)
-        slow, quick = episode(what="play", number=1, seconds=0.5), episode(what="play", number=2)
-        done: list[Episode] = []
-
-        async def run(each: Episode) -> None:
-            await loop.run(each)
-            done.append(each)
-
-        await asyncio.gather(run(slow), run(quick))
-        assert done == [quick, slow]
-        return [slow, quick]
-
-    slow, quick = in_loop(test)
+    await asyncio.gather(run(slow), run(quick))
+    assert done == [quick, slow]
     assert (slow.reward, quick.reward) == (len("secret") + 1, len("secret") + 2)
     assert slow.metrics == {"delivered_tokens": 1.0, "messages": 1}
     assert slow.truncated
@@ -120,19 +108,16 @@ def test_episodes_are_played_side_by_side_by_one_process(program: str, capfd: py
         ("cancelled", "asyncio.exceptions.CancelledError: mine"),
     ],
 )
-def test_what_fails_there_is_told_and_the_process_plays_on(program: str, what: str, told: str) -> None:
-    async def test() -> None:
-        loop, bad, good = External(play=program), episode(what=what, number=0), episode(what="play", number=1)
-        if told:
+async def test_what_fails_there_is_told_and_the_process_plays_on(program: str, what: str, told: str) -> None:
+    loop, bad, good = External(play=program), episode(what=what, number=0), episode(what="play", number=1)
+    if told:
+        await loop.run(bad)
+        assert bad.failure == told
+    else:
+        with refuses(ValueError, "color", "reward"):
             await loop.run(bad)
-            assert bad.failure == told
-        else:
-            with refuses(ValueError, "color", "reward"):
-                await loop.run(bad)
-        await loop.run(good)
-        assert good.reward is not None
-
-    in_loop(test)
+    await loop.run(good)
+    assert good.reward is not None
 
 
 CHATTY = """
@@ -144,78 +129,61 @@ sys.stdin.readline()
 """
 
 
-def test_what_is_no_answer_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    async def test() -> None:
-        loop, played = External(command=[sys.executable, "-c", CHATTY]), episode(what="play")
-        await loop.run(played)
-        await loop.close()
-        assert played.reward == 2
-
-    in_loop(test)
+async def test_what_is_no_answer_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    loop, played = External(command=[sys.executable, "-c", CHATTY]), episode(what="play")
+    await loop.run(played)
+    await loop.close()
+    assert played.reward == 2
     assert "{not json" in capfd.readouterr().out
 
 
-def test_a_process_that_dies_fails_what_it_plays_and_the_next_episode_gets_a_new_one(program: str) -> None:
-    async def test() -> None:
-        loop = External(play=program)
-        playing = asyncio.create_task(loop.run(episode(what="hang", file=os.devnull)))
-        await asyncio.sleep(0)
-        with refuses(RuntimeError, "program.py", "exit code"):
-            await loop.run(episode(what="die"))
-        with refuses(RuntimeError, "program.py"):
-            await playing
-        again = episode(what="play", number=1)
-        await loop.run(again)
-        assert again.reward is not None
-
-    in_loop(test)
+async def test_a_process_that_dies_fails_what_it_plays_and_the_next_episode_gets_a_new_one(program: str) -> None:
+    loop = External(play=program)
+    playing = asyncio.create_task(loop.run(episode(what="hang", file=os.devnull)))
+    await asyncio.sleep(0)
+    with refuses(RuntimeError, "program.py", "exit code"):
+        await loop.run(episode(what="die"))
+    with refuses(RuntimeError, "program.py"):
+        await playing
+    again = episode(what="play", number=1)
+    await loop.run(again)
+    assert again.reward is not None
 
 
-def test_an_episode_that_ends_here_ends_there(program: str, tmp_path: Path) -> None:
-    async def test() -> None:
-        loop = External(play=program)
-        await loop.run(episode(what="play", number=1))
-        task = asyncio.create_task(loop.run(episode(what="hang", file=str(tmp_path / "ended"))))
-        await asyncio.sleep(0.2)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        while not (tmp_path / "ended").exists():
-            await asyncio.sleep(0.01)
-
-    in_loop(test)
+async def test_an_episode_that_ends_here_ends_there(program: str, tmp_path: Path) -> None:
+    loop = External(play=program)
+    await loop.run(episode(what="play", number=1))
+    task = asyncio.create_task(loop.run(episode(what="hang", file=str(tmp_path / "ended"))))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while not (tmp_path / "ended").exists():
+        await asyncio.sleep(0.01)
 
 
-def test_threads_that_hang_hold_up_no_other_episode(program: str) -> None:
+async def test_threads_that_hang_hold_up_no_other_episode(program: str) -> None:
     """More of them than Python has for `asyncio.to_thread`."""
-
-    async def test() -> None:
-        loop = External(play=program)
-        blocked = [asyncio.create_task(loop.run(episode(what="block"))) for _ in range(40)]
-        await asyncio.sleep(0)
-        for task in blocked[:20]:
-            task.cancel()
-        played = episode(what="play", number=1)
-        await loop.run(played)
-        assert played.reward is not None
-        await loop.close()
-        ended = await asyncio.gather(*blocked, return_exceptions=True)
-        assert [isinstance(each, RuntimeError) for each in ended] == [False] * 20 + [True] * 20
-
-    in_loop(test)
+    loop = External(play=program)
+    blocked = [asyncio.create_task(loop.run(episode(what="block"))) for _ in range(40)]
+    await asyncio.sleep(0)
+    for task in blocked[:20]:
+        task.cancel()
+    played = episode(what="play", number=1)
+    await loop.run(played)
+    assert played.reward is not None
+    await loop.close()
+    ended = await asyncio.gather(*blocked, return_exceptions=True)
+    assert [isinstance(each, RuntimeError) for each in ended] == [False] * 20 + [True] * 20
 
 
-def test_closing_the_loop_ends_the_process_and_its_guard(program: str) -> None:
-    async def test() -> list[psutil.Process]:
-        before = set(psutil.Process().children(recursive=True))
-        loop = External(play=program)
-        await loop.run(episode(what="play", number=1))
-        started = set(psutil.Process().children(recursive=True)) - before
-        await loop.close()
-        await External(play=program).close()  # never started
-        return list(started)
-
-    started = in_loop(test)
+async def test_closing_the_loop_ends_the_process_and_its_guard(program: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    loop = External(play=program)
+    await loop.run(episode(what="play", number=1))
+    started = set(psutil.Process().children(recursive=True)) - before
+    await loop.close()
+    await External(play=program).close()  # never started
     assert started
     assert not psutil.wait_procs(started, timeout=30)[1]
 
@@ -223,7 +191,7 @@ def test_closing_the_loop_ends_the_process_and_its_guard(program: str) -> None:
 def test_a_killed_worker_leaves_nothing_behind(program: str, tmp_path: Path) -> None:
     """What the program has started goes too."""
     child = "import subprocess, time; subprocess.Popen(['sleep', '1000']); print(flush=True); time.sleep(1000)"
-    guard = [sys.executable, "-m", "grpo_dist.agents.guard", sys.executable, "-c", child]
+    guard = [sys.executable, "-m", "grpo_dist.supervisor", sys.executable, "-c", child]
     worker = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({guard})"], stdout=-1)
     assert worker.stdout is not None
     worker.stdout.readline()
@@ -235,12 +203,9 @@ def test_a_killed_worker_leaves_nothing_behind(program: str, tmp_path: Path) -> 
     worker.stdout.close()
 
 
-def test_a_program_that_is_not_there(tmp_path: Path) -> None:
-    async def test() -> None:
-        await External(command=[f"{tmp_path}/nothing"]).run(episode(what="play"))
-
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with refuses(RuntimeError, f"{tmp_path}/nothing", "exit code 1"):
-        in_loop(test)
+        await External(command=[f"{tmp_path}/nothing"]).run(episode(what="play"))
 
 
 class Server:
@@ -276,74 +241,54 @@ class Server:
         writer.close()
 
 
-def test_a_server_plays_any_number_of_episodes_at_the_same_time() -> None:
+async def test_a_server_plays_any_number_of_episodes_at_the_same_time() -> None:
     server = Server(together=250)  # HTTP clients have 100 connections by default
-
-    async def test() -> None:
-        loop, played = External(url=server.url), [episode(what="play") for _ in range(server.together)]
-        async with server.listening():
-            await asyncio.gather(*map(loop.run, played))
-        await loop.close()
-        assert {each.reward for each in played} == {0.5}
-
-    in_loop(test)
+    loop, played = External(url=server.url), [episode(what="play") for _ in range(server.together)]
+    async with server.listening():
+        await asyncio.gather(*map(loop.run, played))
+    await loop.close()
+    assert {each.reward for each in played} == {0.5}
 
 
-def test_a_server_that_is_not_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_is_not_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """No episode has failed meanwhile. Then it listens, says that it is not ready, and plays."""
     monkeypatch.setattr(external, "FIRST_WAIT_S", 0.01)
     server = Server(503, 503)
+    loop, played, refused = External(url=server.url), episode(what="play"), asyncio.Event()
+    sleep = asyncio.sleep
 
-    async def test() -> None:
-        loop, played, refused = External(url=server.url), episode(what="play"), asyncio.Event()
-        sleep = asyncio.sleep
+    async def waits(seconds: float) -> None:
+        refused.set()
+        await sleep(seconds)
 
-        async def waits(seconds: float) -> None:
-            refused.set()
-            await sleep(seconds)
-
-        monkeypatch.setattr(asyncio, "sleep", waits)
-        playing = asyncio.create_task(loop.run(played))
-        await refused.wait()
-        async with server.listening():
-            await playing
-        await loop.close()
-        assert (played.reward, played.failure, len(server.asked)) == (0.5, None, 3)
-
-    in_loop(test)
+    monkeypatch.setattr(asyncio, "sleep", waits)
+    playing = asyncio.create_task(loop.run(played))
+    await refused.wait()
+    async with server.listening():
+        await playing
+    await loop.close()
+    assert (played.reward, played.failure, len(server.asked)) == (0.5, None, 3)
 
 
 @pytest.mark.parametrize(("statuses", "problem"), [((), "ConnectError"), ((503,) * 100, "status 503")])
-def test_a_server_that_never_comes_is_an_error_in_the_end(
+async def test_a_server_that_never_comes_is_an_error_in_the_end(
     statuses: tuple[int, ...], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external, "SERVER_S", 0.2)
     server = Server(*statuses)
-
-    async def test() -> None:
+    with refuses(RuntimeError, server.url, "0.2 s", problem):
         async with server.listening() if statuses else nullcontext():
             await External(url=server.url).run(episode(what="play"))
-
-    with refuses(RuntimeError, server.url, "0.2 s", problem):
-        in_loop(test)
     server.socket.close()
 
 
 @pytest.mark.parametrize("status", [200, 500])
-def test_a_server_is_asked_by_post(status: int) -> None:
-    server = Server(status)
-
-    async def test() -> Episode:
-        played = episode(what="play", index=4)
-        async with server.listening():
+async def test_a_server_is_asked_by_post(status: int) -> None:
+    server, played = Server(status), episode(what="play", index=4)
+    async with server.listening():
+        with refuses(RuntimeError, "status 500", "/play") if status == 500 else nullcontext():
             await External(url=server.url).run(played)
-        return played
-
-    if status == 500:
-        with refuses(RuntimeError, "status 500", "/play"):
-            in_loop(test)
-        return
-    assert in_loop(test).reward == 0.5
+    assert played.reward == (None if status == 500 else 0.5)
     assert server.asked[0]["task"] == {
         "what": "play",
         "index": 4,
@@ -370,6 +315,5 @@ def test_the_function_is_found_from_any_folder(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("arguments", [{}, {"command": ["a"], "url": "http://b"}, {"play": "a.py:b", "command": ["a"]}])
 def test_it_is_a_function_a_program_or_a_server(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, "agent_kwargs", "play", "command", "url"):
         External(**arguments)
-    says(caught.value, "agent_kwargs", "play", "command", "url")

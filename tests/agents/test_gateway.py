@@ -15,12 +15,12 @@ from grpo_dist.agents.gateway import Gateway
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
-from tests.agents.gateways import CHAT, App, opened, post, run
+from tests.agents.gateways import CHAT, App, opened, post, serving
 from tests.messages import refuses
 
 
-def test_each_session_has_its_own_calls_whichever_way_its_token_comes() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_each_session_has_its_own_calls_whichever_way_its_token_comes() -> None:
+    async with serving() as gateway:
         one, two = await opened(gateway), await opened(gateway)
         assert gateway.url.startswith("http://127.0.0.1:")
         assert (await post(gateway, CHAT, one.token)).content == b"HI"
@@ -29,12 +29,10 @@ def test_each_session_has_its_own_calls_whichever_way_its_token_comes() -> None:
         assert [bytes(call.prompt_ids) for call in one.recording.calls] == [b"hi"]
         assert [bytes(call.prompt_ids) for call in two.recording.calls] == [b"key", b"path"]
 
-    run(test)
-
 
 @pytest.mark.parametrize("token", ["", "guess", "closed"])
-def test_without_the_token_of_an_open_session_there_is_nothing(token: str) -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_without_the_token_of_an_open_session_there_is_nothing(token: str) -> None:
+    async with serving() as gateway:
         session, closed = await opened(gateway), await opened(gateway)
         await gateway.close(closed)
         for path in (CHAT, "/metrics"):
@@ -43,28 +41,24 @@ def test_without_the_token_of_an_open_session_there_is_nothing(token: str) -> No
             assert "error" in json.loads(answer.content)
         assert not session.recording.calls
 
-    run(test)
-
 
 @pytest.mark.parametrize("path", ["/metrics", "/pause", "/v1/load_lora_adapter", "/tokenize", "/", f"{CHAT}/../pause"])
-def test_routes_that_are_not_listed_do_not_exist(path: str) -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_routes_that_are_not_listed_do_not_exist(path: str) -> None:
+    async with serving() as gateway:
         session = await opened(gateway)
         assert (await post(gateway, path, session.token)).status_code == 404
         assert (await post(gateway, f"/s/{session.token}{path}")).status_code == 404
 
-    run(test)
-
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "in chunks"])
-def test_a_body_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch, declared: bool) -> None:
+async def test_a_body_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch, declared: bool) -> None:
     monkeypatch.setattr(module, "MAX_BODY", 1000)
 
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(50):
             yield b"x" * 100
 
-    async def test(gateway: Gateway) -> None:
+    async with serving() as gateway:
         session = await opened(gateway)
         if declared:
             assert (await post(gateway, CHAT, session.token, b"x" * 1001)).status_code == 413
@@ -74,22 +68,18 @@ def test_a_body_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch, d
         assert not session.recording.calls
         assert (await post(gateway, CHAT, session.token, b"x" * 60)).status_code == 200
 
-    run(test)
 
-
-def test_what_is_refused_is_a_400_with_the_reason() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_what_is_refused_is_a_400_with_the_reason() -> None:
+    async with serving() as gateway:
         session = await opened(gateway, max_calls=1)
         assert (await post(gateway, CHAT, session.token)).status_code == 200
         refused = await post(gateway, CHAT, session.token)
         assert refused.status_code == 400
         assert b"max_assistant_turns" in refused.content
 
-    run(test)
 
-
-def test_closing_a_session_ends_what_it_samples_and_nothing_else() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_closing_a_session_ends_what_it_samples_and_nothing_else() -> None:
+    async with serving() as gateway:
         begun, ended = asyncio.Event(), asyncio.Event()
 
         async def for_ever(prompt: list[int], sampling: SamplingSettings) -> Response | None:
@@ -110,11 +100,9 @@ def test_closing_a_session_ends_what_it_samples_and_nothing_else() -> None:
         assert slow.recording.calls == []
         assert (await post(gateway, CHAT, other.token)).content == b"HI"
 
-    run(test)
 
-
-def test_a_client_that_never_reads_holds_up_nobody() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_a_client_that_never_reads_holds_up_nobody() -> None:
+    async with serving() as gateway:
         session, other = await opened(gateway), await opened(gateway)
         _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session.token}\r\ncontent-length: 40\r\n\r\n"
@@ -126,19 +114,14 @@ def test_a_client_that_never_reads_holds_up_nobody() -> None:
         await gateway.close(session)
         writer.close()
 
-    run(test)
 
+async def test_an_app_that_cannot_be_made_is_told_to_each_who_asks_and_the_end_is_quiet() -> None:
+    async def make_app(sample: Any) -> App:
+        raise ConfigError("endpoint_kwargs.parser: there is none")
 
-def test_an_app_that_cannot_be_made_is_told_to_each_who_asks_and_the_end_is_quiet() -> None:
-    async def test() -> None:
-        async def make_app(sample: Any) -> App:
-            raise ConfigError("endpoint_kwargs.parser: there is none")
-
-        gateway = Gateway(make_app)
-        for _ in range(2):
-            with refuses(ConfigError, "endpoint_kwargs.parser"):
-                await opened(gateway)
-        await gateway.stop()
-        await Gateway(make_app).stop()
-
-    asyncio.run(test())
+    gateway = Gateway(make_app)
+    for _ in range(2):
+        with refuses(ConfigError, "endpoint_kwargs.parser"):
+            await opened(gateway)
+    await gateway.stop()
+    await Gateway(make_app).stop()

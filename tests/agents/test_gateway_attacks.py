@@ -13,7 +13,7 @@ from grpo_dist.agents import gateway as module
 from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import RequestRefused
-from tests.agents.gateways import CHAT, App, opened, post, run, upper
+from tests.agents.gateways import CHAT, App, opened, post, serving, upper
 
 
 def port(gateway: Gateway) -> int:
@@ -72,8 +72,8 @@ ODD = [
 ]
 
 
-def test_odd_paths_lead_nowhere() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_odd_paths_lead_nowhere() -> None:
+    async with serving(Watched) as gateway:
         session, other = await opened(gateway), await opened(gateway)
         within = f"/s/{session.token}"
         for path in (*ODD, *(within + path for path in ODD), within, f"{within}/s/{other.token}{CHAT}"):
@@ -82,11 +82,9 @@ def test_odd_paths_lead_nowhere() -> None:
         assert await status(gateway, "/v1/%63hat/completions?x=/metrics", session.token) == 200
         assert gateway._app.paths == [CHAT], "it sees the path that was checked"
 
-    run(test, Watched)
 
-
-def test_the_token_in_the_path_is_whose_the_request_is() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_the_token_in_the_path_is_whose_the_request_is() -> None:
+    async with serving() as gateway:
         one, two = await opened(gateway), await opened(gateway)
         assert (await post(gateway, f"/s/{one.token}{CHAT}", two.token)).status_code == 200
         assert [len(each.recording.calls) for each in (one, two)] == [1, 0]
@@ -94,10 +92,8 @@ def test_the_token_in_the_path_is_whose_the_request_is() -> None:
         assert (await post(gateway, f"/s/{one.token}{CHAT}", two.token)).status_code == 401
         assert two.recording.calls == []
 
-    run(test)
 
-
-def test_a_token_cannot_be_guessed_and_is_written_nowhere(
+async def test_a_token_cannot_be_guessed_and_is_written_nowhere(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -105,7 +101,7 @@ def test_a_token_cannot_be_guessed_and_is_written_nowhere(
     async def fails(prompt: Any, sampling: Any) -> None:
         raise RuntimeError("the engine has died")
 
-    async def test(gateway: Gateway) -> None:
+    async with serving() as gateway:
         session = await opened(gateway, fails)
         for path in (CHAT, "/metrics", f"/s/{session.token}{CHAT}", f"/s/{session.token}/metrics", f"/s/x{CHAT}"):
             reader, writer = await send(
@@ -114,8 +110,6 @@ def test_a_token_cannot_be_guessed_and_is_written_nowhere(
             assert session.token.encode() not in await reader.read()
             writer.close()
         assert session.token not in caplog.text + str(session) + "".join(capfd.readouterr())
-
-    run(test)
     tokens = {Session(Recording(None, None, 1), upper).token for _ in range(1000)}  # type: ignore[arg-type]
     assert (len(tokens), {len(token) for token in tokens}) == (1000, {32}), "192 bits"
 
@@ -130,8 +124,8 @@ def test_a_token_cannot_be_guessed_and_is_written_nowhere(
         ("transfer-encoding: gzip",),
     ],
 )
-def test_lengths_that_are_none_are_refused(headers: tuple[str, ...]) -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_lengths_that_are_none_are_refused(headers: tuple[str, ...]) -> None:
+    async with serving() as gateway:
         session = await opened(gateway)
         token = f"authorization: Bearer {session.token}"
         reader, writer = await send(gateway, f"POST {CHAT} HTTP/1.1", "host: x", token, *headers)
@@ -139,11 +133,9 @@ def test_lengths_that_are_none_are_refused(headers: tuple[str, ...]) -> None:
         writer.close()
         assert session.recording.calls == []
 
-    run(test)
 
-
-def test_a_head_without_end_is_cut_off() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_a_head_without_end_is_cut_off() -> None:
+    async with serving() as gateway:
         session = await opened(gateway)
         _, writer = await send(gateway, f"POST {CHAT} HTTP/1.1", "host: x", end="\r\n")
 
@@ -157,10 +149,8 @@ def test_a_head_without_end_is_cut_off() -> None:
         assert not session.tasks
         await until(lambda: not gateway._connections())
 
-    run(test)
 
-
-def test_a_head_that_does_not_come_is_not_waited_for() -> None:
+async def test_a_head_that_does_not_come_is_not_waited_for() -> None:
     """Beside it, a connection that is in use stays open from request to request."""
 
     async def ask(reader: asyncio.StreamReader, writer: Any, token: str) -> None:
@@ -169,7 +159,7 @@ def test_a_head_that_does_not_come_is_not_waited_for() -> None:
             pass
         await reader.readline()
 
-    async def test(gateway: Gateway) -> None:
+    async with serving() as gateway:
         session = await opened(gateway)
         silent = await send(gateway, end="")
         slow = await send(gateway, f"POST {CHAT} HTTP/1.1", end="\r\n")
@@ -186,13 +176,10 @@ def test_a_head_that_does_not_come_is_not_waited_for() -> None:
         await ask(*used, session.token)
         used[1].close()
 
-    run(test)
 
-
-def test_so_many_requests_of_an_episode_have_their_bodies_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_many_requests_of_an_episode_have_their_bodies_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_REQUESTS", 2)
-
-    async def test(gateway: Gateway) -> None:
+    async with serving() as gateway:
         session, other = await opened(gateway), await opened(gateway)
         head = (f"POST {CHAT} HTTP/1.1", "host: x", f"x-api-key: {session.token}", "content-length: 40", "", "half")
         slow = [await send(gateway, *head, end="") for _ in range(2)]
@@ -203,8 +190,6 @@ def test_so_many_requests_of_an_episode_have_their_bodies_in_memory(monkeypatch:
         await until(lambda: len(session.tasks) == 1)
         assert (await post(gateway, CHAT, session.token)).status_code == 200
         slow[1][1].close()
-
-    run(test)
 
 
 class Large(App):
@@ -224,11 +209,10 @@ class Large(App):
 
 
 @pytest.mark.parametrize("pieces", [1, 4], ids=["at once", "in pieces"])
-def test_an_answer_that_nobody_reads_ends_with_the_episode(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_nobody_reads_ends_with_the_episode(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then it holds no place in the engine, and in memory no more than the piece that is being sent."""
     monkeypatch.setattr(Large, "pieces", pieces)
-
-    async def test(gateway: Gateway) -> None:
+    async with serving(Large) as gateway:
         session, other = await opened(gateway), await opened(gateway)
         head = (f"POST {CHAT} HTTP/1.1", "host: x", f"x-api-key: {session.token}", "content-length: 2", "", "hi")
         _, writer = await send(gateway, *head, end="")
@@ -243,11 +227,9 @@ def test_an_answer_that_nobody_reads_ends_with_the_episode(pieces: int, monkeypa
         assert not session.tasks
         writer.close()
 
-    run(test, Large)
 
-
-def test_a_connection_that_another_episode_uses_by_now_stays_open() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_a_connection_that_another_episode_uses_by_now_stays_open() -> None:
+    async with serving() as gateway:
         may_answer, asked = asyncio.Event(), asyncio.Event()
 
         async def slow(prompt: Any, sampling: Any) -> Any:
@@ -267,8 +249,6 @@ def test_a_connection_that_another_episode_uses_by_now_stays_open() -> None:
             may_answer.set()
             assert (await asking).content == b"HI"
 
-    run(test)
-
 
 class Persistent(App):
     """Answers at once, and samples later: as vLLM's app does with background=true."""
@@ -287,8 +267,8 @@ class Persistent(App):
         await self.sample([65], 5, ())
 
 
-def test_what_an_app_goes_on_with_samples_nothing_once_the_episode_is_over() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_what_an_app_goes_on_with_samples_nothing_once_the_episode_is_over() -> None:
+    async with serving(Persistent) as gateway:
         session = await opened(gateway)
         assert (await post(gateway, CHAT, session.token)).content == b"queued"
         await gateway.close(session)
@@ -297,11 +277,9 @@ def test_what_an_app_goes_on_with_samples_nothing_once_the_episode_is_over() -> 
             await gateway._app.work
         assert session.recording.calls == []
 
-    run(test, Persistent)
 
-
-def test_the_end_of_the_server_ends_what_is_under_way() -> None:
-    async def test(gateway: Gateway) -> None:
+async def test_the_end_of_the_server_ends_what_is_under_way() -> None:
+    async with serving() as gateway:
         begun, ended = asyncio.Event(), asyncio.Event()
 
         async def for_ever(prompt: Any, sampling: Any) -> None:
@@ -321,5 +299,3 @@ def test_the_end_of_the_server_ends_what_is_under_way() -> None:
             (await asking).raise_for_status()
         with pytest.raises(httpx.ConnectError):
             await post(gateway, CHAT, session.token)
-
-    run(test)

@@ -17,9 +17,10 @@ from grpo_dist.agents import Episode, Row
 from grpo_dist.agents.gateway import Gateway
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.settings import AgentSettings, SamplingSettings
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError
 from tests.agents.gateways import Letters, serving
+from tests.worker_settings import agent
 
 GROUPS, N = 64, 4
 SERVER = """
@@ -99,7 +100,7 @@ async def play_all(gateway: Gateway) -> tuple[Counter[str], dict[str, str], int]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = AgentSettings("external", {"url": f"http://127.0.0.1:{port}/"}, timeout_s=60.0)
+    settings = agent("external", {"url": f"http://127.0.0.1:{port}/"}, timeout_s=60.0)
     first, second = await server(port, GROUPS * N - 20), await server(port, 0)
     assert first.stdin is not None
     assert second.stdin is not None
@@ -133,12 +134,9 @@ async def play_all(gateway: Gateway) -> tuple[Counter[str], dict[str, str], int]
 
 
 @pytest.mark.long
-def test_each_group_ends_once_or_has_failed_with_its_kind() -> None:
-    async def test() -> tuple[Counter[str], dict[str, str], int]:
-        async with asyncio.timeout(280), serving() as gateway:
-            return await play_all(gateway)
-
-    firsts, failed, code = asyncio.run(test())
+async def test_each_group_ends_once_or_has_failed_with_its_kind() -> None:
+    async with asyncio.timeout(280), serving() as gateway:
+        firsts, failed, code = await play_all(gateway)
     assert code == -signal.SIGKILL
     assert sum(firsts.values()) + N * len(failed) == GROUPS * N
     assert firsts["error"] > 0, "what the server was playing when it died"

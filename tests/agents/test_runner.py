@@ -6,96 +6,77 @@ import asyncio
 import gc
 import time
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from grpo_dist.agents import Episode
 from grpo_dist.agents import runner as module
 from grpo_dist.agents.gateway import Session
+from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError
 from grpo_dist.rewards.output_lines import OutputLines, printing_to
 from tests.agents.fakes import Writer
-from tests.agents.loops import episodes, in_loop, line_of, responses_of, runner
-from tests.messages import refuses, says
+from tests.agents.loops import episodes, line_of, responses_of, runner
+from tests.messages import refuses
 
 
-def test_responses_come_in_order_whoever_is_done_first(tmp_path: Path) -> None:
-    async def test() -> list[Response]:
-        writer = Writer(*["1+1=" for _ in range(4)])
-        async with runner(tmp_path, writer.generate, "answer") as made:
-            with printing_to(lines):
-                return responses_of(await made.run(episodes()))
-
+async def test_responses_come_in_order_whoever_is_done_first(tmp_path: Path) -> None:
     lines = OutputLines()
-    responses = in_loop(test)
+    writer = Writer(*["1+1=" for _ in range(4)])
+    async with runner(tmp_path, writer.generate, "answer") as made:
+        with printing_to(lines):
+            responses = responses_of(await made.run(episodes()))
     assert lines.take() == ([f"episode {i}" for i in range(4)], 0), "what the loop prints on its thread"
     assert [bytes(r.token_ids) for r in responses] == [f"1+1={i}\0".encode() for i in range(4)]  # type: ignore
     assert [r.mask for r in responses] == [[1, 1, 1, 1, 0, 1]] * 4  # type: ignore[attr-defined]
 
 
-def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_path: Path) -> None:
-    async def test() -> list[Response]:
-        here, writer = asyncio.get_running_loop(), Writer("a")
+async def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_path: Path) -> None:
+    here, writer = asyncio.get_running_loop(), Writer("a")
 
-        async def slow(*args: object) -> list[Response]:
-            assert asyncio.get_running_loop() is here
-            await asyncio.sleep(4)
-            return await writer.generate(*args)  # type: ignore[arg-type]
+    async def slow(*args: object) -> list[Response]:
+        assert asyncio.get_running_loop() is here
+        await asyncio.sleep(4)
+        return await writer.generate(*args)  # type: ignore[arg-type]
 
-        async with runner(tmp_path, slow, "answer", timeout_s=3.0) as made:
-            return responses_of(await made.run(episodes(1)))
-
-    assert len(in_loop(test)) == 1  # type: ignore[arg-type]
+    async with runner(tmp_path, slow, "answer", timeout_s=3.0) as made:
+        assert len(responses_of(await made.run(episodes(1)))) == 1
 
 
 @pytest.mark.parametrize(
-    ("mode", "timeout_s", "parts"),
+    ("mode", "parts"),
     [
-        (
-            "fail",
-            30,
-            ["tool.py:Tool", "run()", "KeyError: 'calculator'", "tool.py:", "step1-prompt9"],
-        ),
-        ("fail", 30, ["episode 2", "turn 1"]),
-        ("own_timeout", 30, ["run()", "TimeoutError"]),
-        (
-            "own_cancel",
-            30,
-            ["run()", "CancelledError", "tool.py:", "catch"],
-        ),
-        ("no_text", 30, ["TypeError: episode.append", "3 (int)", f"tool.py:{line_of('its line is told')}"]),
-        ("leave", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
-        ("task_leaves", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
+        ("fail", ["tool.py:Tool", "run()", "KeyError: 'calculator'", "tool.py:", "step1-prompt9"]),
+        ("fail", ["episode 2", "turn 1"]),
+        ("own_timeout", ["run()", "TimeoutError"]),
+        ("own_cancel", ["run()", "CancelledError", "tool.py:", "catch"]),
+        ("no_text", ["TypeError: episode.append", "3 (int)", f"tool.py:{line_of('its line is told')}"]),
+        ("leave", ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
+        ("task_leaves", ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
     ],
 )
-def test_failures_are_named_and_after_a_second_time_end_the_group(
-    tmp_path: Path, mode: str, timeout_s: float, parts: list[str]
+async def test_failures_are_named_and_after_a_second_time_end_the_group(
+    tmp_path: Path, mode: str, parts: list[str]
 ) -> None:
-    async def test() -> None:
-        async with runner(tmp_path, Writer(*["1+1="] * 16).generate, mode, timeout_s) as made:
-            await made.run(episodes())
-
     began = time.perf_counter()
     with refuses(AgentError, *parts):
-        in_loop(test)
+        async with runner(tmp_path, Writer(*["1+1="] * 16).generate, mode) as made:
+            await made.run(episodes())
     assert time.perf_counter() - began < 25, "the others are not waited for"
 
 
-def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(
+async def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STOP_S", 0.1)
-
-    async def test() -> None:
+    with refuses(EngineError, "Tool: run()", "thread", "timeout_s=3", "tool.py:", "await"):
         async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "block", 3.0) as made:
             await made.run(episodes())
-
-    with refuses(EngineError, "Tool: run()", "thread", "timeout_s=3", "tool.py:", "await"):
-        in_loop(test)
 
 
 FIRST = {"once": ["1+1="], "give_up_once": ["1+1=", ""]}  # turns of the attempt that fails
@@ -104,12 +85,9 @@ FIRST = {"once": ["1+1="], "give_up_once": ["1+1=", ""]}  # turns of the attempt
 @pytest.mark.parametrize(
     ("mode", "kind", "text"), [("once", "error", b"1+1=0\0"), ("give_up_once", "failed", b"1+1=\0")]
 )
-def test_an_episode_that_fails_is_run_once_more(tmp_path: Path, mode: str, kind: str, text: bytes) -> None:
-    async def test() -> list[Episode]:
-        async with runner(tmp_path, Writer(*FIRST[mode], "1+1=", "").generate, mode) as made:
-            return await made.run(episodes(1))
-
-    (episode,) = in_loop(test)  # type: ignore[misc]
+async def test_an_episode_that_fails_is_run_once_more(tmp_path: Path, mode: str, kind: str, text: bytes) -> None:
+    async with runner(tmp_path, Writer(*FIRST[mode], "1+1=", "").generate, mode) as made:
+        (episode,) = await made.run(episodes(1))
     assert (episode.first_failure, bytes(episode.response().token_ids)) == (kind, text)
 
 
@@ -121,158 +99,121 @@ def test_an_episode_that_fails_is_run_once_more(tmp_path: Path, mode: str, kind:
         ("no_metrics", "error", ["AttributeError"]),
     ],
 )
-def test_what_fails_twice_has_its_reason(tmp_path: Path, mode: str, kind: str, parts: list[str]) -> None:
-    async def test() -> None:
+async def test_what_fails_twice_has_its_reason(tmp_path: Path, mode: str, kind: str, parts: list[str]) -> None:
+    with refuses(AgentError, *parts, "first", "step1-prompt9") as caught:
         async with runner(tmp_path, Writer(*["1+1=", ""] * 2).generate, mode) as made:
             await made.run(episodes(1))
-
-    with pytest.raises(AgentError) as caught:
-        in_loop(test)
-    says(str(caught.value), *parts, "first", "step1-prompt9")
     assert caught.value.kind == kind  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("name", "mode"), [("Tool", "reward"), ("Judge", "reward")])
-def test_the_reward_that_a_loop_gives(tmp_path: Path, name: str, mode: str) -> None:
-    async def test() -> list[Episode]:
-        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, mode, name=name) as made:
-            return await made.run(episodes())
-
-    found: list[Episode] = in_loop(test)  # type: ignore[assignment]
+async def test_the_reward_that_a_loop_gives(tmp_path: Path, name: str, mode: str) -> None:
+    async with runner(tmp_path, Writer(*["1+1="] * 4).generate, mode, name=name) as made:
+        found = await made.run(episodes())
     assert [episode.outcome() for episode in found] == [0.0, 1.0, 2.0, 3.0]
     assert found[0].metrics == {"moves": 2.0}
 
 
-def test_a_loop_that_promises_a_reward_must_give_it(tmp_path: Path) -> None:
-    async def test() -> None:
+async def test_a_loop_that_promises_a_reward_must_give_it(tmp_path: Path) -> None:
+    with refuses(AgentError, "Judge", "gives_reward", "episode.reward"):
         async with runner(tmp_path, Writer(*["1+1="] * 8).generate, "answer", name="Judge") as made:
             await made.run(episodes())
-
-    with refuses(AgentError, "Judge", "gives_reward", "episode.reward"):
-        in_loop(test)
 
 
 @pytest.mark.parametrize("limits", [{}, {"episode_timeout_s": 0.5}], ids=["outside the engine", "in all"])
 @pytest.mark.parametrize("name", ["Tool", "Judge"])
-def test_what_takes_too_long_is_truncated_and_scored_if_it_can_be(
+async def test_what_takes_too_long_is_truncated_and_scored_if_it_can_be(
     tmp_path: Path, name: str, limits: dict[str, float]
 ) -> None:
     """The reward function can score any response; where the loop gives the reward, only the loop can."""
-
-    async def test() -> list[Episode]:
-        writer = Writer(*["1+1="] * 4)
-        timeout_s = 30.0 if limits else 0.5
-        async with runner(tmp_path, writer.generate, "hang", timeout_s, name=name, **limits) as made:
-            return await made.run(episodes(2))
-
-    if name == "Judge":
-        key = "episode_timeout_s=0.5" if limits else "agent.timeout_s=0.5"
-        with pytest.raises(AgentError) as caught:
-            in_loop(test)
-        says(str(caught.value), "Judge", key)
-        assert caught.value.kind == "timeout"
-        return
-    found: list[Episode] = in_loop(test)  # type: ignore[assignment]
-    assert [(episode.truncated, episode.num_turns, episode.first_failure) for episode in found] == [(True, 1, "")] * 2
+    timeout_s = 30.0 if limits else 0.5
+    async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang", timeout_s, name=name, **limits) as made:
+        if name == "Judge":
+            with refuses(AgentError, "Judge", "episode_timeout_s=0.5" if limits else "agent.timeout_s=0.5") as caught:
+                await made.run(episodes(2))
+            assert caught.value.kind == "timeout"  # type: ignore[attr-defined]
+            return
+        ended = await made.run(episodes(2))
+    assert [(episode.truncated, episode.num_turns, episode.first_failure) for episode in ended] == [(True, 1, "")] * 2
 
 
-def test_a_loop_that_asks_for_ever_more_turns_is_ended_and_scored(tmp_path: Path) -> None:
-    async def test() -> list[Episode]:
-        writer = Writer(*["1+1="] * 9)
-        async with runner(tmp_path, writer.generate, "forever", name="Judge", max_assistant_turns=3) as made:
-            return await made.run(episodes(1, max_turns=3))
-
-    (episode,) = in_loop(test)  # type: ignore[misc]
+async def test_a_loop_that_asks_for_ever_more_turns_is_ended_and_scored(tmp_path: Path) -> None:
+    writer = Writer(*["1+1="] * 9)
+    async with runner(tmp_path, writer.generate, "forever", name="Judge", max_assistant_turns=3) as made:
+        (episode,) = await made.run(episodes(1, max_turns=3))
     assert (episode.num_turns, episode.truncated, episode.outcome(), episode.first_failure) == (3, True, -1.0, "")
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 4), (2, 2), (1, 1)])
-def test_so_many_episodes_run_at_the_same_time(tmp_path: Path, limit: int | None, most: int) -> None:
-    async def test() -> int:
-        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "count", max_concurrent_episodes=limit) as made:
-            await made.run(episodes())
-            return type(made._loop).most  # type: ignore[attr-defined]
-
-    assert in_loop(test) == most
+async def test_so_many_episodes_run_at_the_same_time(tmp_path: Path, limit: int | None, most: int) -> None:
+    async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "count", max_concurrent_episodes=limit) as made:
+        await made.run(episodes())
+        assert type(made._loop).most == most
 
 
-def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path) -> None:
-    async def dead(*args: object) -> list[Response]:
-        raise EngineError("vLLM failed")
-
-    async def test() -> None:
-        async with runner(tmp_path, dead, "answer") as made:
-            await made.run(episodes())
-
-    with refuses(EngineError, "vLLM failed"):
-        in_loop(test)
-
-
-def test_an_agent_that_makes_something_of_a_dead_engine_does_not_hide_it(tmp_path: Path) -> None:
-    """It sees a failed request, and gives the episode a reward for it."""
+@pytest.mark.parametrize("name", ["Tool", "Stoic"])
+async def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path, name: str) -> None:
+    """Also where the agent makes something of it: it sees a failed request, and gives the episode a reward for it."""
 
     async def dead(*args: object) -> list[Response]:
         raise EngineError("vLLM failed")
 
-    async def test() -> None:
-        async with runner(tmp_path, dead, "answer", name="Stoic") as made:
+    async with runner(tmp_path, dead, "answer", name=name) as made:
+        with refuses(EngineError, "vLLM failed"):
             await made.run(episodes())
 
-    with refuses(EngineError, "vLLM failed"):
-        in_loop(test)
+
+async def begun(made: EpisodeRunner) -> tuple[asyncio.Task[list[Episode]], Any]:
+    """Start a group whose episodes have all had a turn and are in the tool now; its task, and the tool's class."""
+    group = episodes()
+    task = asyncio.create_task(made.run(group))
+    async with asyncio.timeout(60):
+        while any(episode.num_turns == 0 for episode in group):
+            await asyncio.sleep(0.01)
+    return task, type(made._loop)
 
 
-def test_abort_ends_episodes_in_the_tool_and_in_the_engine(tmp_path: Path) -> None:
-    async def cancel_while_the_tool_works() -> int:
-        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang") as made:
-            group, tool = episodes(), type(made._loop)
-            task = asyncio.create_task(made.run(group))
-            async with asyncio.timeout(60):
-                while any(episode.num_turns == 0 for episode in group):
-                    await asyncio.sleep(0.01)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                while tool.cleaned < 4:
-                    await asyncio.sleep(0.01)
-            return tool.cleaned
-
-    async def engine_aborts() -> None:
-        async def none(*args: object) -> None:
-            return None
-
-        async with runner(tmp_path, none, "answer") as made:
-            with pytest.raises(asyncio.CancelledError):
-                await made.run(episodes())
-
-    assert in_loop(cancel_while_the_tool_works) == 4, "cancelled, so that they can clean up"
-    in_loop(engine_aborts)
+async def test_abort_ends_episodes_in_the_tool(tmp_path: Path) -> None:
+    async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang") as made:
+        task, tool = await begun(made)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(60):
+            while tool.cleaned < 4:
+                await asyncio.sleep(0.01)
+        assert tool.cleaned == 4, "cancelled, so that they can clean up"
 
 
-def assert_all_awaited(test: Callable[[], Awaitable[object]]) -> None:
-    with warnings.catch_warnings(record=True) as told:
+async def test_abort_ends_episodes_in_the_engine(tmp_path: Path) -> None:
+    async def none(*args: object) -> None:
+        return None
+
+    async with runner(tmp_path, none, "answer") as made:
+        with pytest.raises(asyncio.CancelledError):
+            await made.run(episodes())
+
+
+@pytest.fixture
+def all_awaited() -> Iterator[None]:
+    """What a test leaves behind has been awaited."""
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        in_loop(test)
+        yield
         gc.collect()
-    assert not [str(each.message) for each in told if "never awaited" in str(each.message)]
+    assert not [str(warning.message) for warning in warned if "never awaited" in str(warning.message)]
 
 
-def test_the_end_of_the_run_ends_episodes_before_the_loop_and_leaves_nothing_unawaited(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang") as made:
-            group, tool = episodes(), type(made._loop)
-            task = asyncio.create_task(made.run(group))
-            async with asyncio.timeout(60):
-                while any(episode.num_turns == 0 for episode in group):
-                    await asyncio.sleep(0.01)
-                await made.stop()
-            assert not made._thread.is_alive()
-            assert (tool.cleaned, tool.closed) == (4, 4), "the episodes, and when it was closed"
-            for asked in (task, made.run(episodes())):
-                with pytest.raises(asyncio.CancelledError):
-                    await asked
-
-    assert_all_awaited(test)
+async def test_the_end_of_the_run_ends_episodes_before_the_loop(tmp_path: Path, all_awaited: None) -> None:
+    async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang") as made:
+        task, tool = await begun(made)
+        async with asyncio.timeout(60):
+            await made.stop()
+        assert not made._thread.is_alive()
+        assert (tool.cleaned, tool.closed) == (4, 4), "the episodes, and when it was closed"
+        for asked in (task, made.run(episodes())):
+            with pytest.raises(asyncio.CancelledError):
+                await asked
 
 
 class Doors:
@@ -296,56 +237,44 @@ class Doors:
 
 
 @pytest.mark.parametrize("moment", ["opening", "closing"])
-def test_a_session_ends_whenever_its_episode_is_cancelled(tmp_path: Path, moment: str) -> None:
-    async def test() -> None:
-        doors = Doors()
-        async with runner(tmp_path, Writer().generate, "", name="Visitor", gateway=doors) as made:
-            running = asyncio.create_task(made.run(episodes(1)))
-            async with asyncio.timeout(60):
-                while not doors.sessions:
-                    await asyncio.sleep(0.01)
-                if moment == "closing":  # the episode has ended, and its session is about to
-                    doors.may_open.set()
-                    await doors.closing.wait()
-                running.cancel()
-                await asyncio.wait({running})
-                doors.may_close.set()
-                while doors.num_closed < 1:
-                    await asyncio.sleep(0.01)
-
-    in_loop(test)
-
-
-def test_a_stopped_runner_takes_no_call_from_the_endpoint(tmp_path: Path) -> None:
-    async def test() -> None:
-        doors = Doors()
-        doors.may_open.set()
-        async with runner(tmp_path, Writer().generate, "", name="Visitor", gateway=doors) as made:
-            running = asyncio.create_task(made.run(episodes(1)))
-            await doors.closing.wait()
-            doors.may_close.set()
-            await made.stop()
-            session, *_ = doors.sessions
-            assert await session.sample([1], SamplingSettings(1, 1.0, 1.0, -1, 30, 5)) is None
+async def test_a_session_ends_whenever_its_episode_is_cancelled(tmp_path: Path, moment: str) -> None:
+    doors = Doors()
+    async with runner(tmp_path, Writer().generate, "", name="Visitor", gateway=doors) as made:
+        running = asyncio.create_task(made.run(episodes(1)))
+        async with asyncio.timeout(60):
+            while not doors.sessions:
+                await asyncio.sleep(0.01)
+            if moment == "closing":  # the episode has ended, and its session is about to
+                doors.may_open.set()
+                await doors.closing.wait()
+            running.cancel()
             await asyncio.wait({running})
+            doors.may_close.set()
+            while doors.num_closed < 1:
+                await asyncio.sleep(0.01)
 
-    assert_all_awaited(test)
+
+async def test_a_stopped_runner_takes_no_call_from_the_endpoint(tmp_path: Path, all_awaited: None) -> None:
+    doors = Doors()
+    doors.may_open.set()
+    async with runner(tmp_path, Writer().generate, "", name="Visitor", gateway=doors) as made:
+        running = asyncio.create_task(made.run(episodes(1)))
+        await doors.closing.wait()
+        doors.may_close.set()
+        await made.stop()
+        session, *_ = doors.sessions
+        assert await session.sample([1], SamplingSettings(1, 1.0, 1.0, -1, 30, 5)) is None
+        await asyncio.wait({running})
 
 
 @pytest.mark.parametrize(("mode", "text"), [("broken", "OSError: no such"), ("leaving", "SystemExit: no licence")])
-def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> None:
-    async def test() -> None:
+async def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> None:
+    with refuses(ConfigError, f"agent_kwargs={{'mode': '{mode}', 'api_key': '***'}}", "Tool()", *text.split(": ")):
         async with runner(tmp_path, Writer().generate, mode):
             pass
 
-    with refuses(ConfigError, f"agent_kwargs={{'mode': '{mode}', 'api_key': '***'}}", "Tool()", *text.split(": ")):
-        in_loop(test)
 
-
-def test_the_loop_is_closed_when_the_run_ends(tmp_path: Path) -> None:
-    async def test() -> object:
-        async with runner(tmp_path, Writer().generate, "answer") as made:
-            tool = type(made._loop)
-        return tool.closed  # type: ignore[attr-defined]
-
-    assert in_loop(test) == 0, "episodes had run"
+async def test_the_loop_is_closed_when_the_run_ends(tmp_path: Path) -> None:
+    async with runner(tmp_path, Writer().generate, "answer") as made:
+        tool = type(made._loop)
+    assert tool.closed == 0, "episodes had run"

@@ -13,10 +13,11 @@ from grpo_dist.agents import Episode, Row, ToolAgent, load_agent_loop
 from grpo_dist.agents.episode import EpisodeEnded
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.settings import AgentSettings, SamplingSettings
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
 from tests.agents.speaking import MESSAGES, PARSER, QWEN3, TOOLS, Speaker, call, parts, play, tokenizer_of
 from tests.messages import refuses, says
+from tests.worker_settings import agent
 
 ANSWERS = "\n<|im_start|>user{}<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "\n<tool_response>\n{}\n</tool_response>"
@@ -214,7 +215,7 @@ def test_the_runner_makes_the_loop_and_a_limit_of_turns_truncates(kwargs: dict[s
         return [await speaker.sample(prompt, sampling)]
 
     async def run() -> Any:
-        runner = EpisodeRunner(AgentSettings("tool_agent", kwargs, max_assistant_turns=2), generate)  # type: ignore[arg-type]
+        runner = EpisodeRunner(agent("tool_agent", kwargs, max_assistant_turns=2), generate)  # type: ignore[arg-type]
         await runner.start()
         sampling = SamplingSettings(1, 1.0, 1.0, -1, 3000, 5)
         limits: dict[str, Any] = {"max_model_len": 9000, "max_turns": 2, "template_kwargs": variables}

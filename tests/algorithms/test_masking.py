@@ -1,9 +1,11 @@
+"""Ratios of probabilities, on paper numbers."""
+
 import math
 
 import pytest
 import torch
 
-from grpo_dist.algorithms.masking import masked_mean, masked_whiten, token_entropy, token_log_probs
+from grpo_dist.algorithms.masking import bounded_log_ratio, masked_mean, masked_whiten, token_entropy, token_log_probs
 
 
 def test_log_prob_and_entropy_by_hand() -> None:
@@ -30,3 +32,9 @@ def test_whitening_by_hand_and_of_equal_values() -> None:
     found = masked_whiten(values, torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     torch.testing.assert_close(found, torch.tensor([[-(0.5**0.5), 0.0], [0.5**0.5, 0.0]]))
     assert masked_whiten(torch.full((7, 3), 0.1), torch.ones(7, 3)).abs().max() < 1e-10
+
+
+def test_the_ratio_is_bounded_on_both_sides() -> None:
+    found = bounded_log_ratio(torch.tensor([-1.0, -50.0, 0.0]), torch.tensor([-3.0, 0.0, -50.0]))
+    assert found.tolist() == [2.0, -20.0, 20.0]
+    assert found.exp().isfinite().all()

@@ -5,6 +5,7 @@ import torch
 
 from grpo_dist.algorithms import compute_policy_loss
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, token_selection
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases
 from tests.messages import refuses
@@ -21,16 +22,9 @@ def test_equals_verl_in_loss_gradient_and_metrics(case: dict) -> None:
     """geo_mean: verl ignores loss_agg_mode and always takes the mean over sequences, which is how it is called here."""
     inputs = {name: torch.tensor(value) for name, value in case["inputs"].items()}
     log_probs = inputs["log_prob"].requires_grad_()
-    loss, metrics = compute_policy_loss(
-        case["name"],
-        old_log_probs=inputs["old_log_prob"],
-        log_probs=log_probs,
-        advantages=inputs["advantages"],
-        response_mask=inputs["response_mask"],
-        loss_agg_mode="seq-mean-token-mean" if case["name"] == "geo_mean" else case["config"]["loss_agg_mode"],
-        config=case["config"],
-        rollout_is_weights=inputs.get("rollout_is_weights"),
-    )
+    mode = "seq-mean-token-mean" if case["name"] == "geo_mean" else case["config"]["loss_agg_mode"]
+    columns = inputs | {"log_probs": log_probs, "old_log_probs": inputs["old_log_prob"]}
+    loss, metrics = compute_policy_loss(columns, ObjectiveSettings(case["name"], mode, case["config"]))
     loss.backward()
     torch.testing.assert_close(loss.detach(), torch.tensor(case["outputs"]["loss"]), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(log_probs.grad, torch.tensor(case["outputs"]["grad"]), rtol=1e-5, atol=1e-6)
@@ -45,13 +39,13 @@ def one_token(
     """Loss of one token, and its gradient with respect to the log-prob."""
     log_prob = torch.tensor([[old + math.log(ratio)]], requires_grad=True)
     loss, _ = compute_policy_loss(
-        name,
-        old_log_probs=torch.full((1, 1), old),
-        log_probs=log_prob,
-        advantages=torch.tensor([[advantage]]),
-        response_mask=torch.ones(1, 1),
-        loss_agg_mode="token-mean",
-        config=config,
+        {
+            "old_log_probs": torch.full((1, 1), old),
+            "log_probs": log_prob,
+            "advantages": torch.tensor([[advantage]]),
+            "response_mask": torch.ones(1, 1),
+        },
+        ObjectiveSettings(name, options=config),
     )
     loss.backward()
     return loss.item(), log_prob.grad.item()
@@ -121,13 +115,13 @@ def test_losses_by_hand(name: str, ratio: float, advantage: float, config: dict,
 def test_dppo_counts_tokens_whose_ratio_is_truncated(name: str) -> None:
     """Probabilities 0.01 to 0.05, ratio 5, inside; 0.1 to 0.9, ratio 9, outside; 0.5 to 0.55; and one off the mask."""
     _, metrics = compute_policy_loss(
-        name,
-        old_log_probs=torch.tensor([[0.01, 0.1, 0.5, 0.01]]).log(),
-        log_probs=torch.tensor([[0.05, 0.9, 0.55, 0.05]]).log(),
-        advantages=torch.ones(1, 4),
-        response_mask=torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
-        loss_agg_mode="token-mean",
-        config=CLIP | {"clip_ratio_c": 3.0},
+        {
+            "old_log_probs": torch.tensor([[0.01, 0.1, 0.5, 0.01]]).log(),
+            "log_probs": torch.tensor([[0.05, 0.9, 0.55, 0.05]]).log(),
+            "advantages": torch.ones(1, 4),
+            "response_mask": torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
+        },
+        ObjectiveSettings(name, options=CLIP | {"clip_ratio_c": 3.0}),
     )
     assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(1 / 3)
     assert float(metrics["actor/pg_clipfrac_lower"]) == pytest.approx(1 / 3)
@@ -136,13 +130,8 @@ def test_dppo_counts_tokens_whose_ratio_is_truncated(name: str) -> None:
 def test_clip_cov_reports_the_tokens_it_leaves_out() -> None:
     """One of five is selected. All ratios are 1, where the plain clip holds none."""
     _, metrics = compute_policy_loss(
-        "clip_cov",
-        old_log_probs=LOG_PROBS,
-        log_probs=LOG_PROBS,
-        advantages=ADVANTAGES,
-        response_mask=SEEN,
-        loss_agg_mode="token-mean",
-        config=CLIP | {"clip_cov_ratio": 0.2, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
+        {"old_log_probs": LOG_PROBS, "log_probs": LOG_PROBS, "advantages": ADVANTAGES, "response_mask": SEEN},
+        ObjectiveSettings("clip_cov", options=CLIP | {"clip_cov_ratio": 0.2, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}),
     )
     assert float(metrics["actor/pg_clipfrac"]) == float(metrics["actor/selected"]) == pytest.approx(0.2)
     assert "actor/pg_clipfrac_lower" not in metrics, "verl has none"
@@ -153,13 +142,13 @@ def test_gspo_and_geo_mean_take_the_sequences_ratio() -> None:
     for name, mean in {"gspo": 0.1, "geo_mean": 0.05}.items():
         log_probs = torch.tensor([[0.3, -0.1, 5.0]], requires_grad=True)
         loss, _ = compute_policy_loss(
-            name,
-            old_log_probs=torch.zeros(1, 3),
-            log_probs=log_probs,
-            advantages=torch.tensor([[2.0, 2.0, 0.0]]),
-            response_mask=torch.tensor([[1.0, 1.0, 0.0]]),
-            loss_agg_mode="seq-mean-token-mean",
-            config=CLIP,
+            {
+                "old_log_probs": torch.zeros(1, 3),
+                "log_probs": log_probs,
+                "advantages": torch.tensor([[2.0, 2.0, 0.0]]),
+                "response_mask": torch.tensor([[1.0, 1.0, 0.0]]),
+            },
+            ObjectiveSettings(name, loss_agg_mode="seq-mean-token-mean", options=CLIP),
         )
         loss.backward()
         assert loss.item() == pytest.approx(-2 * math.exp(mean))
@@ -200,14 +189,14 @@ def test_a_given_selection_makes_micro_batches_add_up() -> None:
 
     def loss(rows: slice) -> float:
         value, _ = compute_policy_loss(
-            "kl_cov",
-            old_log_probs=LOG_PROBS[rows] + 0.1,
-            log_probs=LOG_PROBS[rows],
-            advantages=ADVANTAGES[rows],
-            response_mask=SEEN[rows],
-            loss_agg_mode="token-mean",
-            config=config,
-            selected=selected[rows],
+            {
+                "old_log_probs": LOG_PROBS[rows] + 0.1,
+                "log_probs": LOG_PROBS[rows],
+                "advantages": ADVANTAGES[rows],
+                "response_mask": SEEN[rows],
+                "selected_tokens": selected[rows],
+            },
+            ObjectiveSettings("kl_cov", options=config),
             global_tokens=5,
         )
         return value.item()
@@ -224,12 +213,13 @@ def test_huge_ratios_masked_nans_bf16_and_empty_rows(name: str) -> None:
     log_probs = log_probs.to(torch.bfloat16).requires_grad_()
     old = torch.tensor([[-1.0, -1.0, float("nan")], [-300.0, -1.0, -2.0], [float("inf")] * 3])
     loss, metrics = compute_policy_loss(
-        name,
-        old_log_probs=old,
-        log_probs=log_probs,
-        advantages=torch.tensor([[1.0, 1.0, float("nan")], [-1.0, -1.0, -1.0], [float("nan")] * 3]),
-        response_mask=mask,
-        loss_agg_mode="token-mean",
+        {
+            "old_log_probs": old,
+            "log_probs": log_probs,
+            "advantages": torch.tensor([[1.0, 1.0, float("nan")], [-1.0, -1.0, -1.0], [float("nan")] * 3]),
+            "response_mask": mask,
+        },
+        ObjectiveSettings(name),
     )
     loss.backward()
     assert loss.dtype == torch.float32
@@ -245,13 +235,13 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     log_probs = torch.tensor([[-1.0, -2.0], [-3.0, -1.0]], requires_grad=True)
     advantages = torch.tensor([[1.0, 1.0], [-2.0, -2.0]])
     loss, _ = compute_policy_loss(
-        name,
-        old_log_probs=log_probs.detach(),
-        log_probs=log_probs,
-        advantages=advantages,
-        response_mask=torch.ones(2, 2),
-        loss_agg_mode="token-sum",
-        config={"clip_cov_lb": 10.0, "clip_cov_ub": 11.0},
+        {
+            "old_log_probs": log_probs.detach(),
+            "log_probs": log_probs,
+            "advantages": advantages,
+            "response_mask": torch.ones(2, 2),
+        },
+        ObjectiveSettings(name, loss_agg_mode="token-sum", options={"clip_cov_lb": 10.0, "clip_cov_ub": 11.0}),
     )
     loss.backward()
     torch.testing.assert_close(log_probs.grad, -advantages)
@@ -260,6 +250,6 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
 def test_mistakes_are_named() -> None:
     batch = {"old_log_probs": torch.zeros(1, 2), "log_probs": torch.zeros(1, 2), "response_mask": torch.ones(1, 2)}
     with refuses(BatchError, "advantages (1, 3)", "old_log_probs (1, 2)"):
-        compute_policy_loss("vanilla", **batch, advantages=torch.zeros(1, 3), loss_agg_mode="token-mean")
+        compute_policy_loss({**batch, "advantages": torch.zeros(1, 3)}, ObjectiveSettings("vanilla"))
     with refuses(ConfigError, "actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "'vanilla'"):
-        compute_policy_loss("vanila", **batch, advantages=torch.zeros(1, 2), loss_agg_mode="token-mean")
+        compute_policy_loss({**batch, "advantages": torch.zeros(1, 2)}, ObjectiveSettings("vanila"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
-from grpo_dist.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
+from grpo_dist.plugins.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
 
 # Two responses to one prompt, 2 and 3 tokens, scores 1 and 0; the second was cut short.
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.int8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
-from grpo_dist.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
+from grpo_dist.plugins.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
 
 NAN = torch.nan
 # Group a: -3, none, -2, -1; group b: none, 5; group c: none, none. Three tokens each, the score on the last one.

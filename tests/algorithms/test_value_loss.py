@@ -5,7 +5,7 @@ import torch
 
 from grpo_dist.algorithms import compute_value_loss
 from grpo_dist.errors import BatchError
-from grpo_dist.names import LOSS_AGG_MODES
+from grpo_dist.plugins.names import LOSS_AGG_MODES
 from tests.golden import cases, tensors
 from tests.messages import refuses
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import grpo_dist
-from grpo_dist.config.foreign_keys import foreign_key
-from grpo_dist.config.keys import is_free_form, leaf_keys, section_keys
+from grpo_dist.config.keys import foreign_key, is_free_form, leaf_keys, section_keys
 from grpo_dist.config.schema import RunConfig
 
 ROOT = Path(grpo_dist.__file__).parents[1]

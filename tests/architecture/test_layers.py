@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 
 import grpo_dist
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.plan.commands import COMMANDS as PLAN_COMMANDS
 
 PACKAGE = Path(grpo_dist.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 BASE = {
     "errors",
-    "names",
+    "plugins",
     "sizes",
     "hosts",
-    "code_names",
-    "registry",
     "redact",
     "terminal",
-    "descendants",
     "supervisor",
     "keeper",
     "assets",
@@ -33,40 +32,40 @@ BASE = {
     "config",
 }
 PARTS = {"data", "rewards", "tracking", "engines"}
-COMMANDS = ("main", "reward_model", "sft")
+COMMANDS = ("main.main", "main.reward_model", "main.sft")
 # Layer -> the layers it may import. A layer may always import itself.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
-    "code_names": set(),
-    "function_files": {"errors"},
-    "registry": {"errors", "code_names", "function_files"},
+    "plugins": {"errors"},
     "redact": set(),
     "terminal": set(),
-    "descendants": set(),
-    "supervisor": {"descendants"},
+    "supervisor": set(),
     "keeper": set(),
-    "names": set(),
     "sizes": set(),
     "hosts": set(),
     "assets": {"errors"},
-    "config": {"errors", "names", "sizes", "redact", "code_names", "assets"},
-    "algorithms": {"errors", "names", "registry"},
-    "protocol": {"errors", "registry", "algorithms"},
+    "config": {"errors", "plugins", "sizes", "redact", "assets"},
+    "algorithms": {"errors", "plugins"},
+    "protocol": {"errors", "plugins", "algorithms"},
     **{part: BASE for part in PARTS},
-    "agents": {"errors", "registry", "redact", "terminal", "code_names", "supervisor", "engines"},
+    "tracking": BASE | {"plan"},
+    "agents": {"errors", "plugins", "redact", "terminal", "supervisor", "assets", "config", "engines"},
     "tasks": BASE | {"data", "rewards"},
-    "workers": BASE | PARTS | {"agents"},
-    "trainer": BASE | PARTS | {"agents", "workers"},
-    "command_line": BASE | {"trainer"},
-    **{command: {"config", "command_line"} for command in COMMANDS},
-    "api": BASE | {"function_files", "command_line", "tracking", "trainer", "workers"},
-    "report": BASE | {"tracking", "trainer"},
-    "cli": BASE | PARTS | {"workers", "trainer", "report"},
-    **{name: {"cli"} for name in ("__main__", "eval", "generate", "serve")},
+    "plan": BASE,
+    "runtime": BASE | PARTS | {"plan"},
+    "roles": BASE | PARTS | {"plan", "agents", "runtime"},
+    "trainer": BASE | PARTS | {"plan", "agents", "runtime", "roles"},
+    "checks": BASE | PARTS | {"plan", "agents", "runtime", "trainer"},
+    "run": BASE | PARTS | {"plan", "runtime", "roles", "trainer", "checks"},
+    "main": {"plan", "run"},
+    "api": BASE | {"plan", "run", "tracking", "trainer", "runtime"},
+    "report": BASE | {"plan", "tracking", "trainer"},
+    "cli": BASE | PARTS | {"plan", "runtime", "roles", "trainer", "checks", "run", "report"},
+    "__main__": {"cli"},
 }
-MAY_USE_RAY = {"workers", "trainer"}
+MAY_USE_RAY = {"runtime", "roles", "trainer", "run"}
 # Where Ray actors are made: once, in one file.
-REMOTE_HOME = "workers/group.py"
+REMOTE_HOME = "runtime/group.py"
 
 
 def layer_of(path: Path) -> str:
@@ -159,18 +158,18 @@ def test_engines_know_nothing_of_each_other(folder: str) -> None:
     [
         ("from grpo_dist.rewards import load", "data", ["data imports grpo_dist.rewards.load"]),
         ("from grpo_dist.tasks import gsm8k", "rewards", ["rewards imports grpo_dist.tasks.gsm8k"]),
-        ("from grpo_dist import workers", "engines", ["engines imports grpo_dist.workers"]),
-        ("def f():\n    import grpo_dist.trainer.run", "workers", ["workers imports grpo_dist.trainer.run"]),
+        ("from grpo_dist import roles", "engines", ["engines imports grpo_dist.roles"]),
+        ("def f():\n    import grpo_dist.run.run", "roles", ["roles imports grpo_dist.run.run"]),
         (
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from grpo_dist.config.schema import RunConfig",
             "algorithms",
             ["algorithms imports grpo_dist.config.schema.RunConfig"],
         ),
         ("from ..engines import settings", "rewards", ["rewards imports grpo_dist.engines.settings"]),
-        ("from grpo_dist.registry import Registry", "config", ["config imports grpo_dist.registry.Registry"]),
+        ("from grpo_dist.protocol import Ragged", "config", ["config imports grpo_dist.protocol.Ragged"]),
         ("from ray.util import queue", "engines", ["engines imports ray"]),
-        ("import vllm", "workers", ["module.py imports vllm"]),
-        ("from grpo_dist.engines.settings import EngineSettings\nimport ray", "workers", []),
+        ("import vllm", "roles", ["module.py imports vllm"]),
+        ("from grpo_dist.engines.settings import EngineSettings\nimport ray", "roles", []),
         ("from .loss import f\nimport torch", "algorithms", []),
     ],
 )
@@ -179,9 +178,9 @@ def test_the_checker_sees_every_kind_of_import(source: str, layer: str, found: l
 
 
 def test_ray_actors_are_made_in_one_place() -> None:
-    """The probe is the only task: a function that looks at a process on its node."""
+    """Questions to nodes are the only tasks: functions that look at a process or a folder there."""
     counts = {str(path.relative_to(PACKAGE)): count_remote(path.read_text()) for path in MODULES}
-    assert {name: count for name, count in counts.items() if count} == {REMOTE_HOME: 1, "workers/probe.py": 1}
+    assert {name: count for name, count in counts.items() if count} == {REMOTE_HOME: 1, "runtime/node_questions.py": 1}
 
 
 def test_count_remote_sees_decorators_calls_and_imports() -> None:
@@ -204,7 +203,8 @@ def test_the_maths_loads_no_framework() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_loads_neither_torch_nor_ray(command: str) -> None:
-    loaded = loaded_by(f"import grpo_dist.{command}")
+    module, _, _ = command.rpartition(".")
+    loaded = loaded_by(f"import grpo_dist.{module}")
     assert "pydantic" in loaded
     assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers"})
 
@@ -214,15 +214,17 @@ def test_help_loads_only_what_tells_of_keys() -> None:
     assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers", "numpy", "hydra"})
 
 
-@pytest.mark.parametrize("job", ["grpo", "supervised.job"])
-def test_ray_is_loaded_after_its_environment_is_set(job: str) -> None:
-    """`workers.cluster.connect` sets variables that Ray reads when it is imported."""
-    assert "ray" not in loaded_by(f"import grpo_dist.trainer.run, grpo_dist.trainer.{job}")
+@pytest.mark.parametrize("command", PLAN_COMMANDS.values(), ids=PLAN_COMMANDS)
+def test_ray_is_loaded_after_its_environment_is_set(command: AnyCommand) -> None:
+    """`runtime.cluster.connect` sets variables that Ray reads when it is imported."""
+    rows = command.load.partition(":")[0]
+    assert "ray" not in loaded_by(f"import grpo_dist.run.run, {rows}")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_dry_run_loads_neither_ray_nor_vllm_and_one_of_the_config_no_torch_either(command: str) -> None:
-    run = f"from grpo_dist.{command} import main\nassert main(['trainer.dry_run=KIND']) == 0"
+    module, _, function = command.rpartition(".")
+    run = f"from grpo_dist.{module} import {function}\nassert {function}(['trainer.dry_run=KIND']) == 0"
     loaded = loaded_by(run.replace("KIND", "config"))
     assert loaded.isdisjoint({"torch", "transformers", "ray", "vllm"})
     loaded = loaded_by(run.replace("KIND", "true"))

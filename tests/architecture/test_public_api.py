@@ -178,12 +178,12 @@ NAMES = ("median_baseline", "absolute")
 
 def test_the_recipe_of_a_rollout_engine_samples_for_a_worker(tmp_path: Path) -> None:
     """Started by the name that the config has, and given new weights."""
-    from grpo_dist.config.load import load_config
-    from grpo_dist.config.placement import placement
+    from grpo_dist.checks.own_code import resolve_names
     from grpo_dist.engines.settings import SamplingSettings
-    from grpo_dist.trainer.named_code import resolve_names
+    from grpo_dist.plan.commands import load_config
+    from grpo_dist.plan.placement import placement
+    from grpo_dist.roles.rollout import RolloutWorker
     from grpo_dist.trainer.settings import engine_settings
-    from grpo_dist.workers.rollout import RolloutWorker
 
     (tmp_path / "engine.py").write_text(next(b for b in python_blocks(EXTENDING.read_text()) if "RepeatEngine" in b))
     config, _ = load_config([f"actor_rollout_ref.rollout.name={tmp_path}/engine.py:RepeatEngine"])

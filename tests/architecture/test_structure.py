@@ -17,68 +17,46 @@ MOST_FUNCTION_LINES = 80
 
 # Modules without a test file of their own -> the file that tests them. All of them are one step of something larger,
 # and are tested where a user meets them.
-ADVANTAGE_FILES = ("components", "groups", "inputs", "outcome", "process", "returns")
+ADVANTAGE_FILES = ("inputs", "outcome", "returns")
 POLICY_LOSS_FILES = ("clipped", "covariance", "inputs", "unclipped")
 TESTED_ELSEWHERE = {
     "cli/replay.py": "e2e/test_using_the_model.py",  # on the step of a run
-    "trainer/mini_batches.py": "trainer/test_trainer.py",  # what the update gets
+    "trainer/loop.py": "trainer/test_trainer.py",  # what the update gets
     # one test file for each door
     **{f"algorithms/advantage/{name}.py": "algorithms/test_advantage.py" for name in ADVANTAGE_FILES},
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},
     "__main__.py": "cli/test_entry.py",  # the same command
-    "eval.py": "cli/test_evaluate.py",  # the same command as there
-    "generate.py": "cli/test_generate.py",  # likewise
     "cli/asking.py": "cli/test_generate.py",  # what both ask with
-    "cli/scoring.py": "cli/test_check_reward.py",  # and score with
+    "cli/arguments.py": "cli/test_entry.py",  # every command explains itself
     "trainer/model_usage.py": "cli/test_trained.py",  # read there
     "agents/child_loop.py": "agents/test_external.py",  # what runs beside a rollout engine
-    "agents/guard.py": "agents/test_external.py",  # likewise
-    "engines/vllm/openai_app.py": "workers/test_endpoint.py",  # on an engine
     "config/documented.py": "cli/test_help.py",  # what is told of keys
     "trainer/checkpoint/export.py": "cli/test_export.py",  # by its command
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
-    "reward_model.py": "test_command_line.py",
-    "rewards/weighted_sum.py": "rewards/test_weighted.py",  # the maths of weighted.py
-    "serve.py": "cli/test_serve.py",
-    "sft.py": "test_command_line.py",
-    "names.py": "config/test_schema.py",  # compared with the registries there
-    "sizes.py": "config/test_memory.py",  # counted with there
-    "config/command.py": "config/test_yaml.py",  # what a command's files are
-    "config/grpo.py": "config/test_load.py",  # the command whose config is loaded there
-    "config/memory_remedies.py": "config/test_memory_rules.py",  # what the messages there advise
-    "config/plan_text.py": "config/test_plan.py",  # the lines of plans
+    "sizes.py": "plan/test_memory.py",  # counted with there
+    "plan/commands.py": "config/test_load.py",  # the commands whose configs are loaded there
+    "plan/key_rules.py": "plan/test_rules.py",  # most of the rules there
     "config/schema_job.py": "config/test_schema.py",  # a part of the schema
-    "config/supervised_layout.py": "config/test_schema_supervised.py",  # what follows from the number of ranks
-    "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
-    "config/schema_models.py": "config/test_rules.py",  # a part of the schema
+    "config/schema_models.py": "plan/test_rules.py",  # a part of the schema
     "config/schema_health.py": "trainer/test_health.py",  # the rules that are judged there
-    "config/model_shape.py": "config/test_plan.py",  # sizes that the dry run counts with
-    "config/rank_memory.py": "config/test_memory.py",  # the ranks of its roles
+    "plan/model_shape.py": "plan/test_plan.py",  # sizes that the dry run counts with
+    "plan/role_models.py": "plan/test_roles.py",  # what the rows of the table say of models
     "config/overrides.py": "config/test_load.py",  # the command line
+    "checks/result.py": "checks/test_earlier_runs.py",  # plain records
     "config/problems.py": "config/test_load.py",  # wording of messages
-    "config/usage.py": "config/test_load.py",  # --help
+    "algorithms/settings.py": "trainer/test_loss_settings.py",  # plain records, made there
     "engines/settings.py": "engines/train/test_fsdp_engine.py",  # plain records
-    "engines/train/optimizer.py": "engines/train/test_fsdp_engine.py",
-    "engines/train/fsdp_model.py": "engines/train/test_fsdp_engine.py",
     "engines/train/sharded_tensors.py": "engines/train/test_lora.py",  # one line, which gathers merged weights
-    "engines/vllm/core_process.py": "engines/vllm/test_engine.py",  # how the engine starts on CPU
     "engines/vllm/starting.py": "engines/vllm/test_engine.py",  # likewise
     "engines/vllm/weight_backend.py": "engines/vllm/test_engine.py",  # runs inside vLLM only
     "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
-    "trainer/build.py": "e2e/test_main_job.py",  # started workers
-    "trainer/checkpoint/change_rules.py": "trainer/checkpoint/test_config_changes.py",  # the rules applied there
+    "run/build.py": "e2e/test_main_job.py",  # started workers
     "trainer/checkpoint/finished_groups.py": "trainer/test_staleness.py",  # by a run that samples ahead
-    "trainer/grpo.py": "e2e/test_main_job.py",  # the job of the main command
     "trainer/model_settings.py": "trainer/test_settings.py",  # a part of the ranks' settings
-    "trainer/loop.py": "trainer/supervised/test_trainer.py",  # the base of that loop
-    "trainer/processes.py": "e2e/test_reward_model_run.py",  # started and ended
     "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it
-    "trainer/supervised/job.py": "e2e/test_reward_model_run.py",  # started workers
-    "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
-    "workers/failures.py": "workers/test_group.py",  # of processes that raise and die
-    "workers/resources.py": "workers/test_group.py",  # placement group
+    "runtime/resources.py": "runtime/test_group.py",  # placement group
 }
 
 PYTHON_FILES = sorted(

@@ -1,4 +1,7 @@
-"""Every way to damage a model folder is told by name, and a good folder passes."""
+"""Every way to damage a model folder is told by name, and a good folder passes.
+
+How a model is to be asked, beside the model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import INDEX, SINGLE, check_model_folder, end_token_ids, read_header
+from grpo_dist.assets.model_folder import (
+    FILE,
+    INDEX,
+    SINGLE,
+    Usage,
+    check_model_folder,
+    end_token_ids,
+    read_header,
+    read_usage,
+)
 from grpo_dist.errors import DataError
 from tests.messages import refuses, says
 
@@ -241,3 +253,19 @@ def test_the_tokens_that_end_a_response(folder: Path) -> None:
         end_token_ids(folder, setting=SETTING)
     generation.unlink()
     assert end_token_ids(folder, setting=SETTING) == set()
+
+
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_usage(tmp_path) == Usage()
+    usage = Usage(3, "Be brief.", {"enable_thinking": False}, {"stop": ["end"]}, "ab", "cd", "bf16")
+    usage.write(tmp_path)
+    usage.write(tmp_path)
+    assert read_usage(tmp_path) == usage
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_what_no_run_writes_is_refused(tmp_path: Path) -> None:
+    for text in ('{"steps": 3}', "[]", "{"):
+        (tmp_path / FILE).write_text(text)
+        with refuses(DataError, tmp_path / FILE):
+            read_usage(tmp_path)

@@ -1,4 +1,4 @@
-"""Loading the tokenizer of a model folder. That vLLM has the same one: tests/engines/vllm/test_tokenizer.py."""
+"""Loading the tokenizer of a model folder. That vLLM has the same one: tests/engines/vllm/test_arguments.py."""
 
 from __future__ import annotations
 

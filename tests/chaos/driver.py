@@ -127,10 +127,10 @@ def victim(role: str) -> int | None:
 
 def install(timetable: Timetable, command: str) -> None:
     """Hook the timetable into the trainer of a command."""
-    from grpo_dist.registry import load_attribute
+    from grpo_dist.plugins.registry import load_attribute
+    from grpo_dist.runtime.call import Call
+    from grpo_dist.runtime.group import WorkerGroup
     from grpo_dist.trainer.rollout import pump
-    from grpo_dist.workers.call import Call
-    from grpo_dist.workers.group import WorkerGroup
 
     name, stages = TRAINERS[command]
     trainer: Any = load_attribute(name, key="trainer")
@@ -183,7 +183,7 @@ def hook_stage(trainer: type, stage: str, moment: str, timetable: Timetable, ste
 
 
 if __name__ == "__main__":
-    from grpo_dist.workers.cluster import set_local_environment
+    from grpo_dist.runtime.cluster import set_local_environment
 
     set_local_environment()  # before the hooks import Ray
     install(Timetable(Path(sys.argv[1])), sys.argv[2])

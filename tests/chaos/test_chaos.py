@@ -54,7 +54,7 @@ def test_a_run_survives_faults_of_several_roles(main_run: Outcome, tmp_path: Pat
     says(outcome.log.splitlines(), "trainer.profile_steps", "ref rank 0", "step 4", "replaced")
     for step in (4, 6):
         files = sorted(path.name for path in (outcome.run_dir / f"profiles/step_{step}").iterdir())
-        roles = ("actor_rank0", "actor_rank1", "driver", "ref_rank0", "rollout_rank0")
+        roles = ("actor_rank0", "actor_rank1", "ray", "ref_rank0", "rollout_rank0")
         assert files == [f"{name}.json.gz" for name in roles], "of the last time"
     # the reward process may be writing the step before when it is lost
     for role, stages in (("reward", ("score", "write_samples")), ("ref", ("ref_log_prob",)), ("actor", ("update",))):

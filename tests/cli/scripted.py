@@ -11,8 +11,8 @@ from typing import Any
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.fakes import FakeRolloutEngine
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from tests.engines.fakes import FakeRolloutEngine
 
 ENGINE = "actor_rollout_ref.rollout.name=tests.cli.scripted:ScriptedEngine"
 SCRIPT, SEEN = "script.json", "seen.jsonl"
@@ -23,7 +23,7 @@ class ScriptedEngine(FakeRolloutEngine):
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self.folder = Path(settings.model_path)
+        self.folder = Path(settings.model.path)
         self.tokenizer = load_tokenizer(str(self.folder), trust_remote_code=False)
         self.script: dict[str, list[str]] = json.loads((self.folder / SCRIPT).read_text())
 

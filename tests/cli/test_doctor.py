@@ -17,7 +17,7 @@ from grpo_dist.cli import doctor
 from grpo_dist.cli.doctor import FAULT, NOTE, OK, Finding
 from grpo_dist.cli.entry import main
 from tests.messages import says
-from tests.workers.services import Service
+from tests.roles.services import Service
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +141,7 @@ def test_the_name_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_ray_cluster_and_its_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("grpo_dist.workers.cluster.running_cluster", lambda: None)
+    monkeypatch.setattr("grpo_dist.runtime.cluster.running_cluster", lambda: None)
     assert only(doctor.ray_cluster).grade == OK
     with contextlib.closing(Service()) as service:
         address = f"127.0.0.1:{service.place[1]}"

@@ -11,7 +11,7 @@ import pytest
 
 import grpo_dist
 from grpo_dist.cli.entry import ENTRIES, main
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins.registry import load_attribute
 from tests.messages import says
 
 ROOT = Path(grpo_dist.__file__).parents[1]

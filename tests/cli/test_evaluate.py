@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import check_model_folder
+from grpo_dist.assets.model_folder import Usage, check_model_folder
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.assets.usage import Usage
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.evaluate import Answers, Figures, compared, figures
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import Response
-from grpo_dist.rewards.base import RewardResult
+from grpo_dist.plan.commands import GRPO
+from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.trainer.record import EXPORTED, write_config
 from grpo_dist.trainer.run_prompts import load_run_prompts
@@ -119,9 +118,6 @@ def test_two_models_in_one_table(models: tuple[Path, Path], capsys: pytest.Captu
         (["{base}", "data.val_files=[]"], ["data.val_files", "--data"]),
         (["{base}", "custom_reward_function.path=reward.py:gone"], ["custom_reward_function.path", "reward.py:gone"]),
         (["{base}", "--output", "rows.jsonl"], ["--output rows.jsonl"]),
-        (["{base}", "--likelihood"], ["--likelihood", "--lm-eval"]),
-        (["{base}", "--lm-eval", "arc_easy", "--n", "2", "--data", "rows.jsonl"], ["--data, --n", "--lm-eval"]),
-        (["{base}", "--lm-eval", "arc_easy", "--lm-eval-python", "gone"], ["--lm-eval-python gone"]),
     ],
 )
 def test_mistakes(
@@ -134,13 +130,6 @@ def test_mistakes(
     told = capsys.readouterr().err
     says(told, *map(filled, parts))
     assert "Traceback" not in told
-
-
-def test_what_is_for_lm_eval_stands_behind_dashes(
-    models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", str(models[0]), ENGINE, "--", "--include_path", "tasks"]) == 2
-    says(capsys.readouterr().err, "--include_path tasks", "--lm-eval")
 
 
 # --- the rows of a run ---------------------------------------------------------------------------------------------

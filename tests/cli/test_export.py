@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.usage import Usage, read_usage
+from grpo_dist.assets.model_folder import Usage, read_usage
 from grpo_dist.cli.entry import main
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
-from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
 from grpo_dist.trainer.checkpoint.identity import is_model_of
@@ -25,9 +25,10 @@ from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from tests.messages import says
 from tests.ranks import run_ranks
 from tests.trainer.checkpoints import run_state
+from tests.worker_settings import lora
 
 TINY = "builtin:tiny-qwen3"
-LORA = LoraSettings(4, 8.0, "all-linear")
+LORA = lora()
 CASES: dict[str, tuple[Any, str, list[str], dict[str, Any]]] = {
     "grpo": (GRPO, "actor", [], {}),
     "grpo by LoRA": (GRPO, "actor", ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"],
@@ -40,7 +41,7 @@ CASES: dict[str, tuple[Any, str, list[str], dict[str, Any]]] = {
 def shards(rank: int, folder: Path, whole: Path, options: dict[str, Any]) -> None:
     """A model of two ranks that has changed since it was loaded: its checkpoint, and its export at the end of a run."""
     model = ModelSettings(resolve_model_path(TINY), False, "fp32", "fp32", False, True, **options)
-    optimizer = OptimizerSettings(1e-3, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0)
+    optimizer = AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
     engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
     torch.manual_seed(rank)
     with torch.no_grad():

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.cli.entry import main
-from grpo_dist.cli.help import COMMON, CONFIGS, explain, matches
+from grpo_dist.cli.help import COMMON, explain, matches
 from grpo_dist.config.documented import all_keys
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import COMMANDS, GRPO
 from tests.messages import refuses, says
 
 ACTOR = "actor_rollout_ref.actor"
@@ -85,9 +85,9 @@ def test_a_group_is_told_with_its_options(capsys: pytest.CaptureFixture[str]) ->
     says(capsys.readouterr().out, "recipe=dapo", "* recipe=grpo")
 
 
-@pytest.mark.parametrize("command", CONFIGS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_key_is_explained(command: str) -> None:
-    config = CONFIGS[command]
+    config = COMMANDS[command]
     keys = all_keys(config)
     assert sorted(keys) == sorted(leaf_keys(config.schema))
     assert not [name for name, key in keys.items() if not key.comment]

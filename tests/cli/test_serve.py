@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.assets.usage import Usage
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.serve import check_host, ready, split
 from grpo_dist.cli.trained import engine_for, find_trained
@@ -80,7 +80,7 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -
     with refuses(ConfigError, "actor_rollout_ref.rollout.tensor_model_parallel_size=4", 2, "trainer.n_gpus_per_node=0"):
         engine_for(model)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert (engine_for(model).device, engine_for(model).tensor_parallel_size) == ("cuda", 4)
+    assert (engine_for(model).device, engine_for(model).rollout.tensor_model_parallel_size) == ("cuda", 4)
 
 
 def test_heads_that_vllm_does_not_compute_on_cpu_are_refused(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     rebuilt_by_transformers(folder)
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "stop": []}
     Usage(7, "2+2=4", {}, sampling).write(folder)
-    command = [sys.executable, "-m", "grpo_dist.serve", str(folder), "actor_rollout_ref.rollout.dtype=fp32"]
+    command = [sys.executable, "-m", "grpo_dist", "serve", str(folder), "actor_rollout_ref.rollout.dtype=fp32"]
     environment = os.environ | {"VLLM_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*command, "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None

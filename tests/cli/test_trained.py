@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 import grpo_dist.cli.trained as trained
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.usage import FILE, Usage, read_usage
+from grpo_dist.assets.model_folder import FILE, Usage, read_usage
 from grpo_dist.cli.evaluate import _models
 from grpo_dist.cli.trained import base_of, engine_for, find_trained
-from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, own_checkpoints, publish_checkpoint
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
@@ -90,9 +90,8 @@ def test_a_folder_says_how_it_is_asked(tmp_path: Path) -> None:
 
 
 def test_what_is_neither(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refuses(ConfigError, tmp_path / "gone", "trainer.default_local_dir", "builtin:tiny-qwen3"):
         find_trained(str(tmp_path / "gone"))
-    says(error, tmp_path / "gone", "trainer.default_local_dir", "builtin:tiny-qwen3")
     with refuses(ConfigError, "--step 1", "trainer.save_freq"):
         find_trained(TINY, step=1)
 

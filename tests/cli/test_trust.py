@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from grpo_dist.cli.entry import main
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
 from grpo_dist.trainer.record import EXPORTED, write_config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import load_config
 
 
 def refused(*overrides: str) -> str:

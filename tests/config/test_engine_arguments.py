@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_dist.config.load import load_config
+from grpo_dist.plan.commands import load_config
 from tests.config.refusals import refused
 from tests.messages import says
 

@@ -8,22 +8,19 @@ import sys
 import pytest
 
 from grpo_dist.config.command import AnyCommand
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import load_command
-from grpo_dist.config.plan import format_plan
-from grpo_dist.config.supervised import SFT
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO, SFT
+from grpo_dist.plan.plan import format_plan
 from grpo_dist.sizes import divisor_up_to
 from tests.messages import refuses
 
 # In a process of its own, whose memory and time are limited: what goes wrong must not take the machine.
 ALL_KEYS = """
 import resource, signal, sys
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import load_command
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.errors import ConfigError
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 for command in (GRPO, SFT, REWARD_MODEL):
@@ -47,11 +44,7 @@ def test_all_keys() -> None:
 
 @pytest.mark.parametrize(
     ("command", "key", "most"),
-    [
-        (GRPO, "trainer.nnodes", 4096),
-        (GRPO, "trainer.n_gpus_per_node", 128),
-        (SFT, "cluster.world_size", 524288),
-    ],
+    [(GRPO, "trainer.nnodes", 4096), (GRPO, "trainer.n_gpus_per_node", 128), (SFT, "cluster.world_size", 524288)],
 )
 def test_processes_and_machines_have_a_limit(command: AnyCommand, key: str, most: int) -> None:
     for value in (most + 1, 2**32):

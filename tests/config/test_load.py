@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.documented import usage
 from grpo_dist.config.keys import nearest_keys
-from grpo_dist.config.load import load_config, readable_config, saved_values, with_overrides
-from grpo_dist.config.usage import usage
+from grpo_dist.config.load import readable_config, saved_values, with_overrides
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO, load_config
 from tests.config.read_back import read_back
 from tests.messages import refuses, says
 
@@ -111,10 +111,7 @@ def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        (
-            "model=qwen3_8",
-            "hf, qwen3_0_6b, qwen3_1_7b, qwen3_8b, smollm2_135m, tiny;",
-        ),
+        ("model=qwen3_8", "hf, qwen3_0_6b, qwen3_1_7b, qwen3_8b, smollm2_135m, tiny;"),
         ("model@actor=tiny", "(@)"),
         ("~trainer.seed", "~trainer.seed:"),
         ("trainer.seed=[1", "trainer.seed=[1:"),
@@ -267,6 +264,8 @@ def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
     del values["reward"]["step_separator"]
     config = saved_values(values, GRPO)
     assert (config.trainer.seed, config.reward.step_separator) == (5, "\n")
+    values["trainer"]["expected_response_length"] = 300  # was in no result
+    assert saved_values(values, GRPO) == config
     values["reward"]["gone"] = 3
     with refuses(ConfigError, "reward.gone"):
         saved_values(values, GRPO)
@@ -275,8 +274,9 @@ def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
 def test_the_check_loads_no_heavy_module():
     code = """
 import sys
-from grpo_dist.config import plan, usage
-from grpo_dist.config.load import load_config
+from grpo_dist.config import documented
+from grpo_dist.plan import plan
+from grpo_dist.plan.commands import load_config
 load_config(["model=smollm2_135m"])
 print([name for name in ("torch", "ray", "vllm", "transformers", "numpy") if name in sys.modules])
 """
@@ -288,7 +288,7 @@ def test_usage_names_groups_examples_and_the_place_of_the_keys():
     text = usage(GRPO)
     for part in ("* model=tiny", "model=qwen3_8b", "cluster=single_gpu", "trainer.dry_run=true", "grpo.yaml"):
         assert part in text
-    assert text.count("python -m grpo_dist.main") == 7
+    assert text.count("grpo-dist train") == 7
 
 
 def test_a_long_mapping_may_have_line_breaks():

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.foreign_keys import ELSEWHERE
-from grpo_dist.config.grpo import GRPO
-from grpo_dist.config.keys import leaf_keys
-from grpo_dist.config.load import load_config
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.config.keys import ELSEWHERE, leaf_keys
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
 from tests.messages import says
 
 A, R, M = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model"))
@@ -53,10 +50,7 @@ MISTAKES = {
     "an unknown logger": ("trainer.logger=[console,tensorbord]", "'tensorboard'?"),
     "another engine": (f"{R}.name=hf", "vllm"),
     "another type": (f"{A}.fsdp_config.dtype=int8", "fp32, bf16"),
-    "a type that overflows": (
-        f"{A}.fsdp_config.dtype=float16",
-        "overflows",
-    ),
+    "a type that overflows": (f"{A}.fsdp_config.dtype=float16", "overflows"),
     # keys against each other
     "a mini-batch that does not divide": (f"{A}.ppo_mini_batch_size=12", "ppo_mini_batch_size=8"),
     "a mini-batch above the batch": (f"{A}.ppo_mini_batch_size=64", "ppo_mini_batch_size=32"),

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from grpo_dist.config.keys import leaf_keys
-from grpo_dist.config.load import load_config, readable_config
+from grpo_dist.config.load import readable_config
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plugins.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 from tests.config.read_back import read_back
 
 DEFAULT = yaml.safe_load(readable_config(load_config([])[0]))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import ENGINE, FLAG, MODEL, REWARD, UPDATE, code_of_run, require_trust
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO
 from tests.messages import refuses
 
 KEYS = (*ENGINE, *REWARD, *UPDATE)
@@ -43,7 +43,7 @@ PATHS = [
     "grpo_dist.rewards.py",  # a file of that name
     "grpo_dist.rewards/../evil.py",
     "file://reward.py:score",
-    "grpo_dist.registry:load_attribute",
+    "grpo_dist.plugins.registry:load_attribute",
     "[grpo_dist.tasks.gsm8k,reward.py:short]",
     "[{path: reward.py:short, weight: 2}]",
 ]

@@ -8,9 +8,9 @@ from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import DEFAULTS as LOSS_OPTIONS
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.config import schema_job
-from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
-from grpo_dist.names import (
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     GROUP_ADV_ESTIMATORS,
     KL_LOSS_TYPES,
@@ -182,10 +182,7 @@ def test_old_log_probs_are_computed_only_where_the_update_cannot_know_them(chang
         (("trainer.max_staleness=2", f"{CORRECTION}.rollout_is=sequence"), "sequence"),
         ((f"{CORRECTION}.rollout_is=token",), "token"),
         (("trainer.max_staleness=2", f"{CORRECTION}.bypass_mode=true"), None),  # the clipped ratio corrects
-        (
-            ("trainer.max_staleness=2", f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"),
-            "token",
-        ),
+        (("trainer.max_staleness=2", f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"), "token"),
     ],
 )
 def test_stale_responses_are_corrected_unless_told_otherwise(changes, expected):

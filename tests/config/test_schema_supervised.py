@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from grpo_dist.config.load import load_command
-from grpo_dist.config.placement import CPU_SHARE
 from grpo_dist.config.schema_supervised import SupervisedConfig
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
-from grpo_dist.config.supervised_layout import slots
 from grpo_dist.errors import ConfigError
-from tests.messages import says
+from grpo_dist.plan.commands import REWARD_MODEL, SFT
+from grpo_dist.plan.node_layout import slots
+from grpo_dist.plan.placement import CPU_SHARE
+from tests.messages import refuses, says
 
 OWN = "model.path=Qwen/Qwen3-0.6B"
 NODES = (OWN, "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
@@ -109,7 +109,6 @@ def test_wrong_values_are_refused_with_key_and_value(command: Any, override: str
     ],
 )
 def test_a_hint_names_a_key_of_the_same_command(command: Any, written: str, meant: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, f"{written}:", meant) as caught:
         load(f"{written}=1", command=command)
-    says(caught, f"{written}:", meant)
     assert "actor_rollout_ref" not in str(caught.value)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_dist.config.load import load_config
+from grpo_dist.plan.commands import load_config
 
 # The 37 most used keys, as a GRPO script on Qwen3-8B and GSM8K sets them.
 GRPO = [

@@ -7,16 +7,15 @@ import pytest
 import yaml
 
 from grpo_dist.config.command import default_options
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import free_form_keys, leaf_keys, section_keys
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_health import RULES
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 
 COMMANDS = (GRPO, REWARD_MODEL, SFT)
-EACH = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.module)
+EACH = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 GROUP_FILES = [
-    pytest.param(command, path, id=f"{command.module}-{path.parent.name}/{path.stem}")
+    pytest.param(command, path, id=f"{command.name}-{path.parent.name}/{path.stem}")
     for command in COMMANDS
     for group, options in command.group_options().items()
     for path in (command.file.parent / group / f"{option}.yaml" for option in options)

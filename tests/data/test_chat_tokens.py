@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
-from grpo_dist.data.chat_rows import Chat
-from grpo_dist.data.chat_tokens import ChatExample, chat_batch, tokenize_chats
+from grpo_dist.data.chat_tokens import tokenize_chats
+from grpo_dist.data.training_rows import Conversation, TrainingExample, training_batch
 from grpo_dist.errors import DataError
 from tests.data.test_tokenize import byte_tokenizer
 from tests.messages import refuses
@@ -45,27 +45,29 @@ def tokenizer_of(kind: tuple[str, str], behind: str = "") -> PreTrainedTokenizer
     return tokenizer
 
 
-def chat(*contents: str, first: int = 0, line: int = 1) -> Chat:
+def chat(*contents: str, first: int = 0, line: int = 1) -> Conversation:
     """The user and the assistant in turn; messages of the assistant are trained from position `first`."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
-    return Chat(f"a.jsonl, line {line}", messages, tuple(i for i in range(1, len(messages), 2) if i >= first))
+    return Conversation(f"a.jsonl, line {line}", messages, tuple(i for i in range(1, len(messages), 2) if i >= first))
 
 
-def tokenize(rows: list[Chat], tokenizer: Any, **changes: Any) -> tuple[list[ChatExample], list[Chat]]:
+def tokenize(
+    rows: list[Conversation], tokenizer: Any, **changes: Any
+) -> tuple[list[TrainingExample], list[Conversation]]:
     settings = {"max_length": 1000, "apply_chat_template_kwargs": {}, "end_ids": (258,)}
     return tokenize_chats(rows, tokenizer, **(settings | changes))  # type: ignore[arg-type]
 
 
-def one(row: Chat, tokenizer: Any, **changes: Any) -> ChatExample:
+def one(row: Conversation, tokenizer: Any, **changes: Any) -> TrainingExample:
     (example,), left_out = tokenize([row], tokenizer, **changes)
     assert left_out == []
     return example
 
 
-def pieces(example: ChatExample, tokenizer: Any) -> list[str]:
+def pieces(example: TrainingExample, tokenizer: Any) -> list[str]:
     """The prompt, and the parts of the response that are trained and not trained in turn."""
-    cuts = np.flatnonzero(np.diff(example.mask)) + 1
-    return [tokenizer.decode(example.prompt), *map(tokenizer.decode, np.split(example.response, cuts))]
+    cuts = np.flatnonzero(np.diff(example.marks[0])) + 1
+    return [tokenizer.decode(example.prompt), *map(tokenizer.decode, np.split(example.responses[0], cuts))]
 
 
 def built_in() -> Any:
@@ -98,10 +100,10 @@ def test_prompt_and_response_are_those_of_a_rollout(kind: str) -> None:
     example = one(chat("1+1=?", "é 2"), tokenizer)
     assert example.prompt.tolist() == prompt_ids(chat("1+1=?").messages, tokenizer)
     said = SAID.get(kind, f"é 2{tokenizer.eos_token}")
-    assert example.response.tolist() == tokenizer(said, add_special_tokens=False)["input_ids"]
-    assert example.mask.tolist() == [1] * len(example.response)
-    assert (example.prompt.dtype, example.response.dtype, example.mask.dtype) == (np.int32, np.int32, np.int8)
-    assert example.num_tokens == len(example.prompt) + len(example.response)
+    assert example.responses[0].tolist() == tokenizer(said, add_special_tokens=False)["input_ids"]
+    assert example.marks[0].tolist() == [1] * len(example.responses[0])
+    assert (example.prompt.dtype, example.responses[0].dtype, example.marks[0].dtype) == (np.int32, np.int32, np.int8)
+    assert example.num_tokens == len(example.prompt) + len(example.responses[0])
 
 
 def test_of_several_turns_every_answer_up_to_its_end_is_trained() -> None:
@@ -123,7 +125,7 @@ def test_several_turns_under_templates_of_several_kinds(kind: str) -> None:
     _, first, _, second = pieces(example, tokenizer)
     assert [first, second] == [SAID.get(kind, "é 2</s>").replace("é 2", text) for text in "bd"]
     whole = tokenizer.apply_chat_template(chat("a", "b", "c", "d").messages, return_dict=False)
-    assert [*example.prompt, *example.response] == whole[: example.num_tokens]
+    assert [*example.prompt, *example.responses[0]] == whole[: example.num_tokens]
 
 
 def test_templates_that_close_a_conversation_and_one_end_of_several() -> None:
@@ -134,7 +136,7 @@ def test_templates_that_close_a_conversation_and_one_end_of_several() -> None:
 
 def test_a_call_without_text_is_trained_where_the_template_has_calls() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-    row = Chat(AT, [{"role": "user", "content": "a"}, call], (1,))
+    row = Conversation(AT, [{"role": "user", "content": "a"}, call], (1,))
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
     tokenizer = tokenizer_of(("<{{ m.role }}>{{ m.content }}" + calls + "</s>", "<assistant>"))
     assert pieces(one(row, tokenizer), tokenizer) == ["<user>a</s><assistant>", 'add{"a": 1}</s>']
@@ -183,8 +185,8 @@ def test_a_message_that_a_token_would_join_with_the_prompt() -> None:
         said = [
             tokenizer(part)["input_ids"] for part in (f"{text}</s>", "\n<user>\n2</s>\n<assistant>\n", "3\n\n3</s>")
         ]
-        assert example.response.tolist() == [*said[0], *said[1], *said[2]]
-        assert example.mask.tolist() == [1] * len(said[0]) + [0] * len(said[1]) + [1] * len(said[2])
+        assert example.responses[0].tolist() == [*said[0], *said[1], *said[2]]
+        assert example.marks[0].tolist() == [1] * len(said[0]) + [0] * len(said[1]) + [1] * len(said[2])
         assert (joined in said[0]) == (text == "\n\n2")
 
 
@@ -197,7 +199,7 @@ def test_a_tokenizer_that_opens_every_text_with_a_space() -> None:
     tokenizer.chat_template = template(message, "A:")
     example = one(chat("1", "2"), tokenizer, end_ids=())
     assert tokenizer.convert_ids_to_tokens(example.prompt.tolist()) == ["▁", "Q", ":", "1", "A", ":"]
-    assert tokenizer.convert_ids_to_tokens(example.response.tolist()) == ["▁2", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(example.responses[0].tolist()) == ["▁2", "</s>"]
     tokenizer.chat_template = template(message, "A: ")
     with refuses(DataError, AT, "'2</s>'"):
         tokenize([chat("1", "2")], tokenizer, end_ids=())
@@ -219,7 +221,7 @@ def test_what_cannot_be_trained_is_named_by_its_row() -> None:
     with refuses(DataError, AT, "message 4", "</s>", " c"):
         tokenize([chat("a", "b", "a", "b</s> c")], tokenizer_of(KINDS["Qwen2.5"]))
     with refuses(DataError, AT, "chat template", "data.apply_chat_template_kwargs={'think': 1}"):
-        row = Chat(AT, [{"role": "tool", "content": "x"}, *chat("a", "b").messages], (2,))
+        row = Conversation(AT, [{"role": "tool", "content": "x"}, *chat("a", "b").messages], (2,))
         tokenize([row], byte_tokenizer(), apply_chat_template_kwargs={"think": 1})
     with refuses(DataError, AT, "prompt"):
         tokenize([chat("a", "b")], tokenizer_of(("{% if m.role != 'user' %}{{ m.content }}</s>{% endif %}", "")))
@@ -243,9 +245,9 @@ def test_long_rows_are_left_out_whole_and_returned() -> None:
 def test_the_batch() -> None:
     tokenizer = built_in()
     examples, _ = tokenize([chat("a", "b", "c", "d"), chat("e", "f", line=2)], tokenizer)
-    batch = chat_batch(examples)
+    batch = training_batch(examples, "response_mask")
     assert list(batch["uid"]) == [f"0: {AT}", "1: a.jsonl, line 2"]
     for i, example in enumerate(examples):
-        for column, wanted in (("prompts", "prompt"), ("responses", "response"), ("response_mask", "mask")):
-            assert batch[column].rows()[i].tolist() == getattr(example, wanted).tolist()
-    assert len(chat_batch([])) == 0
+        for column, wanted in zip(("prompts", "responses", "response_mask"), example.columns, strict=True):
+            assert batch[column].rows()[i].tolist() == wanted.tolist()
+    assert len(training_batch([], "response_mask")) == 0

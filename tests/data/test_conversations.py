@@ -6,12 +6,7 @@ import pytest
 import transformers
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.data.conversations import (
-    ConversationRenderer,
-    encode_conversation,
-    render_conversation,
-    without_padding,
-)
+from grpo_dist.data.conversations import ConversationRenderer, encode_conversation, render_conversation, without_padding
 from grpo_dist.errors import DataError
 from tests.messages import refuses
 from tests.models import OTHER_TEMPLATE

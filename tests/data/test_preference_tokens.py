@@ -10,9 +10,9 @@ import pytest
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import load_tokenizer
 from grpo_dist.data.conversations import ConversationRenderer, without_padding
-from grpo_dist.data.preference_tokens import Example, label_answer, preference_batch, tokenize_preferences
-from grpo_dist.data.preferences import LabelledSteps, Pair
+from grpo_dist.data.preference_tokens import label_answer, tokenize_preferences
 from grpo_dist.data.step_tokens import StepForm, StepRenderer
+from grpo_dist.data.training_rows import LabelledSteps, Pair, TrainingExample, training_batch
 from grpo_dist.errors import DataError
 from tests.data.test_tokenize import byte_tokenizer
 from tests.messages import refuses
@@ -31,7 +31,7 @@ def steps(*texts: str, labels: list[bool] | None = None) -> LabelledSteps:
     return LabelledSteps("a.jsonl, line 1", [message("user", "1+1=?")], list(texts), labels or [True] * len(texts))
 
 
-def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[Example], list[Any]]:
+def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[TrainingExample], list[Any]]:
     return tokenize_preferences(
         rows, tokenizer, **({"max_length": 100, "padding_id": None, "form": StepForm()} | changes)
     )
@@ -41,7 +41,7 @@ def built_in() -> Any:
     return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
 
 
-def texts(example: Example, tokenizer: Any) -> list[str]:
+def texts(example: TrainingExample, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(ids) for ids in (example.prompt, *example.responses)]
 
 
@@ -51,7 +51,7 @@ def test_the_prompt_of_a_pair_is_what_its_conversations_have_in_common() -> None
     assert left_out == []
     start = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
     assert texts(example, tokenizer) == [start + "2", "0<|im_end|>\n", "1<|im_end|>\n"]
-    assert [row.tolist() for row in example.labels] == [[-1, -1, 1], [-1, -1, 0]]
+    assert [row.tolist() for row in example.marks] == [[-1, -1, 1], [-1, -1, 0]]
     assert {ids.dtype for ids in (example.prompt, *example.responses)} == {np.dtype(np.int32)}
     whole = [message("user", "1+1=?"), message("assistant", "20")]
     expected = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
@@ -96,7 +96,7 @@ def test_labels_are_where_steps_are_complete() -> None:
     (example,), _ = tokenize([row], tokenizer)
     start, answer = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n", "1+1=2\n2*2=5\n7<|im_end|>\n"
     assert texts(example, tokenizer) == [start, answer]
-    (labels,) = example.labels
+    (labels,) = example.marks
     judged = [(tokenizer.decode(example.responses[0][: i + 1]), labels[i]) for i in np.flatnonzero(labels >= 0)]
     assert judged == [("1+1=2\n", 1), ("1+1=2\n2*2=5\n", 0), (answer, 1)]
 
@@ -105,7 +105,7 @@ def test_characters_of_several_tokens_and_a_base_model() -> None:
     tokenizer = byte_tokenizer(template=None, post="<s> $A </s>")
     (example,), _ = tokenize([steps("é", "両", labels=[False, True])], tokenizer)
     assert texts(example, tokenizer) == ["<s>1+1=?", "é\n両</s>"]
-    assert example.labels[0].tolist() == [-1, -1, 0, -1, -1, -1, 1]
+    assert example.marks[0].tolist() == [-1, -1, 0, -1, -1, -1, 1]
 
 
 def test_a_template_does_not_change_the_text_of_steps() -> None:
@@ -113,7 +113,7 @@ def test_a_template_does_not_change_the_text_of_steps() -> None:
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}")
     (example,), _ = tokenize([steps("a", "b ", labels=[True, False])], tokenizer)
     assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "a\nb "]
-    assert example.labels[0].tolist() == [-1, 1, -1, 0]
+    assert example.marks[0].tolist() == [-1, 1, -1, 0]
 
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -152,9 +152,9 @@ def test_label_and_score_are_at_the_same_token(template: str | None, padding: in
     (several, _), _ = tokenize([row, steps("a", "b")], tokenizer, padding_id=padding)
     (chosen,), _ = tokenize([pair(chosen="1 2", rejected="1 3 2")], tokenizer, padding_id=padding)
     for example in (label_answer(row, tokenizer, padding_id=padding, form=None), one, several, chosen):
-        (place,) = np.flatnonzero(example.labels[0] == 1)
+        (place,) = np.flatnonzero(example.marks[0] == 1)
         assert [*example.prompt, *example.responses[0][: place + 1]] == scored
-        last = np.flatnonzero(example.labels[-1] >= 0)[-1]
+        last = np.flatnonzero(example.marks[-1] >= 0)[-1]
         assert tokenizer.decode(example.responses[-1][last]) == judged_at
     judge = StepRenderer(tokenizer, "key=path", StepForm(), padding, tokenizer)
     for text in ("1\n2", ""):
@@ -195,10 +195,10 @@ def test_rows_that_teach_nothing_or_cannot_be_rendered_are_named() -> None:
 def test_the_batch_has_the_rows_of_a_pair_in_turn() -> None:
     tokenizer = byte_tokenizer()
     examples, _ = tokenize([pair(), pair(line=2)], tokenizer)
-    batch = preference_batch([*examples, examples[0]])
+    batch = training_batch([*examples, examples[0]], "labels")
     assert [tokenizer.decode(row) for row in batch["responses"].rows()] == ["2", "3"] * 3
     assert [row.tolist() for row in batch["labels"].rows()] == [[1], [0]] * 3
     assert batch["prompts"].lengths.tolist() == [len("<user>1+1=?<assistant>")] * 6
     one, two = "a.jsonl, line 1", "a.jsonl, line 2"
     assert list(batch["uid"]) == [f"{i}: {at}" for i, at in enumerate((one, two, one)) for _ in range(2)]
-    assert len(preference_batch([])) == 0
+    assert len(training_batch([], "labels")) == 0

@@ -65,10 +65,7 @@ def test_parquet_arrays_become_lists_and_padding_nulls_go(tmp_path: Path) -> Non
     table = pa.Table.from_pylist([row(prompt=list(messages), extra_info={"targets": list(np.array([1, 2]))})])
     pq.write_table(table, tmp_path / "a.parquet")
     (prompt,) = load(str(tmp_path / "a.parquet"))
-    assert prompt.messages == [
-        {"role": "system", "content": "s", "name": "bot"},
-        {"role": "user", "content": "u"},
-    ]
+    assert prompt.messages == [{"role": "system", "content": "s", "name": "bot"}, {"role": "user", "content": "u"}]
     assert type(prompt.messages) is list
     assert type(prompt.extra_info["targets"]) is list
     assert prompt.extra_info["targets"] == [1, 2]

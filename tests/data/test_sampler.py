@@ -40,10 +40,7 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     a, b = PromptSampler(20, 5, shuffle=True, seed=1), PromptSampler(20, 4, shuffle=True, seed=1)
     whole_a, whole_b = indices(a, 8), indices(b, 10)
     assert whole_a == whole_b  # two epochs; the batch size does not matter
-    assert whole_a == [
-        *np.random.default_rng([1, 0]).permutation(20),
-        *np.random.default_rng([1, 1]).permutation(20),
-    ]
+    assert whole_a == [*np.random.default_rng([1, 0]).permutation(20), *np.random.default_rng([1, 1]).permutation(20)]
     assert indices(PromptSampler(20, 5, shuffle=True, seed=2), 4) != whole_a[:20]
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_dist.config.load import load_config
 from grpo_dist.data.step_tokens import (
     StepForm,
     StepRenderer,
     StepTokens,
     judging_token,
     split_steps,
+    step_ends,
     step_form,
     step_tokens,
 )
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.rewards.steps import step_ends
+from grpo_dist.plan.commands import load_config
 from tests.data.test_tokenize import byte_tokenizer
 from tests.messages import refuses
 
@@ -46,6 +46,24 @@ def test_at_a_text_behind_every_step() -> None:
     found = step_tokens(tokenizer, PROMPT, ["a\n", "b"], StepForm(token=" *\n"), None)
     assert tokenizer.decode(found.token_ids) == f"{START}a *\nb *\n!"
     assert judged(found, tokenizer) == [f"{START}a *", f"{START}a *\nb *"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "separator", "steps", "ends"),
+    [
+        (["a", "b", "\n", "c", ""], "\n", ["ab", "c"], [2, 4]),  # the last step ends with the end-of-sequence token
+        (["a\n", "b\n", ""], "\n", ["a", "b"], [0, 1]),  # nothing follows the last separator
+        (["a\nb\nc"], "\n", ["a", "b", "c"], [0, 0, 0]),  # steps that share a token
+        (["a", "\n\n", "b"], "\n", ["a", "b"], [1, 2]),  # an empty line is no step
+        (["x", "-", ">", "y"], "->", ["x", "y"], [2, 3]),  # a separator of two tokens
+        (["abc", ""], "\n", ["abc"], [1]),
+        (["", "\n", " "], "\n", [], []),
+        ([], "\n", [], []),
+    ],
+)
+def test_steps_and_their_last_tokens(tokens: list[str], separator: str, steps: list[str], ends: list[int]) -> None:
+    assert [step.strip() for step in "".join(tokens).split(separator) if step.strip()] == steps
+    assert step_ends(tokens, separator) == ends
 
 
 def test_as_many_steps_as_the_rewards_have_places_for() -> None:

@@ -23,10 +23,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(template: str | None = TEMPLATE, post: str | None = None) -> PreTrainedTokenizerFast:
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
-        "<s>": 256,
-        "</s>": 257,
-    }
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<s>": 256, "</s>": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import default_values, with_overrides
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.plan.commands import GRPO
 from tests.docs.commands import command_faults
 
 LANGUAGES = {"bash", "console", "python", "json", "yaml", "toml", "text"}

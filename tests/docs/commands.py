@@ -21,14 +21,13 @@ from unittest import mock
 
 from grpo_dist.cli.entry import ENTRIES
 from grpo_dist.cli.entry import main as grpo_dist_main
-from grpo_dist.cli.help import CONFIGS
-from grpo_dist.command_line import QUIET
 from grpo_dist.config.command import AnyCommand
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command, with_overrides
 from grpo_dist.config.overrides import read_command_line
 from grpo_dist.config.problems import config_error
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.plan.commands import COMMANDS, GRPO
+from grpo_dist.run.command_line import QUIET
 from tests.docs.python_blocks import resolve_imports
 
 ROOT = Path(__file__).parents[2]
@@ -101,8 +100,8 @@ def _words_of(module: str) -> list[str]:
 def _read_command(words: Sequence[str], *, partial: bool) -> None:
     """Read the words behind `grpo-dist`."""
     name, *arguments = words
-    if name in CONFIGS:
-        _read_keys([word for word in arguments if word != QUIET], CONFIGS[name], partial=partial)
+    if name in COMMANDS:
+        _read_keys([word for word in arguments if word != QUIET], COMMANDS[name], partial=partial)
         return
     options = _parsed(grpo_dist_main, [[*words]])
     given = getattr(options, "overrides", None) or getattr(options, "named", ())

@@ -80,7 +80,7 @@ def test_python_runs(page: str, folder: Path) -> None:
     pyarrow.parquet.write_table(recorded, folder / "RUN_DIR" / "rollouts" / "3.parquet")
     profiles = folder / "RUN_DIR" / "profiles" / "step_3"  # of docs/profiling.md
     profiles.mkdir(parents=True)
-    for name in ("driver", "rollout_rank0", "ref_rank0", "actor_rank0", "actor_rank1"):
+    for name in ("ray", "rollout_rank0", "ref_rank0", "actor_rank0", "actor_rank1"):
         with gzip.open(profiles / f"{name}.json.gz", "wt") as stream:
             json.dump({"baseTimeNanoseconds": 0, "traceEvents": [{"ts": 1.0}]}, stream)
     run_in_order({block.line: block.text for block in python(page) if is_run(page, block)}, page)
@@ -132,7 +132,7 @@ MAIN = "python -m grpo_dist.main"
         ("bash", f"keys='reward.timout_s=1 data.seed=2'\n{MAIN} $keys", ["reward.timout_s"]),
         ("bash", f"make setup && .venv/bin/{MAIN} reward.timout_s=1", ["reward.timout_s"]),
         ("bash", "python -m grpo_dist.mian", ["grpo_dist.mian"]),
-        ("bash", "python -m grpo_dist.sft optim.rate=1", ["optim.rate"]),
+        ("bash", "grpo-dist sft optim.rate=1", ["optim.rate"]),
         ("bash", "python -m benchmarks.gone", ["benchmarks.gone"]),
         ("bash", "python -m benchmarks.gpu_check --parts gone", ["gone"]),
         ("bash", "python scripts/gone.py", ["scripts/gone.py"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from grpo_dist.names import LOSS_AGG_MODES
+from grpo_dist.plugins.names import LOSS_AGG_MODES
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| \[([^]]+)\]\(([^)]+)\) \| (.+) \| ?(.*) \|$")

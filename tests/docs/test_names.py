@@ -14,12 +14,11 @@ from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.cli.entry import ENTRIES
-from grpo_dist.cli.help import CONFIGS
 from grpo_dist.config.documented import all_keys
 from grpo_dist.config.field_types import Section
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.schema_health import RULES
-from grpo_dist.names import LOSS_AGG_MODES, ROLLOUT_ENGINES, WEIGHT_TRANSPORTS
+from grpo_dist.plan.commands import COMMANDS, GRPO
+from grpo_dist.plugins.names import LOGGERS, LOSS_AGG_MODES, ROLLOUT_ENGINES, WEIGHT_TRANSPORTS
 from grpo_dist.rewards.load import SCORERS
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +52,6 @@ def parts(kind: Any) -> Iterator[Any]:
         yield from parts(part)
 
 
-LOGGERS = {value for key, value in choices(GRPO.schema) if key == "trainer.logger"}
-
-
 @pytest.mark.parametrize(
     ("page", "names"),
     [
@@ -67,13 +63,13 @@ LOGGERS = {value for key, value in choices(GRPO.schema) if key == "trainer.logge
         ("environments", AGENT_LOOP.names()),
         ("rewards", SCORING),
         ("rewards", SCORERS),
-        ("metrics", LOGGERS - {"console", "jsonl"}),  # which are always on
+        ("metrics", set(LOGGERS) - {"console", "jsonl"}),  # which are always on
         ("metrics", RULES),
         ("architecture", WEIGHT_TRANSPORTS),
         ("config", ROLLOUT_ENGINES),
         *(
             ("config", [f"{group}={option}" for option in options])
-            for command in CONFIGS.values()
+            for command in COMMANDS.values()
             for group, options in command.group_options().items()
         ),
     ],
@@ -90,12 +86,13 @@ def test_every_command_is_in_the_readme() -> None:
     assert [name for name in ENTRIES if f"`grpo-dist {name}" not in readme] == []
 
 
-@pytest.mark.parametrize("command", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_every_choice_of_a_key_is_explained(command: Any) -> None:
     """In what docs/config.md and `grpo-dist help` say of the key, or, of the health rules, in docs/metrics.md."""
-    found, keys = dict.fromkeys(choices(command.schema)), all_keys(command)
+    found = dict.fromkeys([*choices(command.schema), *(("trainer.logger", name) for name in LOGGERS)])
+    keys = all_keys(command)
     metrics = (ROOT / "docs" / "metrics.md").read_text()
-    assert ("trainer.logger", "prometheus") in found
+    assert ("trainer.resume_mode", "resume_path") in found
     silent = [
         (key, value)
         for key, value in found

@@ -24,7 +24,7 @@ WHOLE = ("grpo_dist.algorithms", "grpo_dist.protocol", "grpo_dist.report")
 OF_OTHERS = {"grpo_dist.agents.verifiers_harness"}
 DOTTED = re.compile(r"(?<![\w/.])grpo_dist(?:[.:][A-Za-z_]\w*)+")
 # Named in pages as `python -m NAME`, and a file of the exported model.
-COMMANDS = {f"grpo_dist.{name}" for name in ("main", "sft", "reward_model", "serve", "eval", "tasks.prepare", "json")}
+COMMANDS = {"grpo_dist.main", "grpo_dist.json"}
 
 
 def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_dist.trainer import run
+from grpo_dist.run import run
 
 
 @pytest.fixture(scope="module")

@@ -61,9 +61,10 @@ def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
     )
     (base_accuracy,) = accuracies(grpo / "val_only")
     run(
-        *("-m", "grpo_dist.sft", *COMMON, f"model.path={base}", "optim.lr=3e-3", "trainer.total_training_steps=1200"),
+        *("-m", "grpo_dist", "sft", *COMMON, f"model.path={base}", "optim.lr=3e-3"),
         *(f"data.train_files={answers}", "trainer.total_epochs=10", "trainer.val_before_train=false"),
         *(
+            "trainer.total_training_steps=1200",
             "trainer.test_freq=-1",
             "cluster.world_size=2",
             "cluster.num_threads_per_worker=1",

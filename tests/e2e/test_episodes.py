@@ -14,6 +14,7 @@ from tests.messages import says
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).parents[2]
 GAME = """
 from grpo_dist.agents import AgentLoop
 
@@ -33,7 +34,7 @@ class Game(AgentLoop):
         episode.reward, episode.metrics = float(episode.index), {"moves": 3}
 """
 FAST = [
-    "actor_rollout_ref.rollout.name=grpo_dist.engines.fakes:FakeRolloutEngine",
+    f"actor_rollout_ref.rollout.name={ROOT}/tests/engines/fakes.py:FakeRolloutEngine",
     "actor_rollout_ref.rollout.n=2",
     "data.train_batch_size=4",
     "data.shuffle=false",

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.load import load_config
-from grpo_dist.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
-from grpo_dist.trainer.build import Workers
-from grpo_dist.trainer.preflight import check_model
-from grpo_dist.trainer.roles import Roles
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plugins.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.roles.roles import Roles
+from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
+from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -75,11 +76,11 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def roles(local_ray: None) -> Iterator[Roles]:
-    workers = Workers(load_config([*SMALL, *EVERY_COLUMN])[0])
-    try:
-        yield workers.start(num_steps=len(CASES))
-    finally:
-        workers.shutdown()
+    config, _ = load_config([*SMALL, *EVERY_COLUMN])
+    with ExitStack() as stack:
+        started = spawn_roles(config, stack)
+        start_roles(config, started, len(CASES))
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def weight_versions() -> list[int]:
 def test_one_step(roles: Roles, weight_versions: list[int], overrides: list[str], tmp_path: Path) -> None:
     needed = [more for override in overrides for more in NEEDED.get(override, ())]
     config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides, *needed])
-    prompts, _ = load_run_prompts(config, check_model(config))
+    prompts, _ = load_run_prompts(config, policy_folder(config))
     trainer = recorded_trainer(config, roles, prompts, 1)
     trainer.weight_version = max(weight_versions)  # the engines take newer weights only
     trainer.fit()

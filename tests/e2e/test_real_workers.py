@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,25 @@ import numpy as np
 import pytest
 import ray
 
-from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import metric_values
-from grpo_dist.trainer.build import Workers
+from grpo_dist.roles.reward import Task
+from grpo_dist.roles.roles import Roles
+from grpo_dist.roles.weight_sync import sync_weights
+from grpo_dist.roles.weight_transport import ObjectStoreTransport, Outcomes
+from grpo_dist.run.build import spawn_roles, start_roles
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
-from grpo_dist.trainer.preflight import check_model
-from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.rollout.pump import PASSES
-from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.call import Call
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.weight_sync import sync_weights
-from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
-from tests.models import builtin_reward_model
+from tests.models import builtin_reward_model, policy_folder
 from tests.trainer.recorded import history, recorded_trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -79,7 +79,7 @@ class Lab:
 
     def train(self, prepare: Callable[[GRPOTrainer], None] = lambda trainer: None) -> GRPOTrainer:
         run(self.roles.actor.load_checkpoint(self.start))
-        prompts, _ = load_run_prompts(self.config, check_model(self.config))
+        prompts, _ = load_run_prompts(self.config, policy_folder(self.config))
         trainer = recorded_trainer(self.config, self.roles, prompts, STEPS)
         trainer.weight_version = self.version
         prepare(trainer)
@@ -93,14 +93,12 @@ def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     folder = tmp_path_factory.mktemp("lab")
     scorer = builtin_reward_model(folder / "scorer")
     config, _ = load_config([*CONFIG, f"reward_model.model.path={scorer}", f"trainer.default_local_dir={folder}"])
-    workers = Workers(config)
-    try:
-        roles = workers.start(num_steps=STEPS)
+    with ExitStack() as stack:
+        roles = spawn_roles(config, stack)
+        start_roles(config, roles, STEPS)
         run(roles.actor.begin_save(str(folder / "start")))
         run(roles.actor.finished_save(wait=True))
         yield Lab(config, roles, str(folder / "start"))
-    finally:
-        workers.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +112,7 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
     """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
     config, roles, rows = lab.config, lab.roles, []
     prompts, objective, targets = (
-        load_run_prompts(config, check_model(config))[0],
+        load_run_prompts(config, policy_folder(config))[0],
         objective_settings(config),
         target_settings(config),
     )
@@ -194,7 +192,7 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
 
 
 def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturbed: tuple) -> None:
-    prompts = load_run_prompts(lab.config, check_model(lab.config))[0].train
+    prompts = load_run_prompts(lab.config, policy_folder(lab.config))[0].train
     groups = [sample(lab, prompts[i], step=1) for i in range(8)]
     usual, *others = (
         reference_log_probs(lab, groups, passes).fetch(("ref_log_probs",))["ref_log_probs"].values.numpy()
@@ -274,7 +272,7 @@ def test_a_reward_model_killed_while_it_scores_changes_nothing(lab: Lab, undistu
     assert_same(trainer, lab.weights(), undisturbed)
 
 
-@pytest.mark.long  # tests/workers/test_weight_transport.py kills one in a sync, too
+@pytest.mark.long  # tests/roles/test_weight_transport.py kills one in a sync, too
 def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
     def prepare(trainer: GRPOTrainer) -> None:
         trainer.transport = Deadly()

@@ -1,4 +1,4 @@
-"""`python -m grpo_dist.reward_model` on real ranks and the built-in task, from its start to its end.
+"""`grpo-dist reward-model` on real ranks and the built-in task, from its start to its end.
 
 The runs share a Ray cluster, as runs that join one do.
 """
@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.reward_model import main
+from grpo_dist.main import reward_model as main
 from grpo_dist.tasks import arithmetic
 from tests.messages import says
 from tests.trainer.metrics_page import PAGE, undocumented
@@ -120,7 +120,7 @@ def test_what_cannot_be_trained_on_ends_with_exit_code_2(tmp_path: Path) -> None
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "2"}) + "\n")
     overrides = [f"data.train_files={rows}", "data.max_length=64", f"trainer.default_local_dir={tmp_path}/run"]
-    command = [sys.executable, "-m", "grpo_dist.reward_model", *overrides]
+    command = [sys.executable, "-m", "grpo_dist", "reward-model", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     says(done.stderr, "data.train_files", f"{rows}, line 1", "chosen and rejected")

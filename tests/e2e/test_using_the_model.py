@@ -23,7 +23,7 @@ ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 def test_eval_gives_the_figures_that_the_run_gave(main_run: Outcome) -> None:
     """The run has validated its first and its last policy; the base model is its first."""
-    command = [sys.executable, "-m", "grpo_dist.eval", str(main_run.run_dir), "--base", "--json"]
+    command = [sys.executable, "-m", "grpo_dist", "eval", str(main_run.run_dir), "--base", "--json"]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     base, trained = json.loads(told.stdout)
     assert [row["model"] for row in (base, trained)] == ["base builtin:tiny-qwen3", f"run step {STEPS}"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from grpo_dist import names
 from grpo_dist.engines.base import (
     FSDP,
     ROLLOUT_ENGINES,
@@ -19,10 +18,11 @@ from grpo_dist.engines.base import (
     check_responses,
     rollout_engine,
 )
-from grpo_dist.engines.fakes import FakeRolloutEngine, FakeTrainEngine, FakeWeights
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins import names
+from grpo_dist.plugins.registry import load_attribute
+from tests.engines.fakes import FakeRolloutEngine, FakeTrainEngine, FakeWeights
 from tests.messages import refuses
 
 METHODS = {
@@ -56,7 +56,7 @@ def test_the_names_are_those_of_the_config() -> None:
 def test_an_engine_of_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from grpo_dist.engines.fakes import FakeRolloutEngine as Mine\n\n\nclass Half:\n    def start(): ...\n"
+        "from tests.engines.fakes import FakeRolloutEngine as Mine\n\n\nclass Half:\n    def start(): ...\n"
     )
     assert rollout_engine(f"{file}:Mine") is FakeRolloutEngine
     with pytest.raises(ConfigError) as caught:

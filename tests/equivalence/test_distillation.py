@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms import kl_penalty, policy_objective
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 
 V = 3
@@ -54,26 +55,17 @@ def objective(policy: Tensor, teacher: Tensor, *, kl_loss_type: str | None, adva
     log_probs, mask = of_tokens(policy), torch.ones(N, 2)
     weights = log_probs.sum(1).exp().detach()
     exact = None if kl_loss_type != "full" else kl_penalty("full", rows(policy), rows(teacher)).double()
-    losses = [
-        policy_objective(
-            log_probs=log_probs[i : i + 1],
-            old_log_probs=log_probs[i : i + 1].detach(),
-            advantages=advantages[i : i + 1],
-            response_mask=mask[i : i + 1],
-            ref_log_probs=of_tokens(teacher)[i : i + 1],
-            entropy=None,
-            loss_mode="vanilla",
-            loss_agg_mode="token-sum",
-            options={},
-            kl_loss_type=kl_loss_type,
-            kl_loss_coef=1.0,
-            entropy_coeff=0.0,
-            global_tokens=1,
-            global_sequences=1,
-            exact_kl=None if exact is None else exact[i : i + 1],
-        )[0]
-        for i in range(N)
-    ]
+    columns = {"log_probs": log_probs, "old_log_probs": log_probs.detach(), "advantages": advantages}
+    columns |= {"response_mask": mask, "ref_log_probs": of_tokens(teacher)}
+    columns |= {} if exact is None else {"exact_kl": exact}
+    settings = ObjectiveSettings(
+        loss_agg_mode="token-sum",
+        use_kl_loss=kl_loss_type is not None,
+        kl_loss_type=kl_loss_type or "",
+        kl_loss_coef=1.0,
+    )
+    rows_of = [{name: values[i : i + 1] for name, values in columns.items()} for i in range(N)]
+    losses = [policy_objective(row, settings, global_tokens=1, global_sequences=1)[0] for row in rows_of]
     return (weights * torch.stack(losses)).sum()
 
 

@@ -7,7 +7,7 @@ packed: log-probs that are off by nats, or, where it pads them, an engine that d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,16 +16,17 @@ import torch
 
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import WeightSyncError
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.roles.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
 from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
 from tests.messages import says
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned, start_together
-from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, engine_settings, policy_settings
+from tests.roles.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, policy_settings
+from tests.worker_settings import engine_settings
 
 pytestmark = pytest.mark.ray
 
@@ -89,7 +90,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pyte
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
         settings = [
-            replace(engine_settings(path, rank), weight_transport=transport, tensor_parallel_size=size)
+            engine_settings(path, seed=rank, weight_transport=transport, tensor_model_parallel_size=size)
             for rank, transport in enumerate(TRANSPORTS)
         ]
         engines = rollout.ask_each("start", "start", [(each,) for each in settings])

@@ -11,6 +11,7 @@ import torch
 from grpo_dist.algorithms import kl_penalty, policy_objective
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+from grpo_dist.algorithms.settings import ObjectiveSettings
 
 N, T, V = 8, 5, 7
 LENGTHS = torch.tensor([5, 1, 3, 0, 4, 2, 5, 3])  # one response is masked whole
@@ -45,34 +46,33 @@ def loss_and_gradient(
 ) -> tuple[float, torch.Tensor]:
     data = columns()
     logits = data["logits"].requires_grad_()
+    settings = ObjectiveSettings(
+        loss_mode,
+        mode,
+        use_kl_loss=kl != "none",
+        kl_loss_type=kl,
+        kl_loss_coef=0.3,
+        entropy_coeff=0.1 if entropy else 0.0,
+        loss_scale_factor=T,
+    )
     total = torch.zeros(())
     for part in parts:
         log_softmax = torch.log_softmax(logits[part], -1)
         reference = torch.log_softmax(data["ref_logits"][part], -1)
-        optional: dict[str, Any] = {}
+        cut = {
+            "log_probs": log_softmax[..., 0],
+            "old_log_probs": data["old"][part],
+            "advantages": data["advantages"][part],
+            "response_mask": MASK[part],
+            "ref_log_probs": reference[..., 0],
+            "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
+            "selected_tokens": data["selected"][part],
+        }
         if kl == "full":
-            optional["exact_kl"] = kl_penalty("full", log_softmax, reference)
+            cut["exact_kl"] = kl_penalty("full", log_softmax, reference)
         if corrected:
-            optional["rollout_is_weights"] = data["weights"][part]
-        loss, _ = policy_objective(
-            log_probs=log_softmax[..., 0],
-            old_log_probs=data["old"][part],
-            advantages=data["advantages"][part],
-            response_mask=MASK[part],
-            ref_log_probs=reference[..., 0] if kl not in ("none", "full") else None,
-            entropy=-(log_softmax.exp() * log_softmax).sum(-1) if entropy else None,
-            loss_mode=loss_mode,
-            loss_agg_mode=mode,
-            options={},
-            kl_loss_type=None if kl == "none" else kl,
-            kl_loss_coef=0.3,
-            entropy_coeff=0.1,
-            global_tokens=MASK.sum(),
-            global_sequences=(MASK.sum(-1) > 0).sum(),
-            loss_scale_factor=T,
-            selected=data["selected"][part],
-            **optional,
-        )
+            cut["rollout_is_weights"] = data["weights"][part]
+        loss, _ = policy_objective(cut, settings, global_tokens=MASK.sum(), global_sequences=(MASK.sum(-1) > 0).sum())
         total = total + loss
     total.backward()
     assert logits.grad is not None

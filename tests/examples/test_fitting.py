@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from grpo_dist.config.load import load_config
+from grpo_dist.plan.commands import load_config
 from tests.examples.test_examples import load_module
 
 ROOT = Path(__file__).parents[2]

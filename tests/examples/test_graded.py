@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins.registry import load_attribute
 from tests.messages import refuses
 
 PATH = str(Path(__file__).parents[2] / "examples" / "rewards" / "graded.py")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins.registry import load_attribute
 
 PATH = Path(__file__).parents[2] / "examples" / "instructions" / "instructions.py"
 compute_score = load_attribute(f"{PATH}:compute_score", key="path")

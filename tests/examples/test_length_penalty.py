@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import load_attribute
+from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.rewards import load_reward_function, score_response
 from tests.messages import refuses
 

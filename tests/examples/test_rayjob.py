@@ -14,8 +14,8 @@ import pytest
 import yaml
 from dockerfile_parse import DockerfileParser
 
-from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import load_config
 from tests.messages import refuses
 
 ROOT = Path(__file__).parents[2]

@@ -82,6 +82,13 @@ class Batch:
     advantages: Rows
     weights: Rows | None = None
 
+    def columns(self, log_probs: Tensor) -> dict[str, Tensor]:
+        """The columns of `compute_policy_loss`, nan off the mask."""
+        hide = self.shape.hide
+        columns = {"log_probs": log_probs, "old_log_probs": hide(self.old), "advantages": hide(self.advantages)}
+        columns["response_mask"] = self.shape.mask
+        return columns | ({} if self.weights is None else {"rollout_is_weights": hide(self.weights)})
+
     def trained(self, selected: set[tuple[int, int]]) -> list[Row]:
         """The trained tokens of each response that has one, some of them `selected` by row and place."""
         weights = self.weights or self.shape.cut([1.0] * (self.shape.rows * self.shape.columns))

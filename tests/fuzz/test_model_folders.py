@@ -15,10 +15,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from grpo_dist.assets.model_folder import check_model_folder
-from grpo_dist.config.model_shape import model_config_at_hand, model_shape
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.errors import DataError
+from grpo_dist.plan.model_shape import model_config_at_hand, model_shape
 from tests.messages import refuses, says
 from tests.models import random_qwen3
 

@@ -13,6 +13,7 @@ from grpo_dist.algorithms import compute_value_loss, kl_penalty, policy_objectiv
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import DEFAULTS
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from tests.fuzz.batches import EXAMPLES, FEW, Batch, Shape, assert_near, batches, cuts, decided, derivative, shapes
 from tests.fuzz.papers import Rows, masked
 from tests.fuzz.papers.aggregates import AGGREGATES
@@ -141,23 +142,12 @@ def test_the_objective_in_parts(
     log_probs = shape.hide(batch.new).requires_grad_()
     found = torch.zeros(())
     for part in parts:
+        columns = batch.columns(log_probs) | {"ref_log_probs": shape.hide(ref), "entropy": shape.hide(entropy)}
         loss, _ = policy_objective(
-            log_probs=log_probs[part],
-            old_log_probs=shape.hide(batch.old)[part],
-            advantages=shape.hide(batch.advantages)[part],
-            response_mask=shape.mask[part],
-            ref_log_probs=shape.hide(ref)[part],
-            entropy=shape.hide(entropy)[part],
-            loss_mode="vanilla",
-            loss_agg_mode=mode,
-            options=DEFAULTS,
-            kl_loss_type=name,
-            kl_loss_coef=0.5,
-            entropy_coeff=0.25,
+            {column: values[part] for column, values in columns.items()},
+            ObjectiveSettings("vanilla", mode, DEFAULTS, True, name, 0.5, 0.25, correction=correction),
             global_tokens=shape.tokens,
             global_sequences=shape.sequences,
-            rollout_is_weights=None if batch.weights is None else shape.hide(batch.weights)[part],
-            correction=correction,
         )
         found = found + loss
     found.backward()

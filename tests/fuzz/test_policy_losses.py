@@ -14,7 +14,8 @@ from torch import Tensor
 from grpo_dist.algorithms import agg_loss, compute_policy_loss
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.policy_loss import DEFAULTS, POLICY_LOSS, token_selection
-from grpo_dist.names import TOKEN_SELECTING_LOSSES
+from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
 from tests.fuzz.batches import EXAMPLES, FEW, Batch, Shape, assert_near, batches, cuts, decided, derivative, shapes
 from tests.fuzz.papers import Rows
 from tests.fuzz.papers.aggregates import AGGREGATES
@@ -116,19 +117,9 @@ def test_aggregations(mode: str, data: st.DataObject, shape: Shape, factor: floa
     assert_near(sum(pieces, torch.zeros(())), expected)
 
 
-def loss_of(name: str, batch: Batch, part: slice, log_probs: Tensor, **more: Any) -> Tensor:
+def loss_of(settings: ObjectiveSettings, columns: dict[str, Tensor], part: slice, **counts: Any) -> Tensor:
     """Our loss of some rows of a batch."""
-    shape = batch.shape
-    loss, _ = compute_policy_loss(
-        name,
-        old_log_probs=shape.hide(batch.old)[part],
-        log_probs=log_probs[part],
-        advantages=shape.hide(batch.advantages)[part],
-        response_mask=shape.mask[part],
-        rollout_is_weights=None if batch.weights is None else shape.hide(batch.weights)[part],
-        **more,
-    )
-    return loss
+    return compute_policy_loss({name: values[part] for name, values in columns.items()}, settings, **counts)[0]
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -148,19 +139,11 @@ def test_policy_losses(
         gradients = slopes(LOSSES[name], rows, options, mode, scale)
     log_probs = shape.hide(batch.new).requires_grad_()
     found = torch.zeros(())
+    settings = ObjectiveSettings(name, mode, options, loss_scale_factor=factor)
+    columns = batch.columns(log_probs) | ({} if picked is None else {"selected_tokens": torch.tensor(picked)})
+    counts = {"global_tokens": shape.tokens, "global_sequences": shape.sequences}
     for part in parts:
-        found = found + loss_of(
-            name,
-            batch,
-            part,
-            log_probs,
-            selected=None if picked is None else torch.tensor(picked)[part],
-            loss_agg_mode=mode,
-            config=options,
-            global_tokens=shape.tokens,
-            global_sequences=shape.sequences,
-            loss_scale_factor=factor,
-        )
+        found = found + loss_of(settings, columns, part, **counts)
     found.backward()
     assert log_probs.grad is not None
     assert_near(found, expected, scale=size)
@@ -176,7 +159,7 @@ def test_gspo_of_one_advantage_a_response_is_the_sequences_own(batch: Batch, opt
     with decided():
         gradients = slopes(gspo_sequence, plain.trained(set()), options, mode, 1.0)
     log_probs = shape.hide(batch.new).requires_grad_()
-    loss_of("gspo", plain, slice(None), log_probs, loss_agg_mode=mode, config=options).backward()
+    loss_of(ObjectiveSettings("gspo", mode, options), plain.columns(log_probs), slice(None)).backward()
     assert log_probs.grad is not None
     assert_near(log_probs.grad, in_place(gradients, shape.masks), scale=10.0)
 

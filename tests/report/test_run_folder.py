@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.report.page import overview
 from grpo_dist.report.run_folder import compare_configs, read_run
 from tests.messages import refuses, says
 from tests.report.runs import write_run, write_step
@@ -52,3 +53,11 @@ def test_keys_that_differ(tmp_path: Path) -> None:
 def test_folders_of_no_run_are_refused(tmp_path: Path) -> None:
     with refuses(ConfigError, tmp_path, "metrics.jsonl", "trainer.default_local_dir"):
         read_run(tmp_path)
+
+
+def test_which_role_waited_is_said_of_a_run_with_idle_shares(tmp_path: Path) -> None:
+    rows = [{"step": n, "timing_s/step": 1.0, "perf/idle/actor": 0.5, "perf/idle/rollout": 0.25} for n in (1, 2, 3)]
+    run = read_run(write_run(tmp_path / "run", rows))
+    says(run.waited, "step 3", "ranks 50%", "engines 25%")
+    assert ("who waited", run.waited) in overview([run])["facts"]
+    assert read_run(write_run(tmp_path / "short", rows[:2])).waited == ""

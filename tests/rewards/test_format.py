@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
-from grpo_dist.rewards import load_reward_function, score_response
-from grpo_dist.rewards.format import compute_score, tag_contents
+from grpo_dist.rewards import load_reward_function
+from grpo_dist.rewards.format import accepted_answers, compute_score, contains, tag_contents
 from tests.messages import refuses
+from tests.rewards.scoring import scored
 
 THINK = ("think", "answer")
 
@@ -79,15 +82,12 @@ def test_by_name_with_reward_kwargs() -> None:
     function = load_reward_function(
         "grpo_dist.rewards.format", "compute_score", {"tags": ["a", "b"], "format_score": 0.5}
     )
-    result = score_response(
-        function, data_source="mine", solution_str="<a>1</a><b>2</b>", ground_truth="3", extra_info={}
-    )
+    result = scored("<a>1</a><b>2</b>", "3", function=function)
     assert (result.score, result.extra) == (0.5, {"format": 1.0, "acc": 0.0})
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["<think>" * 50_000, "<think>a" + "</think>\n<answer> " * 20_000, "<think>x</think>" + " " * 300_000],
+    "text", ["<think>" * 50_000, "<think>a" + "</think>\n<answer> " * 20_000, "<think>x</think>" + " " * 300_000]
 )
 def test_repeated_tags_take_no_time(text: str) -> None:
     start = time.process_time()
@@ -101,3 +101,39 @@ def test_truths() -> None:
     with refuses(ValueError, "ground_truth {'target': 4}", "a text, a number, or a list"):
         score(text, {"target": 4})
     assert score(text, {"target": 4}, format_score=1)["score"] == 1.0, "the answer does not matter"
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "expected"),
+    [
+        ("a cat", "cat", True),
+        ("cats", "cat", False),
+        ("2.5", "2.5", True),
+        ("12.5", "2.5", False),
+        ("2.51", "2.5", False),
+        ("1,000", "1,000", True),
+        ("1,000,000", "000", False),
+        ("v.5", "5", True),
+        ("x/5", "5", True),
+        ("(5)", "(5)", True),
+        ("5 apples", "5 apples", True),
+        ("2.5 apples", "5 apples", False),
+        ("5.", "5", True),
+        ("5...7", "5", True),
+        ("", "5", False),
+    ],
+)
+def test_contains(text: str, part: str, expected: bool) -> None:
+    assert contains(text, part) == expected
+
+
+def test_accepted_answers() -> None:
+    assert accepted_answers(" 4 ") == ["4"]
+    assert accepted_answers(10**400) == ["1" + "0" * 400]
+    assert accepted_answers(["4", 5, 0.5, Decimal("0.10"), np.int64(3)]) == ["4", "5", "0.5", "0.10", "3"]
+
+
+@pytest.mark.parametrize("truth", [None, "", " ", [], ["4", None], {"answer": "4"}, [["4"]], float("inf"), b"4"])
+def test_what_is_no_answer_is_named(truth: object) -> None:
+    with refuses(ValueError, f"ground_truth {truth!r}", "a text, a number, or a list"):
+        accepted_answers(truth)

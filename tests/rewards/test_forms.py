@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.base import RewardFunction, RewardResult
+from grpo_dist.rewards.contract import RewardFunction, RewardResult
 from grpo_dist.rewards.forms import Failure, Sample, form_of, score_group
 from tests.messages import refuses, says
 

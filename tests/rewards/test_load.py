@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function, score_response
-from grpo_dist.rewards.base import RewardResult, RowNeeds
+from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function
+from grpo_dist.rewards.contract import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Sample, score_group
 from grpo_dist.rewards.load import MOVED, SCORERS
-from tests.messages import refuses, says
+from tests.messages import refuses
+from tests.rewards.scoring import scored
 
 SOURCE = """
 import os
@@ -56,7 +57,7 @@ def file(tmp_path: Path) -> str:
 
 
 def score(function: RewardFunction, text: str, data_source: str = "mine") -> Any:
-    return score_response(function, data_source=data_source, solution_str=text, ground_truth="4", extra_info={})
+    return scored(text, "4", data_source, function=function)
 
 
 @pytest.mark.parametrize("data_source", ["openai/gsm8k", "gsm8k", "arithmetic"])
@@ -68,9 +69,8 @@ def test_no_path_gives_the_built_in_scorer_of_the_data_source(data_source: str) 
 
 @pytest.mark.parametrize("data_source", ["gsm9k", "os:system", "", "gsm8k/", "reasoning_gym"])
 def test_unknown_data_source_says_what_to_set(data_source: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with refuses(ConfigError, repr(data_source), "set custom_reward_function.path") as error:
         score(load_reward_function(None, "compute_score", {}), "#### 4", data_source)
-    says(error, repr(data_source), "set custom_reward_function.path")
     known = str(error.value).partition("Built-in: ")[2].split(", ")
     assert {"arithmetic", "countdown", "openai/gsm8k", "HuggingFaceH4/MATH-500", "math_dapo"} <= set(known)
 
@@ -88,9 +88,8 @@ def test_built_in_scorers_take_no_reward_kwargs() -> None:
 
 
 def test_a_bad_ground_truth_is_an_error_not_a_zero() -> None:
-    function = load_reward_function(None, "compute_score", {})
     with refuses(RewardError, "ground_truth 'four'", "number"):
-        score_response(function, data_source="gsm8k", solution_str="#### 4", ground_truth="four", extra_info={})
+        scored("#### 4", "four", "gsm8k")
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -219,14 +218,4 @@ def test_every_built_in_scorer_says_whether_the_answer_is_right(data_source: str
         "planner": (plan, json.dumps(plan), json.dumps(other)),
     }
     truth, *answers = special.get(data_source, number)
-    results = [
-        score_response(
-            load_reward_function(None, "compute_score", {}),
-            data_source=data_source,
-            solution_str=answer,
-            ground_truth=truth,
-            extra_info={},
-        )
-        for answer in answers
-    ]
-    assert [result.extra["acc"] for result in results] == [1.0, 0.0]
+    assert [scored(answer, truth, data_source).extra["acc"] for answer in answers] == [1.0, 0.0]

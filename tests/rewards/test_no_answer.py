@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from grpo_dist.algorithms.validation import majority_at_n, pred_ids
-from grpo_dist.rewards import RewardFunction, RewardResult, load_reward_function, score_response
+from grpo_dist.rewards import load_reward_function
+from tests.rewards.scoring import scored
 
 MULTIPLE_CHOICE = str(Path(__file__).parents[2] / "examples" / "rewards" / "multiple_choice.py")
 PLAN = [{"agent": "search", "task": "find it"}]
-
-
-def scored(function: RewardFunction, data_source: str, text: str, truth: object) -> RewardResult:
-    return score_response(function, data_source=data_source, solution_str=text, ground_truth=truth, extra_info={})
 
 
 @pytest.mark.parametrize(
@@ -37,7 +34,7 @@ def test_only_answers_vote(path: str | None, data_source: str, truth: object, an
     """Three responses are cut off before the answer, two are right."""
     function = load_reward_function(path, "compute_score", {})
     texts = ["I am thinking ..."] * 3 + [answer] * 2
-    results = [scored(function, data_source, text, truth) for text in texts]
+    results = [scored(text, truth, data_source, function=function) for text in texts]
     assert [result.extra["acc"] for result in results] == [0.0] * 3 + [1.0] * 2
     assert [result.pred for result in results[:3]] == [None] * 3
     if results[-1].pred is not None:  # countdown, plans and exact texts are no answers to vote on

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_dist.names import OPTIONAL_FUNCTION
-from grpo_dist.rewards import load_reward_function, score_response
+from grpo_dist.plugins.names import OPTIONAL_FUNCTION
+from grpo_dist.rewards import load_reward_function
+from tests.rewards.scoring import scored
 
 
 @pytest.mark.parametrize(
@@ -12,8 +13,6 @@ from grpo_dist.rewards import load_reward_function, score_response
 )
 def test_only_what_can_be_scored_is(data_source: str, ground_truth: str | None, score: float) -> None:
     function = load_reward_function(OPTIONAL_FUNCTION, "compute_score", {})
-    found = score_response(
-        function, data_source=data_source, solution_str="#### 3", ground_truth=ground_truth, extra_info={}
-    )
-    assert found.score == score
-    assert ("acc" in found.extra) == (data_source == "arithmetic" and ground_truth is not None)
+    result = scored("#### 3", ground_truth, data_source, function=function)
+    assert result.score == score
+    assert ("acc" in result.extra) == (data_source == "arithmetic" and ground_truth is not None)

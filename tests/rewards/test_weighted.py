@@ -5,8 +5,9 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, load_reward_function, score_response
-from grpo_dist.rewards.base import RowNeeds
+from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
+from grpo_dist.rewards.weighted import GDPO_KEYS, GDPO_WEIGHTS, chosen_components
 from tests.messages import refuses, says
 
 PATH = "grpo_dist.rewards.weighted"
@@ -150,10 +151,7 @@ def test_a_sum_in_a_sum_is_refused() -> None:
 
 def test_its_functions_are_the_components() -> None:
     """Not the values beside their scores: graded's `acc` is none."""
-    functions = [
-        {"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}},
-        {"path": XML_TAGS, "label": "tags"},
-    ]
+    functions = [{"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}}, {"path": XML_TAGS, "label": "tags"}]
     assert load(functions).components == {"graded": 2.0, "tags": 1.0}
     assert load_reward_function(GRADED, "compute_score", {}).components == {}
 
@@ -205,3 +203,42 @@ def test_steps_are_weighed_and_must_be_as_many(tmp_path: Path) -> None:
     assert found.judged_steps == {"a": (1.0, 0.0), "b": (0.0, 1.0)}
     with refuses(RewardError, "a 1", "b 2"):
         score_response(load([judge("a", 1.0, [1.0]), judge("b", 1.0, [1.0, 2.0])]), **arguments)
+
+
+DECLARED = {"right": 1.0, "short": 0.5}
+
+
+def test_gdpo_compares_those_declared_with_their_weights() -> None:
+    assert chosen_components(None, None, declared=DECLARED, overlong_penalty=False) == DECLARED
+    assert chosen_components(None, [2.0, 3.0], declared=DECLARED, overlong_penalty=False) == {"right": 2, "short": 3}
+
+
+def test_the_overlong_penalty_is_one_more_component() -> None:
+    found = chosen_components(None, None, declared=DECLARED, overlong_penalty=True)
+    assert found == {"right": 1, "short": 0.5, "overlong_penalty": 1}
+
+
+def test_gdpo_compares_those_named() -> None:
+    """A weight that is not set is the declared one, and 1 for a value that is no component of its own."""
+    keys = ["short", "right.acc"]
+    assert chosen_components(keys, None, declared=DECLARED, overlong_penalty=False) == {"short": 0.5, "right.acc": 1}
+    keys = ["style", "overlong_penalty"]
+    assert chosen_components(keys, None, declared={}, overlong_penalty=True) == {"style": 1, "overlong_penalty": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((None, None, {}), (GDPO_KEYS, "grpo_dist.rewards.weighted", "length, style")),
+        ((["shrot"], None, DECLARED), (f"{GDPO_KEYS}=shrot", "right, short")),
+        ((["right"], [1.0, 2.0], DECLARED), (GDPO_WEIGHTS, "2 weights", "right")),
+        ((None, [1.0], DECLARED), (GDPO_WEIGHTS, "right, short")),
+    ],
+)
+def test_mistakes_in_what_gdpo_compares_are_named(arguments: tuple, parts: tuple[str, ...]) -> None:
+    """The values that a function returns are told, and not taken: a length is a diagnostic."""
+    keys, weights, declared = arguments
+    with refuses(ConfigError, *parts):
+        chosen_components(
+            keys, weights, declared=declared, overlong_penalty=False, returned=["style", "overlong_penalty", "length"]
+        )

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from grpo_dist.config.documented import documented_keys
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.schema_health import RULES, rule_defaults
+from grpo_dist.plan.commands import GRPO
 from scripts.config_reference import reference
 
 DOCS = Path(__file__).parents[2] / "docs/config.md"

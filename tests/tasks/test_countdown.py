@@ -2,9 +2,9 @@ from fractions import Fraction
 
 import pytest
 
-from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.tasks.countdown import compute_score, evaluate, parse_expression
 from tests.messages import refuses
+from tests.rewards.scoring import scored
 
 TRUTH = {"target": 24, "numbers": [3, 3, 8, 8]}
 
@@ -97,8 +97,5 @@ def test_values_are_exact() -> None:
 
 
 def test_built_in() -> None:
-    function = load_reward_function(None, "compute_score", {})
-    text = "<answer>8/(3-8/3)</answer>"
-    arguments = {"data_source": "countdown", "solution_str": text, "extra_info": {}}
-    assert score_response(function, ground_truth=TRUTH, **arguments).score == 1.0
-    assert score_response(function, ground_truth=TRUTH | {"target": 25}, **arguments).score == 0.1
+    for target, earned in ((24, 1.0), (25, 0.1)):
+        assert scored("<answer>8/(3-8/3)</answer>", TRUTH | {"target": target}, "countdown").score == earned

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.data import load_prompts
-from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.tasks.prepare import main
 from tests.messages import says
+from tests.rewards.scoring import scored
+from tests.tasks.conftest import prompts_of
 
 RELEASE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
 EXAMPLES = [
@@ -37,17 +37,6 @@ def gsm8k(raw: Path, out: Path) -> int:
     return main(["gsm8k", "--local_dataset_path", str(raw), "--local_save_dir", str(out)])
 
 
-def load(file: Path):
-    return load_prompts(
-        [str(file)],
-        key="f",
-        prompt_key="prompt",
-        reward_fn_key="data_source",
-        max_samples=-1,
-        shuffle_seed=None,
-    )
-
-
 def test_rows_are_verls(release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "out"
     assert gsm8k(release, out) == 0
@@ -62,7 +51,7 @@ def test_rows_are_verls(release: Path, tmp_path: Path, capsys: pytest.CaptureFix
         "extra_info": {"split": "train", "index": 1} | EXAMPLES[1],
     }
     assert [r["reward_model"]["ground_truth"] for r in rows] == ["4", "70000", "-5"]
-    assert [p.ground_truth for p in load(out / "test.parquet")] == ["4"]
+    assert [p.ground_truth for p in prompts_of(out / "test.parquet")] == ["4"]
     assert sorted(p.name for p in out.iterdir()) == ["test.parquet", "train.parquet"]
 
 
@@ -129,7 +118,7 @@ def test_from_the_hub(tmp_path: Path, serve) -> None:
     asked = serve(EXAMPLES)
     assert main(["gsm8k", "--local_save_dir", str(tmp_path)]) == 0
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    assert len(load(tmp_path / "test.parquet")) == 3
+    assert len(prompts_of(tmp_path / "test.parquet")) == 3
 
 
 def test_parquet_files_named_as_on_the_hub(release: Path, tmp_path: Path) -> None:
@@ -148,20 +137,13 @@ def test_parquet_files_named_as_on_the_hub(release: Path, tmp_path: Path) -> Non
 @pytest.mark.skipif(not RELEASE.is_dir(), reason="the GSM8K release is not on this machine")
 def test_whole_release_its_own_answers_earn_one(tmp_path: Path) -> None:
     assert gsm8k(RELEASE, tmp_path) == 0
-    function = load_reward_function(None, "compute_score", {})
     for split, count in (("train", 7473), ("test", 1319)):
-        prompts = load(tmp_path / f"{split}.parquet")
+        prompts = prompts_of(tmp_path / f"{split}.parquet")
         assert len(prompts) == count
         for prompt, other in zip(prompts, prompts[1:] + prompts[:1], strict=True):
             answer, question = prompt.extra_info["answer"], prompt.extra_info["question"]
             scores = [
-                score_response(
-                    function,
-                    data_source=prompt.data_source,
-                    solution_str=text,
-                    ground_truth=prompt.ground_truth,
-                    extra_info=prompt.extra_info,
-                ).score
+                scored(text, prompt.ground_truth, prompt.data_source, prompt.extra_info).score
                 for text in (answer, question, answer.partition("####")[0], other.extra_info["answer"])
             ]
             assert scores == [1.0, 0.0, 0.0, float(other.ground_truth == prompt.ground_truth)], prompt.location

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards import load_reward_function, score_response
+from grpo_dist.rewards import load_reward_function
 from grpo_dist.tasks.planner import WEIGHTS, best_alignment, compute_score, token_f1
 from tests.messages import refuses
+from tests.rewards.scoring import scored
 
 TRUTH = [
     {"agent": "search", "task": "find the population of Kenya"},
@@ -151,8 +152,6 @@ def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) ->
 
 def test_the_parts_become_metrics() -> None:
     function = load_reward_function("grpo_dist.tasks.planner", "compute_score", {"agents": ["search"]})
-    result = score_response(
-        function, data_source="p", solution_str=json.dumps(TRUTH), ground_truth=TRUTH, extra_info={}
-    )
+    result = scored(json.dumps(TRUTH), TRUTH, function=function)
     assert result.score == pytest.approx(0.9 + 0.1 / 3)
     assert result.extra.keys() == {*WEIGHTS, "acc"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from itertools import pairwise
@@ -11,8 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.data import load_prompts
-from grpo_dist.data.chat_rows import load_chats
+from grpo_dist.data.training_rows import checked_rows, conversation_row
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.format import tag_contents
 from grpo_dist.rewards.load import score_by_data_source
@@ -20,6 +20,7 @@ from grpo_dist.tasks.planner import WEIGHTS
 from grpo_dist.tasks.planner_rows import FORMS, SIZES, TAG, draw_plan, draw_requests
 from grpo_dist.tasks.prepare import main
 from tests.messages import refuses, says
+from tests.tasks.conftest import prompts_of
 
 NUMBERS = {"train": 60, "test": 20, "sft": 40}
 
@@ -93,17 +94,11 @@ def test_the_system_message_names_the_agents_and_the_form(tmp_path: Path) -> Non
 
 def test_both_trainers_read_the_files(tmp_path: Path) -> None:
     prepare(tmp_path)
-    prompts = load_prompts(
-        [str(tmp_path / "train.parquet")],
-        key="f",
-        prompt_key="prompt",
-        reward_fn_key="data_source",
-        max_samples=-1,
-        shuffle_seed=None,
-    )
+    prompts = prompts_of(tmp_path / "train.parquet")
     assert len(prompts) == NUMBERS["train"]
     assert prompts[0].ground_truth[0].keys() == {"agent", "task"}
-    chats = load_chats([str(tmp_path / "sft.parquet")], key="f", messages_key="messages")
+    check = functools.partial(conversation_row, messages_key="messages")
+    chats = checked_rows([str(tmp_path / "sft.parquet")], key="f", check=check)
     assert [(chat.messages[-1]["role"], chat.trained) for chat in chats] == [("assistant", (2,))] * NUMBERS["sft"]
 
 

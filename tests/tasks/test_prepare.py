@@ -8,23 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.data import load_prompts
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tasks.prepare import main
 from tests.messages import says
+from tests.tasks.conftest import prompts_of
 
 
 def test_arithmetic_files_equal_the_built_in_task(tmp_path: Path) -> None:
     assert main(["arithmetic", "--local_save_dir", str(tmp_path)]) == 0
     for split in ("train", "validation"):
-        prompts = load_prompts(
-            [str(tmp_path / f"{split}.parquet")],
-            key="f",
-            prompt_key="prompt",
-            reward_fn_key="data_source",
-            max_samples=-1,
-            shuffle_seed=None,
-        )
+        prompts = prompts_of(tmp_path / f"{split}.parquet")
         from_file = [(p.messages, p.ground_truth) for p in prompts]
         assert from_file == [(r["prompt"], r["reward_model"]["ground_truth"]) for r in arithmetic.rows(split)]
 
@@ -47,7 +40,7 @@ def test_wrong_arguments(arguments: list[str], words: list[str], capsys: pytest.
 
 
 def test_as_a_module(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "grpo_dist.tasks.prepare", "countdown", "--local_save_dir", str(tmp_path)]
+    command = [sys.executable, "-m", "grpo_dist", "data", "countdown", "--local_save_dir", str(tmp_path)]
     done = subprocess.run([*command, "--train_size=3", "--test_size=2"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{tmp_path}/train.parquet: 3 rows\n{tmp_path}/test.parquet: 2 rows\n"

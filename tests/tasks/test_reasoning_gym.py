@@ -21,11 +21,12 @@ import pytest
 
 from grpo_dist.data.conversion import write_splits
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards import check_data_sources, load_reward_function, score_response
-from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards import check_data_sources
+from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.tasks import reasoning_gym
 from grpo_dist.tasks.prepare import main
 from tests.messages import refuses, says
+from tests.rewards.scoring import scored as built_in_scored
 
 
 @dataclasses.dataclass
@@ -85,13 +86,8 @@ def make(folder: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
 
 def scored(row: dict[str, Any], response: str) -> RewardResult:
     forget()
-    return score_response(
-        load_reward_function(None, "compute_score", {}),
-        data_source=row["data_source"],
-        solution_str=response,
-        ground_truth=row["reward_model"]["ground_truth"],
-        extra_info=json.loads(json.dumps(row["extra_info"])),
-    )
+    extra_info = json.loads(json.dumps(row["extra_info"]))
+    return built_in_scored(response, row["reward_model"]["ground_truth"], row["data_source"], extra_info)
 
 
 def test_numbers_of_numpy(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,21 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.tracking import base
-from grpo_dist.tracking.base import Trackers, build_trackers, check_metrics
+from grpo_dist.tracking.base import Tracker, Trackers, build_trackers, check_metrics, check_trackers
 from tests.messages import refuses, says
 
-RUN = {
-    "project_name": "p",
-    "experiment_name": "e",
-    "config": {"hf_token": "t", "lr": 1e-6},
-    "resumed_step": None,
-}
+RUN = {"project_name": "p", "experiment_name": "e", "config": {"hf_token": "t", "lr": 1e-6}, "resumed_step": None}
 
 
-class Recorder:
+class Recorder(Tracker):
     note = "recorder"
 
     def __init__(self, run=None):
@@ -106,10 +102,57 @@ def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path,
     assert Recorder.latest.closed == 1
 
 
-def test_missing_package_names_the_key(tmp_path, monkeypatch):
-    monkeypatch.setitem(base.TRACKERS, "mlflow", "no_such_package_here:Tracker")
-    with refuses(ConfigError, "trainer.logger", "'mlflow'", "package", "no_such_package_here"):
-        build_trackers(["mlflow"], run_dir=tmp_path, **RUN)
+OWN = """
+from grpo_dist.tracking.base import Tracker
+
+class Mine(Tracker):
+    def __init__(self, run):
+        self.note = f"mine of {run.experiment_name}"
+        (run.folder("mine") / "config").write_text(str(run.config))
+
+    def log(self, metrics, step):
+        raise ConnectionError("away")
+
+class Broken(Mine):
+    def __init__(self, run):
+        raise LookupError("no such server")
+
+class Mute(Tracker): ...
+
+class Other: ...
+"""
+
+
+def test_a_tracker_of_ones_own_is_a_class_of_a_file(tmp_path, caplog):
+    (tmp_path / "own.py").write_text(OWN)
+    name = f"{tmp_path}/own.py:Mine"
+    check_trackers(["console", name])
+    assert not (tmp_path / "mine").exists(), "it is not started by the checks"
+    with build_trackers([name], run_dir=tmp_path, **RUN) as trackers:
+        assert trackers.notes == [f"metrics: {tmp_path / 'metrics.jsonl'}", "mine of e"]
+        assert (tmp_path / "mine/config").read_text() == "{'hf_token': '***', 'lr': 1e-06}"
+        trackers.log({"a": 1}, 1)
+    says([record.getMessage() for record in caplog.records], "own.py:Mine", "step 1", "ConnectionError: away")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Mine2", ["no 'Mine2'", "'Mine'?"]),
+        ("Other", ["subclass", "grpo_dist.tracking.base.Tracker"]),
+        ("Mute", ["log(metrics, step)"]),
+    ],
+)
+def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path, name, said):
+    (tmp_path / "own.py").write_text(OWN)
+    with refuses(ConfigError, f"trainer.logger={tmp_path}/own.py:{name}", *said):
+        check_trackers([f"{tmp_path}/own.py:{name}"])
+
+
+def test_a_tracker_of_ones_own_that_cannot_start_shows_where(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    with refuses(ConfigError, "trainer.logger", "own.py:Broken", "LookupError", "line 14"):
+        build_trackers([f"{tmp_path}/own.py:Broken"], run_dir=tmp_path, **RUN)
 
 
 def test_run_dir_that_cannot_be_made_names_default_local_dir(tmp_path):
@@ -124,17 +167,13 @@ def test_numbers_become_plain():
     assert [type(value) for value in clean.values()] == [int, float, float, int]
 
 
-@pytest.mark.parametrize("value", [None, "1.0", True, [1.0], np.ones(1), np.array(1.0), 1j, np.bool_(True)])
-def test_what_is_no_number_is_refused_by_name(value):
-    with refuses(BatchError, "'actor/kl_loss'", "number"):
-        check_metrics({"ok": 1.0, "actor/kl_loss": value})
-
-
-def test_tensor_is_refused_even_with_one_element():
-    torch = pytest.importorskip("torch")
+@pytest.mark.parametrize(
+    "value", [None, "1.0", True, [1.0], np.ones(1), np.array(1.0), 1j, np.bool_(True), torch.tensor(1.0)]
+)
+def test_what_is_no_number_is_refused_by_name_and_logged_nowhere(value):
     good = Recorder()
-    with refuses(BatchError, "'loss'", "torch.Tensor"):
-        Trackers({"good": good}, resumed_step=None).log({"loss": torch.tensor(1.0)}, 1)
+    with refuses(BatchError, "'actor/kl_loss'", "number", type(value).__name__):
+        Trackers({"good": good}, resumed_step=None).log({"ok": 1.0, "actor/kl_loss": value}, 1)
     assert good.rows == []
 
 
@@ -166,11 +205,6 @@ def test_trackers_not_asked_for_are_not_imported(tmp_path):
     )
     root = Path(base.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=root,
-        check=True,
-        timeout=60,
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=root, check=True, timeout=60
     )
     assert done.stdout.split("\n")[:2] == ["[]", "[]"]

@@ -1,12 +1,18 @@
+"""What becomes of the record of an earlier run in a folder."""
+
+from __future__ import annotations
+
 import json
 import math
 import resource
+from pathlib import Path
 
 import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo, build_trackers
-from grpo_dist.tracking.jsonl import JsonlTracker, read_metrics, truncate_after
+from grpo_dist.tracking.jsonl import JsonlTracker, drop_rollouts_after, read_metrics, set_aside, truncate_after
+from grpo_dist.tracking.rollouts import recorded_steps
 from tests.messages import refuses, says
 
 
@@ -62,12 +68,7 @@ def test_truncate_after_keeps_steps_up_to_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [0, 1, 2, 3, 4, 5])
     truncate_after(path, 3)
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
-        (0, 0.0),
-        (1, 0.5),
-        (2, 1.0),
-        (3, 1.5),
-    ]
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5)]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     truncate_after(tmp_path / "absent.jsonl", 3)
     assert not (tmp_path / "absent.jsonl").exists()
@@ -127,3 +128,37 @@ def test_fresh_start_keeps_the_old_file_aside(tmp_path):
         tracker.close()
     content = {file.name: json.loads(file.read_text())["run"] for file in tmp_path.iterdir()}
     assert content == {"metrics.jsonl": 3, "metrics.old-1.jsonl": 1, "metrics.old-2.jsonl": 2}
+
+
+def write(run_dir: Path, *names: str) -> None:
+    for name in names:
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text(name)
+
+
+def files(run_dir: Path) -> list[str]:
+    return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file())
+
+
+def test_a_run_that_starts_anew_has_none_of_the_steps_of_the_one_before(tmp_path: Path) -> None:
+    """Nor its tokenizer. They are kept, under one number."""
+    set_aside(tmp_path)
+    assert files(tmp_path) == []
+    write(tmp_path, "metrics.jsonl", "rollouts/3.jsonl", "rollouts/3.parquet", "validation/0.jsonl", "tokenizer/t.json")
+    set_aside(tmp_path)
+    assert recorded_steps(tmp_path) == []
+    old = ["metrics.old-1.jsonl", "rollouts.old-1/3.jsonl", "rollouts.old-1/3.parquet", "tokenizer.old-1/t.json"]
+    assert files(tmp_path) == [*old, "validation.old-1/0.jsonl"]
+    write(tmp_path, "rollouts/1.jsonl")  # one that was killed in its first step
+    set_aside(tmp_path)
+    write(tmp_path, "metrics.jsonl")
+    set_aside(tmp_path)
+    assert (tmp_path / "rollouts.old-2/1.jsonl").is_file()
+    assert (tmp_path / "metrics.old-2.jsonl").is_file()
+
+
+def test_a_run_that_goes_back_drops_the_steps_after(tmp_path: Path) -> None:
+    write(tmp_path, *(f"rollouts/{step}.{end}" for step in (9, 10, 11) for end in ("jsonl", "parquet")))
+    write(tmp_path, "validation/11.jsonl", "rollouts/notes.txt")
+    drop_rollouts_after(tmp_path, 9)
+    assert files(tmp_path) == ["rollouts/9.jsonl", "rollouts/9.parquet", "rollouts/notes.txt"]

@@ -1,7 +1,14 @@
+"""What the summary says of a run, and the sentence about idle roles, by hand."""
+
+from __future__ import annotations
+
 import math
 from pathlib import Path
 
-from grpo_dist.tracking.summary import format_seconds, format_summary, sparkline
+import pytest
+
+from grpo_dist.plan.commands import load_config
+from grpo_dist.tracking.summary import format_seconds, format_summary, sparkline, who_waited
 from tests.messages import says
 
 VAL = "val-core/arithmetic/acc/mean@1"
@@ -21,17 +28,12 @@ def entry(text, label):
     return line.removeprefix(label).split()
 
 
-def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None):
-    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model, flags=flags or {})
+def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None, job=None):
+    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model, flags=flags or {}, job=job)
 
 
 def test_before_after_and_best(tmp_path):
-    history = [
-        {"step": 0, VAL: 0.31},
-        row(1, 0.3, 31.25),
-        row(2, 0.5, **{VAL: 0.84}),
-        row(3, 0.8, 24.0, **{VAL: 0.82}),
-    ]
+    history = [{"step": 0, VAL: 0.31}, row(1, 0.3, 31.25), row(2, 0.5, **{VAL: 0.84}), row(3, 0.8, 24.0, **{VAL: 0.82})]
     text = summary(history, tmp_path, Path("/models/final"))
     says(text.splitlines()[0], "3 training steps", "3 min", "12 s")
     assert entry(text, "validation accuracy") == ["0.31", "->", "0.82", "(best", "0.84", "at", "step", "2)"]
@@ -87,10 +89,7 @@ def test_overlapping_phases_are_said_to_overlap(tmp_path):
 
 
 def test_tokens_per_second_weighs_steps_by_their_time(tmp_path):
-    history = [
-        row(1, 0.1, **{"timing_s/step": 1.0}),
-        row(2, 0.1, **{"timing_s/step": 9.0, "perf/tokens_per_s": 200.0}),
-    ]
+    history = [row(1, 0.1, **{"timing_s/step": 1.0}), row(2, 0.1, **{"timing_s/step": 9.0, "perf/tokens_per_s": 200.0})]
     assert entry(summary(history, tmp_path), "tokens/s") == ["190"]
 
 
@@ -139,3 +138,74 @@ def test_format_seconds():
         "1 h 00 min",
         "2 h 05 min",
     ]
+
+
+def test_it_says_which_role_waited(tmp_path):
+    idle = {"perf/idle/actor": 0.5, "perf/idle/rollout": 0.25}
+    history = [row(step, 0.3, **idle) for step in (1, 2, 3)]
+    config, _ = load_config([])
+    assert "From step 3 on" in summary(history, tmp_path, job=config)
+    assert "idle" not in summary(history, tmp_path), "a job of one role"
+
+
+NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"  # 4 actor ranks and 4 engines on GPUs of their own
+SPLIT = ("cluster.actor_world_size=4", "cluster.rollout_world_size=4")
+
+
+def steps(*, count: int = 4, **idle: float) -> list[dict[str, float]]:
+    """The first two steps show the opposite, since they hold compilation."""
+    rows = []
+    for step in range(1, count + 1):
+        shares = {f"perf/idle/{role}": share if step > 2 else 1 - share for role, share in idle.items()}
+        rows.append({"step": step, "timing_s/step": 2.0, **shares})
+    return rows
+
+
+def sentence(rows: list[dict[str, float]], *overrides: str) -> str:
+    return who_waited(rows, load_config(list(overrides))[0])
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "overrides", "parts"),
+    [
+        (0.03, 0.45, (), ("fewer engines", "more actor", *SPLIT, "ranks 3%", "engines 45%")),
+        (0.45, 0.03, (), ("fewer actor", "more engines", *SPLIT, "ranks 45%", "engines 3%")),
+        (0.10, 0.15, (), ("balanced",)),
+        (0.50, 0.45, (), ("trainer.max_staleness=0 -> 1",)),
+        (0.30, 0.25, ("trainer.max_staleness=1",), ("trainer.max_staleness=1 -> 2",)),
+        (0.03, 0.45, ("cluster.rollout_world_size=1",), ("more GPUs", "actor ranks", "cluster.rollout_world_size=1")),
+        (0.45, 0.03, ("cluster.actor_world_size=1",), ("more GPUs", "engines", "cluster.actor_world_size=1")),
+    ],
+)
+def test_roles_with_gpus_of_their_own(
+    actor: float, rollout: float, overrides: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    text = sentence(steps(actor=actor, rollout=rollout), "cluster=node8", NO_KL, *overrides)
+    says(text, "step 3", *parts)
+
+
+def test_a_role_beside_the_actor_keeps_its_gpus_busy() -> None:
+    """Of the GPUs of actor and reference, 50 % and 30 % of the time are used: 20 % are idle."""
+    text = sentence(steps(actor=0.5, ref=0.7, rollout=0.05), "cluster=node8")
+    says(text, "ref 20%", "engines 5%", "balanced")
+
+
+def test_where_all_roles_share_there_is_no_split() -> None:
+    rows = steps(actor=0.5, rollout=0.45)
+    says(sentence(rows, "cluster=single_gpu"), "cluster.colocate=all", "no split")
+    text = sentence(rows)
+    says(text, "cores", "no split")
+    assert "cluster." not in text
+
+
+def test_steps_count_by_their_seconds() -> None:
+    rows = steps(count=2, actor=0.5, rollout=0.5)
+    for step, seconds, share in ((3, 3.0, 0.2), (4, 1.0, 0.6)):
+        rows.append({"step": step, "timing_s/step": seconds, "perf/idle/actor": share, "perf/idle/rollout": 0.3})
+    says(sentence(rows), "ranks 30%", "engines 30%")
+
+
+def test_nothing_is_said_of_the_first_two_steps() -> None:
+    assert sentence(steps(count=2, actor=0.03, rollout=0.45)) == ""
+    assert sentence([{"step": 0, "val-core/x": 0.5}, *steps(count=2, actor=0.03, rollout=0.45)]) == ""
+    assert sentence([{"step": step, "timing_s/step": 1.0} for step in range(1, 9)]) == ""

@@ -1,5 +1,4 @@
 import os
-import re
 from urllib.parse import urlsplit
 
 import pytest
@@ -55,25 +54,18 @@ def test_samples_become_a_table_of_their_step(tmp_path):
     assert "<td>[1, 2]</td><td>None</td><td>it raised</td>" in table.read_text()
 
 
-def test_resumed_run_keeps_its_id_and_a_fresh_one_gets_its_own(tmp_path):
-    ids = []
-    for resumed_step in (None, 1, None):
-        build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=resumed_step, **RUN).close()
-        ids.append((tmp_path / "wandb" / "run_id").read_text().strip())
-    assert ids[0] == ids[1] != ids[2]
-    files = {re.search(r"run-(\w+)\.wandb", file.name)[1] for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
-    assert files == set(ids)
-
-
-def test_mode_without_a_key_is_offline():
-    assert choose_mode() == "offline"
-
-
-def test_mode_with_a_key_is_online_unless_told_otherwise(monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert choose_mode() == "online"
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert choose_mode() == "offline"
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({}, "offline"),
+        ({"WANDB_API_KEY": "x" * 40}, "online"),
+        ({"WANDB_API_KEY": "x" * 40, "WANDB_MODE": "offline"}, "offline"),
+    ],
+)
+def test_with_a_key_it_is_online_unless_told_otherwise(variables, mode, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert choose_mode() == mode
 
 
 def test_stored_login_counts_only_for_its_server(no_account, monkeypatch):
@@ -100,15 +92,12 @@ def test_a_stored_key_is_found_for_the_server_that_wandb_has_by_default(no_accou
         choose_mode()
 
 
-def test_online_without_a_key_stops_the_run_instead_of_prompting(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "online")
-    with refuses(ConfigError, "trainer.logger", "'wandb'", "WANDB_MODE=online", "API key"):
-        build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
-
-
-def test_impossible_mode_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "sideways")
-    with refuses(ConfigError, "trainer.logger", "'wandb'", "remove 'wandb'"):
+@pytest.mark.parametrize(
+    ("mode", "parts"), [("online", ("WANDB_MODE=online", "API key")), ("sideways", ("remove 'wandb'",))]
+)
+def test_a_mode_that_cannot_be_stops_the_run_instead_of_prompting(mode, parts, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with refuses(ConfigError, "trainer.logger", "'wandb'", *parts):
         build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
 
 

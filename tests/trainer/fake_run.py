@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_dist.config.load import load_config
-from grpo_dist.trainer.preflight import check_model
-from grpo_dist.trainer.roles import Roles
+from grpo_dist.plan.commands import load_config
+from grpo_dist.roles.gang import ActorGroup, ReferenceGroup, TrainedGroup
+from grpo_dist.roles.reward_pool import RewardPool
+from grpo_dist.roles.roles import Roles
+from grpo_dist.roles.rollout_group import RolloutGroup
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import ActorGroup, CriticGroup, ReferenceGroup
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.restarts import RestartBudget
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import RolloutGroup
+from tests.models import policy_folder
 from tests.trainer.recorded import recorded_trainer
 
 REWARD = """
@@ -52,9 +52,10 @@ def make_trainer(
     groups["rollout"].call_all("test", "set_length", length)
     groups["actor"].call_all("test", "forget")
     ref = ReferenceGroup(groups["ref"], restarts)
-    roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"], restarts), pool, ref, restarts)
+    rollout = RolloutGroup(groups["rollout"], restarts)
+    roles = Roles({"actor": ActorGroup(groups["actor"]), "rollout": rollout, "ref": ref, "reward": pool}, restarts)
     if config.needs_critic:
         groups["critic"].call_all("test", "forget")
-        roles.critic = CriticGroup(groups["critic"])
-    prompts, _ = load_run_prompts(config, check_model(config))
+        roles.groups["critic"] = TrainedGroup(groups["critic"])
+    prompts, _ = load_run_prompts(config, policy_folder(config))
     return recorded_trainer(config, roles, prompts, 3)

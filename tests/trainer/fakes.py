@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_dist.assets.usage import Usage
+from grpo_dist.algorithms.settings import ObjectiveSettings, ValueSettings
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.base import EngineLoad, Response
-from grpo_dist.engines.settings import ObjectiveSettings, ValueSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
-from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.mailbox import Mailbox
-from grpo_dist.workers.process import Process
-from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.roles.reward import RewardWorker
+from grpo_dist.roles.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.runtime.mailbox import Mailbox
+from grpo_dist.runtime.process import Process
 
 
 class FakeRolloutWorker(Mailbox, Process):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.tracking.base import Trackers
+from grpo_dist.roles.roles import Roles
+from grpo_dist.run.build import restore_roles
+from grpo_dist.tracking.base import Tracker, Trackers
 from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.build import build_trainer, restore_roles
 from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 
 
-class Rows:
+class Rows(Tracker):
     """A tracker that keeps the rows."""
 
     note = "rows"
@@ -32,17 +32,11 @@ class Rows:
 def recorded_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:
     """A trainer that keeps its rows; it goes on from a checkpoint where the config says so."""
     resumed = find_resumed(config, prompts.identity)
-    return build_trainer(
-        config,
-        roles,
-        prompts,
-        steps,
-        resumed=resumed,
-        restored=restore_roles(config, roles, resumed),
-        trackers=Trackers({"rows": Rows()}, resumed_step=None),
-        progress=Progress(steps, 0, None),
-        preemption=Preemption(),
-    )
+    finished, trackers = restore_roles(config, roles, resumed), Trackers({"rows": Rows()}, resumed_step=None)
+    trainer = GRPOTrainer(config, roles, prompts, steps, trackers, Progress(steps, 0, None), Preemption())
+    if resumed is not None:
+        trainer.restore(resumed, finished)
+    return trainer
 
 
 def history(trainer: GRPOTrainer) -> list[dict[str, float]]:

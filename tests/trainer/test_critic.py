@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.errors import CheckpointError
+from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.group import WorkerGroup
 from tests.messages import refuses
 from tests.processes import spawned
 from tests.trainer.fake_run import make_trainer

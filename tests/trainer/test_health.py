@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import load_config, readable_config
+from grpo_dist.config.load import readable_config
 from grpo_dist.config.schema_health import RULES, HealthConfig
 from grpo_dist.errors import ConfigError, HealthError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.trainer.health import START_STEPS, HealthMonitor, Judgement
 from tests.config.read_back import read_back
 from tests.messages import refuses, says
@@ -82,11 +83,6 @@ def texts(judgements: list[Judgement]) -> list[str]:
     return [text for judgement in judgements for text in judgement.warnings]
 
 
-def test_the_table_has_a_row_for_each_rule() -> None:
-    assert set(RULES) == HealthConfig.model_fields.keys() - {"repeat_every", "solved"}
-    assert set(RULES) == set(DEFAULTS.model_dump()) - {"repeat_every", "solved"}
-
-
 def test_a_config_names_only_what_it_changes() -> None:
     health = load_config(["trainer.health.kl.action=stop", "trainer.health.grad_norm={window: 4, threshold: 2}"])[0]
     changed = health.trainer.health
@@ -102,50 +98,112 @@ def test_a_healthy_run_is_silent() -> None:
     assert judgements[-1].metrics == {f"health/{name}": 0.0 for name in RULES}
 
 
-@pytest.mark.parametrize(
-    ("rule", "metric", "limit", "sign"),
-    [
-        ("kl", "actor/kl_loss", 1.0, 1),
-        ("ppo_kl", "actor/ppo_kl", 0.1, 1),
-        ("ppo_kl", "actor/ppo_kl", 0.1, -1),
-        ("zero_variance", "critic/zero_variance_groups", 0.9, 1),
-        ("truncation", "response_length/clip_ratio", 0.3, 1),
-        ("rollout_mismatch", "training/rollout_probs_diff_mean", 0.05, 1),
-        ("reward_failures", "reward/failure_rate", 0.005, 1),
-    ],
-)
-def test_above_the_threshold_for_so_many_steps(rule: str, metric: str, limit: float, sign: int) -> None:
-    steps = getattr(DEFAULTS, rule).steps
-    at, above = {metric: sign * limit}, {metric: sign * math.nextafter(limit, 2)}
-    judgements = run(HealthMonitor(DEFAULTS), *[at] * 20)
-    assert texts(judgements) == []
-    assert sum(broken(judgements, rule)) == 0
-    judgements = run(HealthMonitor(DEFAULTS), *[above] * (steps + 1), at)
-    assert broken(judgements, rule) == [0.0] * (steps - 1) + [1.0, 1.0, 0.0]
-    assert len(texts(judgements)) == 1
-    says(texts(judgements)[0], f"health/{rule}", f"step {steps}")
-    assert "\n  likely: " in texts(judgements)[0]
-    assert f"\n  try: {texts(judgements)[0].partition('  try: ')[2]}" in texts(judgements)[0]
-    other = [name for name in RULES if name != rule and judgements[steps].metrics[f"health/{name}"]]
-    assert other == []
+def scores(lowest: float, mean: float, highest: float) -> dict[str, float]:
+    return {"critic/score/min": lowest, "critic/score/mean": mean, "critic/score/max": highest}
 
 
-def test_steps_in_a_row_are_in_a_row() -> None:
-    far = {"actor/kl_loss": 5.0}
-    assert sum(broken(run(HealthMonitor(DEFAULTS), far, far, {}, far, far), "kl")) == 0
+KL, PPO_KL, NORM = "actor/kl_loss", "actor/ppo_kl", "actor/grad_norm"
+ENTROPY, SAME, CUT = "rollout_corr/rollout_log_ppl", "critic/zero_variance_groups", "response_length/clip_ratio"
+MISMATCH, FAILED = "training/rollout_probs_diff_mean", "reward/failure_rate"
+WARM: list[dict] = [{}] * START_STEPS
+LOW = {ENTROPY: 0.001}
+Case = tuple[str, dict[str, Any], list[dict[str, float]], list[int], list[object]]
+# Rule, its changed settings, changes of healthy steps; the steps in which it is then broken, and parts of the message.
+CASES: dict[str, Case] = {
+    "steps in a row are in a row": ("kl", {}, [{KL: 5.0}, {KL: 5.0}, {}, {KL: 5.0}, {KL: 5.0}], [], []),
+    # the median of 0.4 counts once half of 20 steps are there, and the limit is 4
+    "norm, too early": ("grad_norm", {}, [*[{}] * 9, {NORM: 4.01}], [], []),
+    "norm, half of the window": ("grad_norm", {}, [*[{}] * 10, {NORM: 4.01}], [11], [4.01, 4, "10 steps", 0.4]),
+    "norm at the limit": ("grad_norm", {}, [*[{}] * 30, {NORM: 4.0}, {NORM: 4.0}], [], []),
+    "norm up to the floor": ("grad_norm", {}, [*[{NORM: 0.001}] * 20, {NORM: 1.0}, {NORM: 1.01}], [22], []),
+    # (0.4 + 40) / 2 = 20.2 after two; with three 40s among the last four the median is 40
+    "norm at a new level": ("grad_norm", {"window": 4}, [{}, {}, {}, {}, *[{NORM: 40.0}] * 4], [5, 6], []),
+    "norm above a fixed limit": (
+        "grad_norm",
+        {"threshold": 2.0},
+        [{NORM: 2.0}, {NORM: 2.01}],
+        [2],
+        ["2 (trainer.health.grad_norm.threshold)"],
+    ),
+    # it begins at 0.5, so 0.05 is the limit
+    "entropy at the limit": ("entropy", {}, [*WARM, *[{ENTROPY: 0.05}] * 9], [], []),
+    "entropy below": ("entropy", {}, [*WARM, *[{ENTROPY: 0.049}] * 3], [8], [ENTROPY, "0.049 nats", 0.05, 0.5]),
+    "entropy, too early": ("entropy", {"steps": 1}, [{ENTROPY: 0.0}] * (START_STEPS - 1), [], []),
+    "entropy of a solved task": ("entropy", {}, [*WARM, *[LOW | scores(0, 0.9, 1)] * 3], [], []),
+    "entropy of one nearly solved": ("entropy", {}, [*WARM, *[LOW | scores(0, 0.89, 1)] * 3], [8], []),
+    "entropy, solved is -0.1": ("entropy", {}, [scores(-1, 0, 0)] * 5 + [LOW | scores(-1, -0.1, 0)] * 3, [], []),
+    "entropy, -0.11 is not": ("entropy", {}, [scores(-1, 0, 0)] * 5 + [LOW | scores(-1, -0.11, 0)] * 3, [8], []),
+    "entropy, no score known": ("entropy", {}, [*WARM, *[LOW | scores(0, math.nan, 1)] * 9], [], []),
+    "entropy, its exact value first": (
+        "entropy",
+        {"floor": 0.3, "share_of_start": 0.0, "steps": 1},
+        [*[{"actor/entropy": 0.5}] * START_STEPS, {"actor/entropy": 0.3}, {"actor/entropy": 0.29}],
+        [7],
+        [],
+    ),
+    "groups too easy": ("zero_variance", {}, [{SAME: 0.95} | scores(0, 0.9, 1)] * 5, [5], ["95%", "too easy"]),
+    "groups of both kinds": ("zero_variance", {}, [{SAME: 0.95}] * 5, [5], ["95%", "always solved"]),
+    "groups too hard": ("zero_variance", {}, [{SAME: 0.95} | scores(0, 0.1, 1)] * 5, [5], ["95%", "too hard"]),
+    "no reward from the start": ("no_reward", {}, [scores(0, 0, 0)] * 10, [10], ["step 10", "start", 0]),
+    "a reward at the start": ("no_reward", {}, [{}, *[scores(0, 0, 0)] * 30], [], []),
+    "all solved": ("no_reward", {}, [scores(1, 1, 1)] * 30, [], []),
+    "penalties that differ": ("no_reward", {}, [scores(-1, -0.5, -0.2)] * 30, [], []),
+    "a point for the format": ("no_reward", {"threshold": 0.1, "steps": 2}, [scores(0.1, 0.1, 0.1)] * 2, [2], []),
+    "not finite": (
+        "non_finite",
+        {},
+        [{"reward_extra/x/mean": math.nan, "actor/loss": math.inf}, {}],
+        [1],
+        ["reward_extra/x/mean=nan", "actor/loss=inf"],
+    ),
+    "many not finite": ("non_finite", {}, [{f"m{i}": math.nan for i in range(7)}], [1], ["m4=nan", 2]),
+}
+for rule, metric, limit in (
+    ("kl", KL, 1.0),
+    ("ppo_kl", PPO_KL, 0.1),
+    ("ppo_kl", PPO_KL, -0.1),
+    ("zero_variance", SAME, 0.9),
+    ("truncation", CUT, 0.3),
+    ("rollout_mismatch", MISMATCH, 0.05),
+    ("reward_failures", FAILED, 0.005),
+):
+    in_a_row, above = getattr(DEFAULTS, rule).steps, {metric: math.nextafter(limit, math.copysign(2, limit))}
+    CASES[f"{rule} at {limit}"] = (rule, {}, [{metric: limit}] * 20, [], [])
+    CASES[f"{rule} above {limit}"] = (
+        rule,
+        {},
+        [*[above] * (in_a_row + 1), {metric: limit}],
+        [in_a_row, in_a_row + 1],
+        [f"health/{rule}", f"step {in_a_row}"],
+    )
+
+
+@pytest.mark.parametrize(("rule", "settings", "steps", "expected", "parts"), CASES.values(), ids=CASES)
+def test_a_rule_is_broken_above_its_limit_for_so_many_steps(
+    rule: str, settings: dict[str, Any], steps: list[dict[str, float]], expected: list[int], parts: list[object]
+) -> None:
+    others = {name: {"action": "off"} for name in RULES if name != rule}
+    judgements = run(HealthMonitor(config(**others, **{rule: settings})), *steps)
+    assert [1 + i for i, value in enumerate(broken(judgements, rule)) if value] == expected
+    assert len(texts(judgements)) == bool(expected), "said once"
+    if expected:
+        says(texts(judgements)[0], f"health/{rule}", f"step {expected[0]}", *parts)
+        assert all(f"\n  {line}: " in texts(judgements)[0] for line in ("likely", "try"))
+    together = run(HealthMonitor(config(**{rule: settings})), *steps)
+    assert broken(together, rule) == broken(judgements, rule), "whatever the other rules do"
 
 
 def test_a_step_without_the_metric_ends_the_row() -> None:
     """Three steps in a row are too many; steps 3 and 6 do not say."""
-    monitor, far = HealthMonitor(DEFAULTS), HEALTHY | {"actor/kl_loss": 5.0}
-    silent = {name: value for name, value in HEALTHY.items() if name != "actor/kl_loss"}
+    monitor, far = HealthMonitor(DEFAULTS), HEALTHY | {KL: 5.0}
+    silent = {name: value for name, value in HEALTHY.items() if name != KL}
     steps = [far, far, silent, far, far, silent, far, far, far]
-    found = [monitor.judge(metrics, 1 + i).metrics.get("health/kl") for i, metrics in enumerate(steps)]
-    assert found == [0, 0, None, 0, 0, None, 0, 0, 1]
+    judged = [monitor.judge(metrics, 1 + i).metrics.get("health/kl") for i, metrics in enumerate(steps)]
+    assert judged == [0, 0, None, 0, 0, None, 0, 0, 1]
 
 
 def test_kl_in_the_reward_counts_where_there_is_none_in_the_loss() -> None:
-    metrics = {name: value for name, value in HEALTHY.items() if name != "actor/kl_loss"}
+    metrics = {name: value for name, value in HEALTHY.items() if name != KL}
     monitor = HealthMonitor(config(kl={"steps": 1}))
     assert "health/kl" not in monitor.judge(metrics, 1).metrics
     assert monitor.judge(metrics | {"actor/reward_kl_penalty": 1.5}, 2).metrics["health/kl"] == 1
@@ -157,111 +215,22 @@ def test_no_metric_no_judgement() -> None:
     assert judgement == Judgement({"health/non_finite": 0.0})
 
 
-def test_gradient_norm_against_its_median() -> None:
-    """0.4 before, so 4.0 is the limit; half of 20 steps must be there first."""
-    calm: list[dict] = [{}]
-    for warm_up, found in ((9, 0.0), (10, 1.0)):
-        judgements = run(HealthMonitor(DEFAULTS), *calm * warm_up, {"actor/grad_norm": 4.01})
-        assert broken(judgements, "grad_norm")[-1] == found
-    says(texts(judgements)[0], 4.01, 4, "10 steps", 0.4)
-    at = run(HealthMonitor(DEFAULTS), *calm * 30, {"actor/grad_norm": 4.0}, {"actor/grad_norm": 4.0})
-    assert sum(broken(at, "grad_norm")) == 0
-
-
-def test_gradient_norm_below_the_floor_is_never_too_large() -> None:
-    """A solved task has a median near 0, and one group that teaches is a hundred times that."""
-    solved: list[dict] = [{"actor/grad_norm": 0.001}]
-    judgements = run(HealthMonitor(DEFAULTS), *solved * 20, {"actor/grad_norm": 1.0}, {"actor/grad_norm": 1.01})
-    assert broken(judgements, "grad_norm")[-2:] == [0.0, 1.0]
-
-
-def test_gradient_norm_gets_used_to_a_new_level() -> None:
-    """Window of 4: 0.4 0.4 0.4 0.4 | 40 40: the median is 0.4, then 0.4; with three 40s among the last four, 40."""
-    monitor = HealthMonitor(config(grad_norm={"window": 4}))
-    judgements = run(monitor, {}, {}, {}, {}, *[{"actor/grad_norm": 40.0}] * 4)
-    assert broken(judgements, "grad_norm") == [0.0] * 4 + [1.0, 1.0, 0.0, 0.0], "(0.4 + 40) / 2 = 20.2 after two"
-
-
-def test_gradient_norm_with_a_limit_of_its_own() -> None:
-    monitor = HealthMonitor(config(grad_norm={"threshold": 2.0}))
-    judgements = run(monitor, {"actor/grad_norm": 2.0}, {"actor/grad_norm": 2.01})
-    assert broken(judgements, "grad_norm") == [0.0, 1.0], "from the first step on"
-    assert "above 2 (trainer.health.grad_norm.threshold)" in texts(judgements)[0]
-
-
-def test_entropy_far_below_its_start() -> None:
-    """It starts at 0.5, so 0.05 is the limit."""
-    name, start = "rollout_corr/rollout_log_ppl", [{}] * START_STEPS
-    assert sum(broken(run(HealthMonitor(DEFAULTS), *start, *[{name: 0.05}] * 9), "entropy")) == 0
-    judgements = run(HealthMonitor(DEFAULTS), *start, *[{name: 0.049}] * 3)
-    assert broken(judgements, "entropy") == [0.0] * (START_STEPS + 2) + [1.0]
-    says(texts(judgements)[0], name, "0.049 nats", 0.05, 0.5)
-    assert sum(broken(run(HealthMonitor(DEFAULTS), *[{name: 0.0}] * START_STEPS), "entropy")[:-1]) == 0, "warm-up"
-
-
-def test_entropy_may_fall_once_the_task_is_solved() -> None:
-    name, start = "rollout_corr/rollout_log_ppl", [{}] * START_STEPS
-    for score, found in ((0.9, 0.0), (0.89, 1.0)):
-        low = {name: 0.001, "critic/score/mean": score}
-        assert broken(run(HealthMonitor(DEFAULTS), *start, *[low] * 3), "entropy")[-1] == found
-    # scores between -1 and 0: solved is -0.1
-    for score, found in ((-0.1, 0.0), (-0.11, 1.0)):
-        low = {name: 0.001, "critic/score/mean": score, "critic/score/min": -1.0, "critic/score/max": 0.0}
-        first = dict.fromkeys(("critic/score/max", "critic/score/mean"), 0.0) | {"critic/score/min": -1.0}
-        assert broken(run(HealthMonitor(DEFAULTS), *[first] * START_STEPS, *[low] * 3), "entropy")[-1] == found
-
-
-def test_entropy_has_a_floor_and_its_exact_value_comes_first() -> None:
-    monitor = HealthMonitor(config(entropy={"floor": 0.3, "share_of_start": 0.0, "steps": 1}))
-    judgements = run(monitor, *[{"actor/entropy": 0.5}] * START_STEPS, {"actor/entropy": 0.3}, {"actor/entropy": 0.29})
-    assert broken(judgements, "entropy")[-2:] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(("score", "cause"), [(0.9, "too easy"), (0.5, "always solved"), (0.1, "too hard")])
-def test_groups_that_teach_nothing_are_too_easy_or_too_hard(score: float, cause: str) -> None:
-    step = {"critic/zero_variance_groups": 0.95, "critic/score/mean": score}
-    (text,) = texts(run(HealthMonitor(DEFAULTS), *[step] * 5))
-    says(text, "95%", cause)
-
-
-def test_equal_scores_from_the_start_are_no_reward() -> None:
-    zero = {f"critic/score/{name}": 0.0 for name in ("mean", "min", "max")}
-    judgements = run(HealthMonitor(config(zero_variance={"action": "off"})), *[zero] * 10)
-    assert broken(judgements, "no_reward") == [0.0] * 9 + [1.0]
-    says(texts(judgements)[0], "health/no_reward", "step 10", "start", 0)
-    once = run(HealthMonitor(DEFAULTS), {}, *[zero] * 30)
-    assert sum(broken(once, "no_reward")) == 0, "something was earned at the start"
-    one = {f"critic/score/{name}": 1.0 for name in ("mean", "min", "max")}
-    assert sum(broken(run(HealthMonitor(DEFAULTS), *[one] * 30), "no_reward")) == 0, "all solved"
-    penalties = {"critic/score/mean": -0.5, "critic/score/min": -1.0, "critic/score/max": -0.2}
-    assert sum(broken(run(HealthMonitor(DEFAULTS), *[penalties] * 30), "no_reward")) == 0, "scores differ"
-    little = {f"critic/score/{name}": 0.1 for name in ("mean", "min", "max")}
-    monitor = HealthMonitor(config(no_reward={"threshold": 0.1, "steps": 2}))
-    assert broken(run(monitor, little, little), "no_reward") == [0.0, 1.0], "everyone's point for the format"
-
-
-def test_a_metric_that_is_not_finite_is_named() -> None:
-    judgements = run(HealthMonitor(DEFAULTS), {"reward_extra/x/mean": math.nan, "actor/loss": math.inf}, {})
-    assert broken(judgements, "non_finite") == [1.0, 0.0]
-    says(texts(judgements)[0], "reward_extra/x/mean=nan", "actor/loss=inf")
-    many = run(HealthMonitor(DEFAULTS), {f"m{i}": math.nan for i in range(7)})
-    says(texts(many)[0], "m4=nan", 2)
-
-
-def test_nan_spoils_no_window() -> None:
+def test_nan_spoils_no_window_and_breaks_no_limit() -> None:
     nothing = dict.fromkeys(HEALTHY, math.nan)
-    judgements = run(HealthMonitor(DEFAULTS), nothing, *[{}] * 30)
-    assert [name for name, value in judgements[0].metrics.items() if value] == ["health/non_finite"]
-    assert texts(judgements[1:]) == []
+    steps = {name: {"steps": 1} for name in RULES}
+    judgements = run(HealthMonitor(config(**steps)), nothing, *[{}] * 30, nothing)
+    for judgement in (judgements[0], judgements[-1]):
+        assert [name for name, value in judgement.metrics.items() if value] == ["health/non_finite"]
+    assert texts(judgements[1:-1]) == []
 
 
 def test_no_flood() -> None:
     """Told when it breaks, and every 10 steps; also where it breaks again and again."""
     monitor = HealthMonitor(config(repeat_every=10, kl={"steps": 1}))
-    told = [i + 1 for i, judgement in enumerate(run(monitor, *[{"actor/kl_loss": 2.0}] * 25)) if judgement.warnings]
-    assert told == [1, 11, 21]
+    judgements = run(monitor, *[{KL: 2.0}] * 25)
+    assert [i + 1 for i, judgement in enumerate(judgements) if judgement.warnings] == [1, 11, 21]
     monitor = HealthMonitor(config(repeat_every=10, kl={"steps": 1}))
-    judgements = run(monitor, *[{}, {"actor/kl_loss": 2.0}] * 12)
+    judgements = run(monitor, *[{}, {KL: 2.0}] * 12)
     assert [i + 1 for i, judgement in enumerate(judgements) if judgement.warnings] == [2, 12, 22]
     assert broken(judgements, "kl") == [0.0, 1.0] * 12, "the metric has every step"
 

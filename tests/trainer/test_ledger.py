@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
-from grpo_dist.workers.event_loop import blocking, run
 from tests.trainer.instant_pump import (
     EQUAL,
     FILTER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_dist.config.load import load_config
+from grpo_dist.plan.commands import load_config
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 
 ACTOR = "actor_rollout_ref.actor"

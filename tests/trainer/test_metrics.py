@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import grpo_dist
-from grpo_dist.config.load import load_config
-from grpo_dist.config.placement import placement
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.errors import WorkerLost
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.placement import placement
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.metrics import PeakMemory, batch_metrics, num_devices, performance_metrics, zero_variance_share
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.event_loop import run
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
 
 PACKAGE = Path(grpo_dist.__file__).parent

@@ -27,7 +27,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Runs the command with files in the folder of the test; gives its exit code and all that it says."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("grpo_dist.workers.cluster.running_cluster", lambda: None)
+    monkeypatch.setattr("grpo_dist.runtime.cluster.running_cluster", lambda: None)
 
     def command(*overrides: str, rows: list[dict] = ROWS, code: str = VERL) -> tuple[int, str]:
         Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import Interrupted, Terminated, WorkerLost
+from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.group import WorkerGroup
 from tests.messages import says
 from tests.trainer.fake_run import make_trainer
 

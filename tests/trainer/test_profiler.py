@@ -1,29 +1,25 @@
-"""Which processes are asked for a profile when, what is noted of calls, and that nothing of it ends a run."""
+"""Which processes are asked for a profile when, what is taken of Ray's timeline, and that nothing of it ends a run."""
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import ray
 
-from grpo_dist.config.load import load_config
 from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
-from grpo_dist.trainer import profiler
-from grpo_dist.trainer.profiler import StepProfiler
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.call import Call
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.mailbox import Posted, Request
+from grpo_dist.plan.commands import load_config
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.trainer.profiler import FIRST_PID, StepProfiler
 from tests.messages import says
 
 
@@ -31,7 +27,8 @@ class Noted(WorkerGroup):
     """Processes that are none, and answer at once; `log` has what they are asked, those of `failing` fail at it."""
 
     def __init__(self, role: str, size: int, log: list[str]) -> None:
-        super().__init__(role, [f"process {rank}" for rank in range(size)], TimeLimits(60.0))
+        processes = [SimpleNamespace(_actor_id=bytes.fromhex(actor_id(role, rank))) for rank in range(size)]
+        super().__init__(role, processes, TimeLimits(60.0))
         self.log = log
         self.failing: dict[str, GrpoDistError] = {}
 
@@ -57,28 +54,29 @@ class Step:
             role: Noted(role, size, self.log) for role, size in {"actor": 2, "rollout": 1, "reward": 1}.items()
         }
         self.profiler = StepProfiler(config.trainer, list(self.groups.values()), self.told.append)
-
-    def call(self, role: str, rank: int, stage: str, method: str, *args: Any) -> Call:
-        """A call that was sent, and of which the profiler is told."""
-        call = Call(None, self.groups[role], rank, stage, time.monotonic(), 60.0, "process")
-        self.profiler.sent(call, method, args)
-        return call
-
-    def calls(self, step: int) -> list[dict[str, Any]]:
-        return [event for event in self.trace(step)["traceEvents"] if event["ph"] == "X" and event["cat"] != "driver"]
+        self.reported = [event("actor", 0, "update", time.time(), 3600.0)]  # a call that every step cuts
 
     def trace(self, step: int) -> dict[str, Any]:
-        with gzip.open(self.folder / f"step_{step}" / "driver.json.gz", "rt") as stream:
+        with gzip.open(self.folder / f"step_{step}" / "ray.json.gz", "rt") as stream:
             return json.load(stream)
 
 
 @pytest.fixture
-def step(tmp_path: Path) -> Step:
-    return Step(tmp_path)
+def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+    step = Step(tmp_path)
+    monkeypatch.setattr(ray, "timeline", lambda: step.reported)
+    return step
 
 
-def batch(*uids: str) -> DataProtoRef:
-    return DataProtoRef((), {"uid": np.array(uids)}, len(uids))
+def actor_id(role: str, rank: int) -> str:
+    return f"{role}{rank}".encode().hex().rjust(32, "0")
+
+
+def event(role: str, rank: int, method: str, start: float, seconds: float) -> dict[str, Any]:
+    """A call as `ray.timeline` has it, begun at `start`, in seconds since 1970."""
+    args = {"name": method, "task_id": "0123456789abcdef" + actor_id(role, rank)}
+    place = {"pid": "192.0.2.7", "tid": f"worker:{role}{rank}", "ts": start * 1e6, "dur": seconds * 1e6}
+    return {"ph": "X", "cat": f"task::{role}", "name": method, **place, "args": args}
 
 
 def test_ranks_and_engines_are_profiled_in_the_steps_that_are_named(step: Step) -> None:
@@ -92,53 +90,42 @@ def test_ranks_and_engines_are_profiled_in_the_steps_that_are_named(step: Step) 
     assert step.told == []
 
 
-def test_calls_and_stages_of_the_step_are_in_its_trace(step: Step) -> None:
-    before = step.call("rollout", 0, "generate", "generate", batch("a"))
-    step.profiler.answered(before)
-    running = step.call("actor", 1, "update", "update", batch("a", "a", "b"), 7)
+def test_the_calls_of_the_step_are_in_its_timeline_with_the_role_and_rank_of_their_process(step: Step) -> None:
     run(step.profiler.begin(2))
-    now = time.monotonic()
-    step.profiler.note_stage("rollout", now, now)
-    scored = step.call("reward", 0, "score", "score", batch("b"))
-    for call in (running, scored):
-        step.profiler.answered(call)
-    step.profiler.answered(scored)  # its wait was begun twice
-    step.call("rollout", 0, "generate", "collect", "box")
-    step.call("actor", 0, "memory", "peak_memory_gib")
+    now = time.time()
+    of_a_call = {"ph": "X", "cat": "task:execute", "name": "task:execute", "args": {}}
+    step.reported = [
+        event("rollout", 0, "before", now - 60, 30),
+        event("actor", 1, "update", now - 60, 3600),
+        {**event("actor", 1, "", now, 1), **of_a_call},
+        event("reward", 0, "score", now, 1e-6),
+        event("another", 0, "of_another_program", now, 1),
+        event("rollout", 0, "after", now + 60, 30),
+    ]
     run(step.profiler.end())
-    step.profiler.note_stage("update_weights", now, now)
-    found = {event["name"]: event["args"] for event in step.calls(2)}
-    assert found.keys() == {"update", "score", "peak_memory_gib"}
-    assert found["update"]["groups"] == 2
-    assert found["score"]["group"] == "b"
-    assert found["peak_memory_gib"]["unanswered"]
-    assert [e["name"] for e in step.trace(2)["traceEvents"] if e.get("cat") == "driver"] == ["step 2", "rollout"]
+    trace = step.trace(2)
+    named = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    calls = [(named[e["tid"]], e["name"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert calls == [
+        ("actor rank 1", "update"),
+        ("actor rank 1", "task:execute"),
+        ("reward rank 0", "score"),
+        ("worker:another0", "of_another_program"),
+    ]
+    (node,) = (e for e in trace["traceEvents"] if e["name"] == "process_name")
+    assert (node["pid"], node["args"]["name"]) == (FIRST_PID, "node 192.0.2.7")
+    assert {e["pid"] for e in trace["traceEvents"]} == {FIRST_PID}
+    assert trace["baseTimeNanoseconds"] == 0, "times are since 1970"
+    assert step.told == []
 
 
-def test_what_is_posted_is_about_the_group_that_it_names(step: Step) -> None:
-    async def posted() -> Call:
-        return Call(
-            None, step.groups["rollout"], 0, "generate", time.monotonic(), 60.0, "process",
-            posted=Posted(Request(0, "generate", ()), asyncio.get_running_loop().create_future()),
-        )  # fmt: skip
-
+@pytest.mark.parametrize("reports", [[], None])
+def test_a_cluster_that_reports_no_calls_is_told(step: Step, reports: Any) -> None:
+    step.reported = reports
     run(step.profiler.begin(2))
-    call = run(posted())
-    step.profiler.sent(call, "generate", ("step2-7", np.array([1, 2])))
-    step.profiler.answered(call)
     run(step.profiler.end())
-    assert [event["args"]["group"] for event in step.calls(2)] == ["step2-7"]
-
-
-def test_the_calls_that_are_kept_are_bounded(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "MOST_CALLS", 2)
-    run(step.profiler.begin(2))
-    for _ in range(5):
-        step.profiler.answered(step.call("reward", 0, "score", "score", batch("a")))
-    run(step.profiler.end())
-    assert len(step.calls(2)) == 2
-    assert step.trace(2)["dropped_calls"] == 3
-    says(step.told, "trainer.profile_steps", "step 2", "3 calls")
+    says(step.told, "trainer.profile_steps", "step 2", "RAY_task_events_report_interval_ms")
+    assert len(step.told) == 1
 
 
 def test_a_step_that_is_done_again_replaces_its_traces(step: Step) -> None:
@@ -147,7 +134,7 @@ def test_a_step_that_is_done_again_replaces_its_traces(step: Step) -> None:
     stale.touch()
     run(step.profiler.begin(3))
     run(step.profiler.end())
-    assert os.listdir(stale.parent) == ["driver.json.gz"]
+    assert os.listdir(stale.parent) == ["ray.json.gz"]
 
 
 @pytest.mark.parametrize(
@@ -174,12 +161,12 @@ def test_a_profile_that_fails_is_told_and_ends_nothing(
             says(step.told, f"actor rank {rank}", f"step {number}", *reason.split())
     assert not any("traceback" in text for text in step.told)
     assert sum(each.startswith("stop_profile rollout") for each in step.log) == 2, "the others go on"
-    assert step.trace(3)["step"] == 3
+    assert step.trace(3)["traceEvents"]
 
 
 def test_a_process_that_was_replaced_is_told_and_not_asked(step: Step) -> None:
     run(step.profiler.begin(2))
-    step.groups["rollout"].handles[0] = "another process"
+    step.groups["rollout"].handles[0] = SimpleNamespace(_actor_id=b"another")
     run(step.profiler.end())
     says(step.told, "rollout rank 0", "step 2", "replaced")
     assert len(step.told) == 1

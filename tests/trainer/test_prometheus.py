@@ -13,11 +13,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from grpo_dist.config.schema_job import JobTrainerConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import build_trackers
 from grpo_dist.trainer.prometheus import gauge_name
-from grpo_dist.trainer.record import ALL_TRACKERS
 from tests.messages import refuses
 from tests.trainer.metrics_page import PAGE, documented_names
 
@@ -49,11 +47,6 @@ def test_all_metrics_have_different_names() -> None:
     assert all(re.fullmatch(r"[a-z_][a-zA-Z0-9_]*", gauge_name(name)) for name in names)
 
 
-def test_every_tracker_of_the_config_is_there() -> None:
-    (names, *_) = JobTrainerConfig.model_fields["logger"].annotation.__args__  # type: ignore[union-attr]
-    assert set(names.__args__) == {"console", *ALL_TRACKERS}
-
-
 @pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
 def test_the_last_values_are_exported_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +56,7 @@ def test_the_last_values_are_exported_until_the_run_ends(tmp_path: Path, monkeyp
     sets: Counter[str] = Counter()
     plain = Gauge.set
     monkeypatch.setattr(Gauge, "set", lambda self, *args: (sets.update([self.info["name"]]), plain(self, *args)))
-    with build_trackers(["prometheus"], run_dir=tmp_path, classes=ALL_TRACKERS, **RUN) as trackers:
+    with build_trackers(["prometheus"], run_dir=tmp_path, **RUN) as trackers:
         url = re.search(r"http://127\.0\.0\.1:\d+/metrics", trackers.notes[1])
         assert url is not None
 
@@ -87,7 +80,7 @@ def test_without_rays_agent_the_run_does_not_begin(tmp_path: Path, monkeypatch: 
     nodes = [node | {"MetricsExportPort": 0} for node in ray.nodes()]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     with refuses(ConfigError, "trainer.logger", "'prometheus'", "--metrics-export-port", "remove 'prometheus'"):
-        build_trackers(["prometheus"], run_dir=tmp_path, classes=ALL_TRACKERS, **RUN)
+        build_trackers(["prometheus"], run_dir=tmp_path, **RUN)
 
 
 def wait_until(what: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_dist.config.load import load_config
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference
 

@@ -11,17 +11,18 @@ import torch
 
 from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.cli.replay import main
-from grpo_dist.config.load import load_config, readable_config
+from grpo_dist.config.load import readable_config
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import write_parquet
 from grpo_dist.rewards.output_lines import OutputLines
+from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.loss_settings import target_settings
 from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference, read_recorded
 from grpo_dist.trainer.replay import metric_difference, retarget, reupdate
-from grpo_dist.workers.batch_work import BatchWork
 from tests.messages import refuses, says
 
 

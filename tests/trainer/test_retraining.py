@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import transformers
 
+from grpo_dist.algorithms.settings import LabelSettings
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.config.load import load_config
-from grpo_dist.engines.settings import LabelSettings
 from grpo_dist.errors import DataError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Mean, Sum
 from grpo_dist.trainer.retraining import Retraining
 from tests.messages import refuses, says

@@ -10,15 +10,15 @@ import pytest
 
 from grpo_dist.agents import ToolAgent
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.config.load import load_config
 from grpo_dist.data import PromptSampler, load_tokenizer
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.rewards.base import RowNeeds
-from grpo_dist.trainer.preflight import check_model
+from grpo_dist.plan.commands import load_config
+from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts
 from tests.agents.speaking import QWEN3, TOOLS
 from tests.messages import refuses, says
+from tests.models import policy_folder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
 
@@ -33,7 +33,7 @@ def load(tmp_path: Path, *overrides: str, contents: list[str | list]) -> tuple[P
     lengths = ("data.max_prompt_length=64", "data.max_response_length=64")
     sizes = (*lengths, "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
     config, _ = load_config([f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", *sizes, *overrides])
-    return load_run_prompts(config, check_model(config))
+    return load_run_prompts(config, policy_folder(config))
 
 
 def test_overlong_prompts_that_are_left_out_are_counted_and_named(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def own(tmp_path: Path, needs: RowNeeds, *overrides: str, rows: list[dict]) -> t
     (tmp_path / "mine.py").touch()
     reward = f"custom_reward_function.path={tmp_path}/mine.py"
     config, _ = load_config([f"data.train_files={tmp_path}/own.jsonl", reward, *keys, *overrides])
-    return load_run_prompts(config, check_model(config), needs)
+    return load_run_prompts(config, policy_folder(config), needs)
 
 
 SUMS = [{"question": f"{i}+1?", "answer": i + 1} for i in range(3)]

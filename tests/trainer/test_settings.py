@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.load import load_config
-from grpo_dist.config.placement import placement
-from grpo_dist.engines.settings import AgentSettings
+from grpo_dist.config.schema_roles import OptimConfig
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.placement import placement
+from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
+from grpo_dist.trainer.run_prompts import workers_agent
 from grpo_dist.trainer.settings import (
     critic_settings,
     engine_settings,
@@ -21,8 +23,8 @@ from grpo_dist.trainer.settings import (
     time_limits,
     value_settings,
 )
-from grpo_dist.workers.group import WorkerGroup
 from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
+from tests.worker_settings import agent
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -36,7 +38,7 @@ def test_what_engines_get_of_lora() -> None:
         place = placement(config)
         assert policy_settings(config, place, 1).sends_factors == sends
         lora = engine_settings(config, place, 0).lora
-        assert (lora and (lora.rank, lora.alpha)) == ((4, 8.0) if sends else None)
+        assert (lora and (lora.lora_rank, lora.lora_alpha)) == ((4, 8.0) if sends else None)
 
 
 SCORER = "reward_model.model.path=builtin:tiny-qwen3"
@@ -103,11 +105,9 @@ def test_an_agent_loop_arrives_with_an_absolute_path(tmp_path: Path, monkeypatch
     (tmp_path / "loop.py").write_text(f"{loop}    async def run(self, episode): ...\n")
     key = "actor_rollout_ref.rollout.agent"
     config = load(f"{key}.default_agent_loop=loop.py:Mine", f"{key}.agent_kwargs={{depth: 2}}", f"{key}.timeout_s=7")
-    settings = engine_settings(config, placement(config), 0)
-    assert settings.agent == AgentSettings(f"{tmp_path}/loop.py:Mine", {"depth": 2}, 7)
+    settings = engine_settings(config, placement(config), 0, workers_agent(config))
+    assert settings.rollout.agent == agent(f"{tmp_path}/loop.py:Mine", {"depth": 2}, timeout_s=7)
     assert settings.needs_tokenizer, "turns end at texts"
-    plain = load()
-    assert engine_settings(plain, placement(plain), 0).agent is None
 
 
 def test_activations_of_what_trains_are_offloaded() -> None:
@@ -138,10 +138,14 @@ def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
         "original_max_position_embeddings: 512}",
     )
     engine = engine_settings(config, placement(config), 0)
-    assert (engine.max_model_len, engine.max_num_batched_tokens, engine.enable_chunked_prefill) == (4096, 2048, True)
+    assert (engine.max_model_len, engine.rollout.max_num_batched_tokens, engine.rollout.enable_chunked_prefill) == (
+        4096,
+        2048,
+        True,
+    )
     policy = policy_settings(config, placement(config), 10).model
     wanted = {"max_position_embeddings": 4096, "rope_parameters": rope}
-    assert engine.override_config == policy.override_config == wanted
+    assert engine.model.override_config == policy.override_config == wanted
 
 
 def test_the_roles_get_what_they_need() -> None:
@@ -163,7 +167,7 @@ def test_a_teacher_is_another_model_beside_any_policy(lora: tuple[str, ...]) -> 
     )
     place = placement(config)
     actor, ref = policy_settings(config, place, 10), reference_settings(config, place)
-    assert place.ref_world_size == 1
+    assert place.world_sizes["ref"] == 1
     assert not config.actor_is_reference
     assert (actor.reference_columns, actor.keeps_output_layer) == ((), False), "the teacher sends its own"
     assert (ref.columns, ref.model.lora, ref.optimizer) == (("ref_hidden_states",), None, None)
@@ -203,8 +207,8 @@ def test_the_critic_trains_whole_with_an_optimizer_and_limits_of_its_own() -> No
     assert (found.columns, found.grad_clip) == (("values",), 2)
     assert (found.train_micro_batch_size, found.log_prob_micro_batch_size) == (5, 7)
     assert found.train_max_token_len is found.log_prob_max_token_len is None
-    assert found.optimizer is not None
-    assert (found.optimizer.num_training_steps, found.optimizer.num_warmup_steps) == (40, 20), "4 mini-batches a step"
+    assert isinstance(found.optimizer, OptimConfig)
+    assert (found.total_steps, found.optimizer.warmup_steps(40)) == (40, 20), "4 mini-batches a step"
     loss = value_settings(config)
     assert (loss.cliprange_value, loss.loss_agg_mode, loss.loss_scale_factor) == (0.3, "token-sum", 64)
     assert target_settings(config).critic

@@ -1,13 +1,10 @@
-import time
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from grpo_dist.errors import BatchError, RewardError
+from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.stage import stage
-from grpo_dist.workers.batch_ref import DataProtoRef, Frame
 from tests.messages import refuses, says
 
 
@@ -18,8 +15,7 @@ def batch(*columns: str) -> DataProtoRef:
 class Loop:
     step = 4
 
-    def __init__(self, profiler: object = None) -> None:
-        self.profiler = profiler
+    def __init__(self) -> None:
         self.timings: dict[str, float] = {}
         self.progress = Progress(1, 0, None)
 
@@ -41,17 +37,6 @@ def test_times_and_passes_through() -> None:
     assert "token_level_scores" in loop.score(batch("responses")).columns
     assert loop.timings["score"] >= 0
     assert Loop.score.stage == ("score", ("responses",), ("token_level_scores",))
-
-
-def test_a_profiler_is_told_when_it_ran() -> None:
-    noted: list[tuple[str, float, float]] = []
-    loop = Loop(SimpleNamespace(note_stage=lambda *stage: noted.append(stage)))
-    before = time.monotonic()
-    loop.score(batch("responses"))
-    ((name, started, ended),) = noted
-    assert name == "score"
-    assert before <= started <= ended <= time.monotonic()
-    assert loop.timings["score"] == ended - started
 
 
 def test_a_missing_column_names_stage_and_maker() -> None:

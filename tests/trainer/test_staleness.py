@@ -13,29 +13,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_dist.config.load import load_config
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.engines.base import EngineLoad, Response
-from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto
+from grpo_dist.roles.gang import ActorGroup
+from grpo_dist.roles.reward import RewardWorker
+from grpo_dist.roles.reward_pool import RewardPool
+from grpo_dist.roles.roles import Roles
+from grpo_dist.roles.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.roles.rollout_group import RolloutGroup
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.metrics import staleness_metrics
-from grpo_dist.trainer.preflight import check_model
-from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import ActorGroup
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.restarts import RestartBudget
-from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
-from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.messages import says
+from tests.models import policy_folder
 from tests.processes import spawned
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
 from tests.trainer.recorded import history, recorded_trainer
@@ -121,8 +122,8 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
         groups[role].call_all("test", "set_seconds", seconds)
     groups["actor"].call_all("test", "forget")
     rollout = RolloutGroup(groups["rollout"], restarts)
-    prompts, _ = load_run_prompts(config, check_model(config))
-    roles = Roles(ActorGroup(groups["actor"]), rollout, pool, None, restarts)
+    prompts, _ = load_run_prompts(config, policy_folder(config))
+    roles = Roles({"actor": ActorGroup(groups["actor"]), "rollout": rollout, "reward": pool}, restarts)
     return recorded_trainer(config, roles, prompts, STEPS)
 
 
@@ -202,7 +203,7 @@ def test_when_the_order_of_the_prompts_is_asked_and_told(
 ) -> None:
     """The batch of step s: when step s - 1 - k has trained and no later one, and told of all batches up to that."""
     trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
-    order, update = trainer.prompts.sampler, trainer.update
+    order, update = trainer.order, trainer.update
     next_batch, asked, log = order.next_batch, [], []
 
     def ask() -> np.ndarray:

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from grpo_dist.errors import BatchError, CheckpointError, ConfigError, HealthError, RewardError, WorkerError
-from grpo_dist.tracking.base import Trackers
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.tracking.base import Tracker, Trackers
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.metrics import batch_metrics
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.call import Call
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import WorkerGroup
 from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
@@ -370,7 +370,7 @@ def test_validation_samples_in_its_own_way(tmp_path: Path, groups: dict[str, Wor
         assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score", "half"}
 
 
-class TextTracker:
+class TextTracker(Tracker):
     """Keeps the samples it is shown."""
 
     note = ""

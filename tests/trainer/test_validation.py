@@ -9,9 +9,9 @@ import pytest
 
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
+from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.tracking.metric_names import require_metric
 from grpo_dist.trainer.validation import shown_rows, validation_metrics, validation_requests
-from grpo_dist.workers.batch_ref import DataProtoRef
 from tests.messages import refuses
 
 NAN = np.nan

@@ -1,11 +1,9 @@
 """Advantages: how much better a response is than what the group (or batch) would have done.
 
-    outcome.py     one number per response, against its group: grpo (Dr. GRPO), grpo_passk, rloo, opo, gpg
-    components.py  several numbers per response, each against its group: gdpo
-    process.py     a reward per step: grpo_process
-    returns.py     the rewards that follow a token: reinforce_plus_plus(_baseline), remax, distill, gae
+    outcome.py  a response against its group, by one score: grpo (Dr. GRPO), grpo_passk, rloo, opo, gpg; by many: gdpo
+    returns.py  the rewards that follow a token: reinforce_plus_plus(_baseline), remax, distill, gae, grpo_process
 
-Call them through `compute_advantage`. inputs.py has their one signature, groups.py the statistics of a group.
+Call them through `compute_advantage`. inputs.py has their one signature and the statistics of a group.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ import torch
 from torch import Tensor
 
 # The imports fill the registry.
-from grpo_dist.algorithms.advantage import components, outcome, process, returns  # noqa: F401
-from grpo_dist.algorithms.advantage.groups import STD_EPS, Groups
-from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs
+from grpo_dist.algorithms.advantage import outcome, returns  # noqa: F401
+from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, STD_EPS, AdvantageInputs, Groups
 from grpo_dist.errors import BatchError
 
 __all__ = ["ADVANTAGE", "DEFAULTS", "STD_EPS", "AdvantageInputs", "Groups", "compute_advantage"]
@@ -56,10 +53,6 @@ def compute_advantage(
 
     Returns:
         (advantages, returns), each (N, T) float32, 0 off the mask.
-
-    Raises:
-        BatchError: shapes disagree, or an input that the estimator needs is missing.
-        ConfigError: no such estimator, or an option does not fit.
     """
     estimator = ADVANTAGE.get(name)
     shape = tuple(token_level_rewards.shape)

@@ -10,7 +10,6 @@ Call them through `compute_policy_loss`. inputs.py has their one signature.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from grpo_dist.algorithms.aggregate import agg_loss
 from grpo_dist.algorithms.policy_loss import clipped, unclipped  # noqa: F401
 from grpo_dist.algorithms.policy_loss.covariance import token_selection
 from grpo_dist.algorithms.policy_loss.inputs import POLICY_LOSS, PolicyInputs
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.errors import BatchError
 
 __all__ = ["DEFAULTS", "POLICY_LOSS", "PolicyInputs", "compute_policy_loss", "token_selection"]
@@ -40,63 +40,45 @@ DEFAULTS = {
 
 
 def compute_policy_loss(
-    name: str,
+    columns: Mapping[str, Tensor],
+    settings: ObjectiveSettings,
     *,
-    old_log_probs: Tensor,
-    log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str,
-    config: Mapping[str, Any] | None = None,
-    rollout_is_weights: Tensor | None = None,
-    selected: Tensor | None = None,
     global_tokens: float | Tensor | None = None,
     global_sequences: float | Tensor | None = None,
-    loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The aggregated policy loss called `name`.
+    """Return the aggregated policy loss, the first term of `policy_objective`, and its metrics.
 
     Args:
-        name: a registered policy loss, or `pkg.module:function`.
-        old_log_probs: (N, T), nats; the policy that is being improved on. No gradient.
-        log_probs: (N, T), nats; the current policy, carries the gradient.
-        advantages: (N, T).
-        response_mask: (N, T), 1 on the tokens that train.
-        loss_agg_mode: see `aggregate`.
-        config: verl's option names; `DEFAULTS` has those that are not given.
-        rollout_is_weights: (N, T) importance weights against the sampler, or None.
-        selected: (N, T) bool from `token_selection`, or None.
+        columns: (N, T) tensors: `log_probs`, `old_log_probs` (nats), `advantages` and `response_mask`; where there are
+            any, `rollout_is_weights` and `selected_tokens` (see `PolicyInputs`). Only `log_probs` get a gradient.
+        settings: of the loss; read are `loss_mode`, `loss_agg_mode`, `options` and `loss_scale_factor`.
         global_tokens: tokens of the whole mini-batch; see `agg_loss`.
         global_sequences: sequences of the whole mini-batch; see `agg_loss`.
-        loss_scale_factor: see `agg_loss`.
 
     Returns:
         (loss, metrics): a float32 scalar, and means over the masked tokens of this call.
-
-    Raises:
-        BatchError: shapes differ.
-        ConfigError: no such policy loss or aggregation mode.
     """
-    columns = {"log_probs": log_probs, "advantages": advantages, "response_mask": response_mask}
-    for column, value in columns.items():
-        if value.shape != old_log_probs.shape:
-            raise BatchError(f"{column} {tuple(value.shape)} and old_log_probs {tuple(old_log_probs.shape)} differ")
-    mask = response_mask.bool()
+    old_log_probs, weights = columns["old_log_probs"], columns.get("rollout_is_weights")
+    for name in ("log_probs", "advantages", "response_mask"):
+        if columns[name].shape != old_log_probs.shape:
+            shapes = f"{name} {tuple(columns[name].shape)} and old_log_probs {tuple(old_log_probs.shape)}"
+            raise BatchError(f"{shapes} differ")
+    mask = columns["response_mask"].bool()
     batch = PolicyInputs(
         old_log_probs.detach().float().where(mask, 0.0),
-        log_probs.float().where(mask, 0.0),
-        advantages.detach().float().where(mask, 0.0),
-        response_mask.float(),
-        None if rollout_is_weights is None else rollout_is_weights.detach().float().where(mask, 1.0),
-        selected,
+        columns["log_probs"].float().where(mask, 0.0),
+        columns["advantages"].detach().float().where(mask, 0.0),
+        columns["response_mask"].float(),
+        None if weights is None else weights.detach().float().where(mask, 1.0),
+        columns.get("selected_tokens"),
     )
-    token_loss, metrics = POLICY_LOSS.get(name)(batch, {**DEFAULTS, **(config or {})})
+    token_loss, metrics = POLICY_LOSS.get(settings.loss_mode)(batch, {**DEFAULTS, **settings.options})
     loss = agg_loss(
         token_loss,
         batch.response_mask,
-        loss_agg_mode,
+        settings.loss_agg_mode,
         global_tokens=global_tokens,
         global_sequences=global_sequences,
-        loss_scale_factor=loss_scale_factor,
+        loss_scale_factor=settings.loss_scale_factor,
     )
     return loss, metrics

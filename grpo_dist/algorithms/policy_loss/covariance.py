@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss.clipped import clip
 from grpo_dist.algorithms.policy_loss.inputs import POLICY_LOSS, PolicyInputs
-from grpo_dist.names import TOKEN_SELECTING_LOSSES
+from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
 
 
 @POLICY_LOSS.register("clip_cov")

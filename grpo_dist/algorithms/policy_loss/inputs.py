@@ -18,9 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.algorithms.custom_results import policy_loss_fault
-from grpo_dist.algorithms.log_ratio import bounded_log_ratio
-from grpo_dist.algorithms.masking import masked_mean
-from grpo_dist.registry import Registry
+from grpo_dist.algorithms.masking import bounded_log_ratio, masked_mean
+from grpo_dist.plugins.registry import Registry
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 

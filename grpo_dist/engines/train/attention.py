@@ -65,7 +65,7 @@ def check_split(config: Any, settings: ModelSettings) -> None:
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     setting = f"{settings.sequence_parallel_key}={size}, {settings.key}={settings.path}"
     if not heads_split(heads, kv_heads, size):
-        fitting = [each for each in range(1, heads + 1) if heads_split(heads, kv_heads, each)]
+        fitting = [ranks for ranks in range(1, heads + 1) if heads_split(heads, kv_heads, ranks)]
         raise ConfigError(
             f"{setting}: the model has {heads} attention heads and {kv_heads} key-value heads, which do not split over "
             f"{size} ranks; set the size to {' or '.join(map(str, fitting))}"
@@ -117,7 +117,7 @@ def dense_mask(segments: Tensor) -> Tensor:
 
 
 def block_mask(segments: Tensor) -> BlockMask:
-    """The same for FlexAttention."""
+    """Return the mask of `dense_mask` in the form of FlexAttention."""
     _, batch, length = segments.shape
     return _block_mask_maker(segments.device.type)(
         sees(segments), batch, None, length, length, device=str(segments.device), BLOCK_SIZE=FLEX_BLOCK
@@ -201,14 +201,14 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
     inputs = [torch.randn(1, few.shape[2], count, size, generator=generator) for count in counts]
 
     def gradients(attend: Callable[..., Tensor]) -> list[Tensor]:
-        leaves = [each.to(few.device, dtype).transpose(1, 2).detach().requires_grad_() for each in inputs]
-        with torch.enable_grad():
-            out = attend(*leaves)
-        return list(torch.autograd.grad(out.float().square().sum(), leaves))
+        leaves = [tensor.to(few.device, dtype).transpose(1, 2).detach().requires_grad_() for tensor in inputs]
+        with torch.enable_grad():  # the check of layouts runs without gradients
+            loss = attend(*leaves).float().square().sum()
+        return list(torch.autograd.grad(loss, leaves))
 
     try:
         mask = block_mask(few)
-        found = gradients(lambda q, k, v: flex_attention_forward(nn.Module(), q, k, v, mask)[0])
+        computed = gradients(lambda q, k, v: flex_attention_forward(nn.Module(), q, k, v, mask)[0])
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of many kinds
@@ -216,7 +216,7 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
         return f"the backward pass of its attention fails: {type(error).__name__}: {first}"
     sdpa, seen, grouped = nn.functional.scaled_dot_product_attention, dense_mask(few), heads != counts[1]
     dense = gradients(lambda q, k, v: sdpa(q, k, v, attn_mask=seen, enable_gqa=grouped))
-    off = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, dense, strict=True))
+    off = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(computed, dense, strict=True))
     return "" if off <= GRADIENT_TOLERANCE[dtype] else f"gradients of its attention are off by {off:.2g} of their size"
 
 
@@ -234,9 +234,6 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any
     """`torch.compile` for shapes that change; whole, so that it stops where it would go on uncompiled.
 
     Uncompiled, FlexAttention computes all pairs of tokens, masked or not: time and memory would explode unseen.
-
-    Raises:
-        ConfigError: when called, if it had to be compiled too often.
     """
     whole = torch.compile(function, dynamic=True, fullgraph=True, **options)
 

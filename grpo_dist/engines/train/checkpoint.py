@@ -1,13 +1,19 @@
-"""Model, optimizer, schedule and random states on disk, sharded with torch.distributed.checkpoint.
+"""Model, optimizer, schedule and random states on disk, sharded with torch.distributed.checkpoint (DCP).
 
 A save has two parts. `begin_save` copies everything to CPU memory, while the weights stand still. A thread then writes
 the copies. It has a process group of its own, so that its messages never mix with those of the training going on.
 (`dcp.async_save` does as much; but what follows in the same thread here, the random states and the digests of what was
 written, would have to be started from its callback, in which an error is lost.)
+
+A load runs nothing that is in a file. DCP keeps its index (`.metadata`) as a pickle, and reads values that are not
+tensors with `torch.load`; both would run code that somebody has put into the file. Here the index may name DCP's own
+records and torch's types only, and values are read with `weights_only`.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import random
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -29,11 +39,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from grpo_dist.config.rank_memory import ADAM_STATES
-from grpo_dist.engines.train.checkpoint_reader import SafePlanner, SafeReader
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.engines.train.optimizer import keep_settings
 from grpo_dist.errors import CheckpointError
+from grpo_dist.sizes import ADAM_STATES
 
 # Ranks wait for the slowest writer at the end of a checkpoint: as long as a slow shared disk takes for its shards.
 WRITE_TIMEOUT = timedelta(minutes=30)
@@ -41,7 +50,7 @@ RANDOM_STATES = "random_{rank}.pt"
 
 
 def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> dict[str, Any]:
-    """What a checkpoint holds: the weights and, of a model that trains, its optimizer and its schedule.
+    """Return the content of a checkpoint: the weights and, of a model that trains, its optimizer and its schedule.
 
     A weight that has several names, such as an output layer tied to the embedding, is there once, under the first.
     """
@@ -59,7 +68,7 @@ def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any)
 def _other_names(model: nn.Module) -> dict[str, str]:
     """Further names of weights that have several -> the first one."""
     first: dict[Tensor, str] = {}
-    names = {name: first.setdefault(each, name) for name, each in model.named_parameters(remove_duplicate=False)}
+    names = {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
     return {name: other for name, other in names.items() if name != other}
 
 
@@ -167,11 +176,7 @@ def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | N
 
 
 def load_state(state: dict[str, Any], folder: Path) -> None:
-    """Read into `state`, which says what is wanted. Collective.
-
-    Raises:
-        CheckpointError: the folder is not a readable checkpoint of it.
-    """
+    """Read into `state`, which says what is wanted. Collective."""
     try:
         dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner())
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
@@ -200,3 +205,66 @@ def set_random_states(states: dict[str, Any]) -> None:
     gpus: list[Tensor] = states["cuda"]
     if gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(gpus):
         torch.cuda.set_rng_state_all(gpus)
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+# What an index is made of. Types of tensors (torch.float32, ...) come besides.
+ALLOWED = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            return getattr(torch, name)
+        if (module, name) not in ALLOWED:
+            raise CheckpointError(
+                f"it names {module}.{name}, which no checkpoint of this program has: it may run code, and is not read"
+            )
+        return super().find_class(module, name)
+
+
+class SafeReader(FileSystemReader):
+    """DCP's reader, with an index that may hold nothing but what DCP writes there."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's index."""
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as stream:
+            try:
+                metadata = _IndexUnpickler(stream).load()
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from None
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is no index of a checkpoint, but a {type(metadata).__name__}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """DCP's planner, which reads values that are not tensors as plain Python values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is no tensor into its place."""
+        place = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
 from grpo_dist.engines.train.attention import FLEX, attention_inputs, flex_backward_fault, why_padded
-from grpo_dist.engines.train.exact_kl import exact_kl_error
-from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead
+from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead, exact_kl_error
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
@@ -142,11 +141,7 @@ class PolicyForward:
         return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **options)
 
     def _plain(self, micro_batch: MicroBatch, request: HeadRequest) -> HeadValues:
-        """The same through the model's own logits, for models that change them after the output layer.
-
-        Raises:
-            ConfigError: the request is for the exact KL, which is made of hidden states and the output layer.
-        """
+        """Return the head's values from the model's own logits, for models that change them after the output layer."""
         if request.hidden_states or request.reference is not None:
             raise exact_kl_error(f"through the chunked output layer this model's log-probs are others: {self.report}")
         width = micro_batch.input_ids.shape[1] // self.group_of(micro_batch).size
@@ -194,7 +189,7 @@ class PolicyForward:
             micro_batch = self.micro_batch(data, (), min_width=width)
             if fault := self._backward_fault(micro_batch):
                 return float("inf"), fault
-            found = micro_batch.to_rows(self.compared(micro_batch))
+            values = micro_batch.to_rows(self.compared(micro_batch))
         except torch.OutOfMemoryError:  # nothing against the layout
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
@@ -202,7 +197,7 @@ class PolicyForward:
         if not len(data):
             return 0.0, ""
         lengths = data["responses"].lengths.tolist()
-        flat = torch.cat([row[:length][-CHECKED_TOKENS:] for row, length in zip(found, lengths, strict=True)])
+        flat = torch.cat([row[:length][-CHECKED_TOKENS:] for row, length in zip(values, lengths, strict=True)])
         difference = (flat - alone).abs().mean().item() / self.scale(alone) if len(flat) else 0.0
         return (difference, "") if np.isfinite(difference) else (float("inf"), f"{self.computes} are not finite")
 
@@ -228,20 +223,20 @@ class PolicyForward:
         parts = [torch.zeros(0, device=self.device)]
         for i in range(CHECKED_PROMPTS * CHECKED_RESPONSES + 1):
             row = make_micro_batch(data.slice(i, i + 1), (), self.padding_id, layout="padded").to(self.device)
-            found = self.compared_alone(row)
-            parts.append(found if i < len(data) else found[:0])
+            values = self.compared_alone(row)
+            parts.append(values if i < len(data) else values[:0])
         return torch.cat(parts)
 
     def scale(self, alone: Tensor) -> float:
-        """What a difference is divided by before it is compared with `TOLERANCE`."""
+        """Return the number that a difference is divided by before it is compared with `TOLERANCE`."""
         return 1.0
 
     def compared(self, micro_batch: MicroBatch) -> Tensor:
-        """What the check compares: a number for each of the M response tokens."""
+        """Return the numbers that the check compares, one for each of the M response tokens."""
         return self(micro_batch).log_probs
 
     def compared_alone(self, row: MicroBatch) -> Tensor:
-        """The same for the last tokens of a padded sequence, by the model's own code."""
+        """Return those numbers for the last tokens of a padded sequence, by the model's own code."""
         last = slice(-CHECKED_TOKENS, None)  # logits of a long response would fill the memory
         return self._plain(row, HeadRequest(row.predictors[last], row.targets[last], self.temperature)).log_probs
 

@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_dist.algorithms.settings import TrainingSettings
+from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.base import MiniBatchResult
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings, TrainingSettings
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.classifier import ValueForward
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_model import gradient_sync, load_sharded_model
 from grpo_dist.engines.train.fsdp_weights import FSDPWeights
@@ -26,11 +29,9 @@ from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.objectives import OBJECTIVES, Objective
-from grpo_dist.engines.train.offload import Offload
-from grpo_dist.engines.train.optimizer import build_optimizer
+from grpo_dist.engines.train.optimizer import Offload, build_optimizer
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.engines.train.ulysses import SequenceGroup
-from grpo_dist.engines.train.value_forward import ValueForward
 from grpo_dist.errors import ConfigError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, merge_metrics
 
@@ -46,7 +47,8 @@ class FSDPEngine(FSDPWeights):
         model: what to load and how to shard it.
         device: "cpu" or "cuda".
         temperature: the sampling temperature; logits are divided by it before every softmax.
-        optimizer: None for a frozen model (the reference).
+        optimizer: the config's section; None for a frozen model (the reference).
+        total_steps: optimizer steps of the whole run, at whose end the schedule ends.
         grad_clip: largest gradient norm.
     """
 
@@ -56,7 +58,8 @@ class FSDPEngine(FSDPWeights):
         *,
         device: str,
         temperature: float,
-        optimizer: OptimizerSettings | None = None,
+        optimizer: AdamWConfig | None = None,
+        total_steps: int = 1,
         grad_clip: float = float("inf"),
     ) -> None:
         self.settings, self.device, self.grad_clip = model, torch.device(device), grad_clip
@@ -74,7 +77,7 @@ class FSDPEngine(FSDPWeights):
         if optimizer is None:
             self.model.requires_grad_(False)
         else:
-            self.optimizer, self.schedule = build_optimizer(self.model.parameters(), optimizer)
+            self.optimizer, self.schedule = build_optimizer(self.model.parameters(), optimizer, total_steps)
         self.offload = Offload(
             self.model,
             self.optimizer,
@@ -148,11 +151,11 @@ class FSDPEngine(FSDPWeights):
                 within_memory(f"the forward and backward pass of {_describe(micro_batch, i, plan)}"),
                 gradient_sync(self.model, self.settings, last=i == len(plan) - 1),
             ):
-                loss, told, found = trained(micro_batch, counts)
+                loss, loss_metrics, row_log_probs = trained(micro_batch, counts)
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
-            if found is not None:
-                _take_rows(log_probs, rows, part, found)
-            metrics.append(told)
+            if row_log_probs is not None:
+                _take_rows(log_probs, rows, part, row_log_probs)
+            metrics.append(loss_metrics)
             if not torch.isfinite(loss):
                 where = f"micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
                 fault = fault or f"loss {loss.item()} in {where}; {NOT_TAKEN}"
@@ -171,7 +174,7 @@ class FSDPEngine(FSDPWeights):
             f"{trained.role}/lr": Mean(float(lr), 1),
             f"{trained.role}/skipped_updates": Mean(float(not trains), 1),
         }
-        old = None if found is None else Ragged.from_rows(log_probs, torch.float32)
+        old = None if row_log_probs is None else Ragged.from_rows(log_probs, torch.float32)
         return MiniBatchResult(merge_metrics([*metrics, step]), old)
 
     @torch.no_grad()
@@ -191,8 +194,8 @@ class FSDPEngine(FSDPWeights):
         for i, rows in enumerate(plan):
             micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
             with within_memory(f"the forward pass of {_describe(micro_batch, i, plan)}"):
-                loss, told, _ = judged(micro_batch, counts)
-            metrics.append(told)
+                loss, loss_metrics, _ = judged(micro_batch, counts)
+            metrics.append(loss_metrics)
             if not torch.isfinite(loss):
                 fault = fault or f"loss {loss.item()} of {_name_rows(data.index(rows))}"
         self._stop_if_any(fault)
@@ -213,11 +216,7 @@ class FSDPEngine(FSDPWeights):
     def _check_forward(
         self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
     ) -> None:
-        """Before the first forward pass, compare the layout with each sequence alone.
-
-        Raises:
-            ConfigError: sequences are to be split over ranks, and the model takes only whole ones.
-        """
+        """Before the first forward pass, compare the layout with each sequence alone."""
         if not self.forward.report:
             plan = self._plan(data, micro_batch_size, max_token_len, whole_groups)
             width = max(self.forward.micro_batch(data.index(rows), ()).input_ids.shape[1] for rows in plan)
@@ -233,11 +232,7 @@ class FSDPEngine(FSDPWeights):
     def _plan(
         self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
     ) -> list[Any]:
-        """Rows of each micro-batch; the number of micro-batches is the same on all ranks.
-
-        Raises:
-            ConfigError: rows of one group must be together, and the model can run over one at a time only.
-        """
+        """Rows of each micro-batch; the number of micro-batches is the same on all ranks."""
         if self.forward.layout == "alone":
             if whole_groups is not None:
                 raise ConfigError(
@@ -277,10 +272,10 @@ class FSDPEngine(FSDPWeights):
         raise TrainingDiverged(f"rank {rank}: {first}")
 
 
-def _take_rows(parts: list[Tensor], rows: np.ndarray, part: DataProto, found: Tensor) -> None:
+def _take_rows(parts: list[Tensor], rows: np.ndarray, part: DataProto, values: Tensor) -> None:
     """Put a micro-batch's values, (N, T, ...), at the positions of its rows, on CPU."""
     lengths = part["responses"].lengths.tolist() if len(rows) else []
-    for row, numbers, length in zip(rows.tolist(), found.cpu(), lengths, strict=False):
+    for row, numbers, length in zip(rows.tolist(), values.cpu(), lengths, strict=False):
         parts[row] = numbers[:length]
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split
@@ -27,8 +28,7 @@ from grpo_dist.engines.train.lora import (
     merged_parameters,
 )
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
-from grpo_dist.engines.train.offload import saved_in_cpu_memory
-from grpo_dist.engines.train.rope import hold_longrope_factors
+from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
 from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
 from grpo_dist.errors import ConfigError
 
@@ -51,7 +51,7 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
         shard(model, settings, device)
     with lora_hidden(model):
         load_weights(unloaded, device)
-    if settings.lora is not None and settings.lora.adapter_path:
+    if settings.lora is not None and settings.lora.lora_adapter_path is not None:
         load_factors(model, settings.lora, settings.section)
     else:
         draw_factors(model)
@@ -114,9 +114,6 @@ def recompute_layers(
         section: of the config with the switch, for messages.
         keeping: makes the context in which the inputs are kept; what it says of tensors that autograd saves goes for
             them alone, since within a layer `checkpoint` has the say.
-
-    Raises:
-        ConfigError: the model does not say what its layers are.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     layers = layers or transformer_layers(model)
@@ -135,7 +132,7 @@ def recompute_layers(
 
 
 def reshards(settings: ModelSettings) -> bool:
-    """Whether gathered weights are freed early. A rank that holds all weights would only copy them again."""
+    """Tell if gathered weights are freed early. A rank that holds all weights would only copy them again."""
     return settings.reshard_after_forward and num_shards(settings) > 1
 
 
@@ -181,3 +178,22 @@ def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterato
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(True)
         model.set_reshard_after_backward(True)
+
+
+def hold_longrope_factors(model: Any, max_model_len: int) -> None:
+    """Fix LongRoPE's factors (Phi-3; arXiv 2402.13753) for the longest sequence that the run may have.
+
+    transformers takes the long factors for a whole micro-batch as soon as one of its positions is beyond the original
+    length, so that a sequence's log-probs would depend on its company. vLLM takes them for all sequences if its
+    `max_model_len` is beyond it, and so does this: trainer and sampler are the same model.
+
+    Args:
+        model: a loaded causal LM; left as it is if it has no such embedding.
+        max_model_len: most tokens of prompt and response.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) != "longrope":
+            continue
+        factors, scaling = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, max_model_len)
+        module.inv_freq, module.attention_scaling = factors, scaling
+        module.rope_type = "default"  # its forward pass now leaves the factors alone

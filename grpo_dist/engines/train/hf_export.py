@@ -1,4 +1,7 @@
-"""The trained model as a Hugging Face folder, written file by file while its tensors are gathered one by one."""
+"""The trained model, or its LoRA factors in peft's form, as a Hugging Face folder.
+
+A folder is written file by file while its tensors are gathered one by one.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_dist.assets import is_on_the_hub
+from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
-from grpo_dist.engines.train.fsdp_model import full_parameters
+from grpo_dist.engines.train.fsdp_model import full_factors, full_parameters
 from grpo_dist.engines.train.hf_names import as_in_files
+from grpo_dist.engines.train.lora import lora_layers
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.errors import CheckpointError
 from grpo_dist.sizes import EXPORT_FILE_BYTES
@@ -81,9 +87,6 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
         write: writes the files into another, temporary folder.
         tensors: what rank 0 gathers while it writes: the other ranks take part, and drop them.
         num_bytes: about what is written; without as much room on the disk nothing is.
-
-    Raises:
-        CheckpointError: on every rank: the files cannot be written.
     """
     failure = [""]
     if dist.get_rank() == 0:
@@ -181,3 +184,52 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
             part = {}
         part[name] = tensor
     yield part
+
+
+def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
+    """Write adapter_config.json and adapter_model.safetensors. Collective; see `write_folder`.
+
+    Args:
+        model: with factors.
+        settings: what it was loaded from.
+        folder: where the files go.
+        dtype: of the factors in the file: "fp32" or "bf16".
+        usage: what the folder says of itself; None: nothing.
+
+    Raises:
+        CheckpointError: on every rank: the files cannot be written.
+    """
+    factors = full_factors(model, DTYPES[dtype])
+
+    def write(temporary: Path) -> None:
+        _config(model, settings).save_pretrained(str(temporary))
+        save_file(
+            {name: factor.contiguous() for name, factor in factors}, temporary / ADAPTER_WEIGHTS, {"format": "pt"}
+        )
+        if usage is not None:
+            usage.write(temporary)
+
+    parts = [part for layer in lora_layers(model).values() for part in (layer.lora_A, layer.lora_B)]
+    num_parameters = sum(factor.numel() for part in parts for factor in part.parameters())
+    write_folder(folder, write, factors, num_parameters * DTYPES[dtype].itemsize)
+
+
+def _config(model: Any, settings: ModelSettings) -> Any:
+    """Peft's config of the factors; the same on any number of ranks, so its lists are sorted."""
+    from peft import LoraConfig
+
+    lora, layers = settings.lora, lora_layers(model)
+    assert lora is not None
+    config = LoraConfig(
+        r=lora.lora_rank,
+        lora_alpha=int(lora.lora_alpha) if lora.lora_alpha.is_integer() else lora.lora_alpha,  # type: ignore[arg-type]
+        bias="none",
+        fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),  # Conv1D
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        base_model_name_or_path=lora.path if is_on_the_hub(lora.path) else str(Path(settings.path).absolute()),
+    )
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    called = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
+    config.target_modules = ends if called == layers.keys() else sorted(layers)  # type: ignore[assignment]
+    return config

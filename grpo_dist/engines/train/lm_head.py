@@ -9,6 +9,9 @@ With logits z = W h / temperature and p = softmax(z), for a response token y:
 The backward pass computes each chunk's logits again, except the last chunk's, which it meets first. Softmax, sums
 and the gradient of the weights are float32. (The idea of Liger Kernel's and torch's linear_cross_entropy, with upstream
 gradients per token, entropy and exact KL.)
+
+For the exact KL over the whole vocabulary the reference sends its last hidden states (H numbers a token instead of V
+logits), and the actor keeps a frozen copy of the reference's output layer.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_dist.engines.train.sharded_tensors import whole
+from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CHUNK_LOGITS
 
 # Config entries with which a model does more to its hidden states than one matrix product.
@@ -37,13 +42,13 @@ class ReferenceHead:
     bias: Tensor | None
 
     def to(self, device: str) -> ReferenceHead:
-        """The same on another device."""
+        """Return this layer on another device."""
         return ReferenceHead(self.weight.to(device), None if self.bias is None else self.bias.to(device))
 
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What the head computes for M response tokens.
+    """The values that the head computes for M response tokens.
 
     Attributes:
         predictors: (M,) int64, which of the B * L tokens predicts each.
@@ -238,3 +243,24 @@ def _add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:
         total.addmm_(grad.t(), states)
     else:
         total += grad.t() @ states
+
+
+def exact_kl_error(why: str) -> ConfigError:
+    """The error for a model whose exact KL cannot be computed."""
+    return ConfigError(
+        f"actor_rollout_ref.actor.kl_loss_type=full: the exact KL needs logits that are the hidden states times the "
+        f"output layer, but {why}; choose another KL, such as low_var_kl"
+    )
+
+
+def copy_output_layer(model: Any, device: str, dtype: torch.dtype) -> ReferenceHead:
+    """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded."""
+    if why := why_not_linear(model):
+        raise exact_kl_error(why)
+    head = model.get_output_embeddings()
+    weight, bias = (
+        None if parameter is None else whole(parameter).detach().clone().to(device, dtype)
+        for parameter in (head.weight, getattr(head, "bias", None))
+    )
+    assert weight is not None
+    return ReferenceHead(weight, bias)

@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685) by peft: small trained factors beside frozen weights, W + scaling * B A.
 
 The factors are added before the model is sharded, and drawn or read from an adapter after it. Weights for rollout
-engines and exported folders have them merged, tensor by tensor, so both need not know of LoRA; adapter_export.py writes
+engines and exported folders have them merged, tensor by tensor, so both need not know of LoRA; hf_export.py writes
 them apart. The reference is the same model with the factors switched off, so there are no reference workers.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,18 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from grpo_dist.assets import POLICY_SECTION
+from grpo_dist.assets import POLICY_SECTION, expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder
 from grpo_dist.assets.model_folder import some
-from grpo_dist.assets.paths import expanded
-from grpo_dist.engines.settings import LoraSettings
+from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.train.sharded_tensors import place, whole
 from grpo_dist.errors import ConfigError, DataError
 
 ADAPTER = "default"  # peft's name of the first adapter
 
 
-def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) -> None:
+def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules.
 
     `draw_factors` or `load_factors` fills them. The targets are linear layers. What a model holds
@@ -39,29 +37,24 @@ def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) 
 
     Args:
         model: on the meta device.
-        settings: of the factors.
-        section: the section of the config with LoRA's keys, for messages.
-
-    Raises:
-        ConfigError: peft is not installed, no linear layer has such a name, one shares its weight with another module,
-            or peft would train something else.
-        DataError: the adapter to go on from is none.
+        lora: the section with LoRA's keys.
+        section: its key, for messages.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"{section}.lora_rank={settings.rank}: needs peft ({error}); pip install -e '.[lora]'"
+            f"{section}.lora_rank={lora.lora_rank}: needs peft ({error}); pip install -e '.[lora]'"
         ) from None
-    setting = f"{section}.target_modules={settings.target_modules}"
-    if settings.adapter_path:
-        setting = f"{section}.lora_adapter_path={settings.adapter_path}"
-        settings = replace(settings, target_modules=tuple(read_adapter_folder(settings.adapter_path, setting).layers))
-    names = _target_names(model, settings, setting, section)
+    setting = f"{section}.target_modules={lora.targets}"
+    if lora.lora_adapter_path is not None:
+        setting = f"{section}.lora_adapter_path={lora.lora_adapter_path}"
+        lora = lora.replaced(target_modules=tuple(read_adapter_folder(lora.lora_adapter_path, setting).layers))
+    names = _target_names(model, lora, setting, section)
     _check_not_shared(model, names, setting)
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        r=lora.lora_rank,
+        lora_alpha=lora.lora_alpha,  # type: ignore[arg-type]
         target_modules=names,
         bias="none",
     )
@@ -85,30 +78,26 @@ def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) 
             factor.to(layer.get_base_layer().weight.dtype)
 
 
-def _target_names(model: Any, settings: LoraSettings, setting: str, section: str) -> list[str]:
+def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> list[str]:
     """The modules meant, by their whole names.
 
     Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
-
-    Raises:
-        ConfigError: there is none of one of the names, or all are left out.
     """
-    targets, modules = settings.target_modules, dict(model.named_modules())
-    if targets == "all-linear":
+    targets, modules = lora.targets, dict(model.named_modules())
+    if targets == ALL_LINEAR:
         head = model.get_output_embeddings()
-        found = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+        candidates = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     else:
-        found = [name for name in modules if _is_called(name, targets)]
-        if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in found)]:
+        candidates = [name for name in modules if _is_called(name, targets)]
+        if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in candidates)]:
             raise ConfigError(
                 f"{setting}: this model has no module that is called {some(missing)}; "
                 "experts that a layer holds as one tensor take no factors. Name others, or all-linear"
             )
-    names = [name for name in found if not _is_called(name, settings.exclude_modules)]
+    excluded = lora.exclude_modules or ()
+    names = [name for name in candidates if not _is_called(name, excluded)]
     if not names:
-        raise ConfigError(
-            f"{section}.exclude_modules={settings.exclude_modules}: leaves out all of {targets}; name fewer"
-        )
+        raise ConfigError(f"{section}.exclude_modules={excluded}: leaves out all of {targets}; name fewer")
     return names
 
 
@@ -116,9 +105,6 @@ def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
     """Check that no target's weight is another module's too, as that of an output layer which is tied to the embedding.
 
     No change of such a weight is what its factors are: it would change the other module as well.
-
-    Raises:
-        ConfigError: one is.
     """
     holders: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -128,7 +114,7 @@ def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
         both = holders.get(id(getattr(module, "weight", None)), [])
         if len(both) < 2 or isinstance(module, nn.Embedding):  # which is no linear layer, as is said later
             continue
-        other = next(each for each in both if each != f"{name}.weight").removesuffix(".weight")
+        other = next(other_name for other_name in both if other_name != f"{name}.weight").removesuffix(".weight")
         raise ConfigError(
             f"{setting}: {name} shares its weight with {other} (tie_word_embeddings), so engines and exported models "
             f"would lack what its factors learn; take targets, or an adapter, without {name}"
@@ -136,7 +122,7 @@ def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
 
 
 def _is_called(name: str, ends: Iterable[str]) -> bool:
-    """Whether a module's name ends in one of these, at a dot."""
+    """Tell if a module's name ends in one of these, at a dot."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
@@ -162,14 +148,11 @@ def draw_factors(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def load_factors(model: nn.Module, settings: LoraSettings, section: str) -> None:
-    """Fill LoRA's factors of a sharded model from the adapter of the settings. Collective.
-
-    Raises:
-        DataError: on every rank: a factor is not of the layer's shape, or no number.
-    """
-    setting = f"{section}.lora_adapter_path={settings.adapter_path}"
-    with safe_open(expanded(settings.adapter_path) / ADAPTER_WEIGHTS, framework="pt", backend="pread") as file:
+def load_factors(model: nn.Module, lora: LoraSection, section: str) -> None:
+    """Fill LoRA's factors of a sharded model from the adapter that training goes on from. Collective."""
+    assert lora.lora_adapter_path is not None
+    setting = f"{section}.lora_adapter_path={lora.lora_adapter_path}"
+    with safe_open(expanded(lora.lora_adapter_path) / ADAPTER_WEIGHTS, framework="pt", backend="pread") as file:
         for name, parameter in factors(model):
             old, value = cast(DTensor, model.get_parameter(parameter)), file.get_tensor(name)
             if value.shape != old.shape:

@@ -52,7 +52,7 @@ class MicroBatch:
     columns: dict[str, Tensor]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`."""
+        """Return the micro-batch on `device`."""
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
         return MicroBatch(**moved | {"columns": {name: value.to(device) for name, value in self.columns.items()}})
 

@@ -72,9 +72,6 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
         settings: of the model.
         device: "cpu" or "cuda".
         shards: ranks that will hold one copy of the weights together.
-
-    Raises:
-        DataError: there is no usable model at the path.
     """
     with _refusing(settings):
         setting = _setting(settings)
@@ -270,14 +267,10 @@ def _setting(settings: ModelSettings) -> str:
 
 
 def _check_names(report: Any, setting: str) -> None:
-    """Check that the files have all weights of the model, in its shapes, and no others.
-
-    Raises:
-        DataError: they have not.
-    """
+    """Check that the files have all weights of the model, in its shapes, and no others."""
     if report.mismatched_keys:
-        found = sorted(report.mismatched_keys)
-        shapes = [f"{name} {tuple(shape)}, should be {tuple(wanted)}" for name, shape, wanted in found]
+        mismatched = sorted(report.mismatched_keys)
+        shapes = [f"{name} {tuple(shape)}, should be {tuple(wanted)}" for name, shape, wanted in mismatched]
         raise DataError(f"{setting}: the weights are not of the shapes that config.json says: {_some(shapes)}")
     if report.missing_keys:
         raise DataError(f"{setting}: the weights are incomplete: there is no {_some(sorted(report.missing_keys))}")
@@ -289,11 +282,7 @@ def _check_names(report: Any, setting: str) -> None:
 
 
 def _check_numbers(model: Any, settings: ModelSettings) -> None:
-    """Check on all ranks that every rank's weights are numbers, and that what is to be tied is one tensor.
-
-    Raises:
-        DataError: on every rank: they are not.
-    """
+    """Check on all ranks that every rank's weights are numbers, and that what is to be tied is one tensor."""
     for name, other in _tied(model):
         if model.get_parameter(name) is not model.get_parameter(other):
             raise DataError(
@@ -301,9 +290,9 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
                 f"values; set {settings.section}.override_config.tie_word_embeddings=false"
             )
     bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(local_shard(weight)).all())]
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, bad)
-    if names := sorted({name for of_rank in found for name in of_rank}):
+    bad_of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(bad_of_ranks, bad)
+    if names := sorted({name for of_rank in bad_of_ranks for name in of_rank}):
         raise DataError(f"{_setting(settings)}: nan or infinity in the weights: {_some(names)}; the file is damaged")
 
 

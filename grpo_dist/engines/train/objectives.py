@@ -11,10 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from grpo_dist.algorithms import policy_objective
-from grpo_dist.algorithms.preference import label_loss, pair_loss
-from grpo_dist.algorithms.supervised import supervised_loss
-from grpo_dist.algorithms.value_loss import compute_value_loss
-from grpo_dist.engines.settings import (
+from grpo_dist.algorithms.settings import (
     LabelSettings,
     ObjectiveSettings,
     PreferenceSettings,
@@ -22,17 +19,19 @@ from grpo_dist.engines.settings import (
     TrainingSettings,
     ValueSettings,
 )
+from grpo_dist.algorithms.supervised import label_loss, pair_loss, supervised_loss
+from grpo_dist.algorithms.value_loss import compute_value_loss
+from grpo_dist.engines.train.classifier import ValueForward, Values, with_score_token
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
 from grpo_dist.engines.train.micro_batch import MicroBatch
-from grpo_dist.engines.train.value_forward import ValueForward, Values, with_score_token
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
 from grpo_dist.protocol.fields import NO_LABEL
 
 
 class Loss(NamedTuple):
-    """Of one micro-batch: the loss, ready for backward, its metrics, and on policy the (N, T) log-probs."""
+    """The results of one micro-batch: the loss, ready for backward, its metrics, and on policy the (N, T) log-probs."""
 
     loss: Tensor
     metrics: dict[str, Metric]
@@ -40,7 +39,7 @@ class Loss(NamedTuple):
 
 
 class Objective:
-    """What the engine asks of an objective.
+    """The methods that the engine calls of an objective.
 
     Args:
         settings: of the loss.
@@ -65,7 +64,7 @@ class Objective:
         return None
 
     def counts(self, data: DataProto) -> list[float]:
-        """What this rank adds to the counts that divide the loss; if the first sum is 0, there is nothing to train."""
+        """Return this rank's share of the counts that divide the loss; if the first sum is 0, nothing is to train."""
         raise NotImplementedError
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
@@ -85,35 +84,18 @@ class PolicyObjective(Objective):
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         """See `Objective`."""
-        settings, columns = self.settings, micro_batch.columns
-        values = self._values(micro_batch)
-        entropy, exact_kl = (None if v is None else micro_batch.to_rows(v) for v in values[1:3])
-        log_probs = micro_batch.to_rows(values.log_probs)
+        settings, values = self.settings, self._values(micro_batch)
+        read = {"log_probs": values.log_probs, "entropy": values.entropies, "exact_kl": values.exact_kl}
+        computed = {name: micro_batch.to_rows(value) for name, value in read.items() if value is not None}
         loss, means = policy_objective(
-            log_probs=log_probs,
-            old_log_probs=log_probs.detach() if settings.on_policy else columns["old_log_probs"],
-            advantages=columns["advantages"],
-            response_mask=micro_batch.response_mask,
-            ref_log_probs=columns.get("ref_log_probs"),
-            entropy=entropy,
-            loss_mode=settings.loss_mode,
-            loss_agg_mode=settings.loss_agg_mode,
-            options=settings.options,
-            kl_loss_type=settings.kl_loss_type if settings.use_kl_loss else None,
-            kl_loss_coef=settings.kl_loss_coef,
-            entropy_coeff=settings.entropy_coeff,
+            {**micro_batch.columns, "response_mask": micro_batch.response_mask, **computed},
+            settings,
             global_tokens=counts[0],
             global_sequences=counts[1],
-            loss_scale_factor=settings.loss_scale_factor,
-            exact_kl=exact_kl,
-            rollout_is_weights=columns.get("rollout_is_weights"),
-            selected=columns.get("selected_tokens"),
-            rollout_log_probs=columns.get("rollout_log_probs"),
-            correction=settings.correction,
         )
         metrics = _means(means, float(micro_batch.response_mask.sum()))
         metrics |= {"actor/loss": Sum(float(loss.detach())), "actor/pg_loss": Sum(float(means["actor/pg_loss"]))}
-        return Loss(loss, metrics, log_probs.detach() if settings.on_policy else None)
+        return Loss(loss, metrics, computed["log_probs"].detach() if settings.on_policy else None)
 
     def _values(self, micro_batch: MicroBatch) -> HeadValues:
         """Log-probs with the gradient, and where the loss asks for them entropies and the exact KL."""
@@ -150,7 +132,7 @@ class SFTObjective(Objective):
 
 
 class _HeadObjective(Objective):
-    """Of a model with a linear head, whose value is one number a token."""
+    """An objective of a model with a linear head, whose value is one number a token."""
 
     def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
         super().__init__(settings, forward, reference_head)
@@ -212,8 +194,8 @@ class PairObjective(_RewardObjective):
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         """See `Objective`. The rows of a pair are side by side, so the k-th chosen belongs to the k-th rejected."""
-        values, there = self._values(micro_batch), micro_batch.response_mask.bool()
-        chosen, rejected = (values[there & (micro_batch.columns["labels"] == label)] for label in (1, 0))
+        values, is_response = self._values(micro_batch), micro_batch.response_mask.bool()
+        chosen, rejected = (values[is_response & (micro_batch.columns["labels"] == label)] for label in (1, 0))
         return self._result(*pair_loss(chosen, rejected, global_pairs=counts[0]), len(chosen))
 
 

@@ -1,38 +1,48 @@
-"""AdamW and its learning-rate schedule."""
+"""AdamW and its learning-rate schedule, and what waits in CPU memory while it is not needed.
+
+Weights and optimizer states wait there between the phases of a step (verl's `param_offload`), and within a pass the
+inputs of layers (its `enable_activation_offload`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.optim import Optimizer
 
-from grpo_dist.engines.settings import OptimizerSettings
+from grpo_dist.config.schema_roles import AdamWConfig, OptimConfig
 
 
-def lr_ratio(step: int, settings: OptimizerSettings) -> float:
-    """Share of the peak learning rate that optimizer step `step` (from 0) uses."""
-    if step < settings.num_warmup_steps:
-        return (step + 1) / settings.num_warmup_steps
-    if settings.lr_scheduler_type == "constant":
+def lr_ratio(step: int, optim: AdamWConfig, total_steps: int) -> float:
+    """Return the share of the peak learning rate that optimizer step `step` (from 0) of `total_steps` uses."""
+    if not isinstance(optim, OptimConfig):
         return 1.0
-    decay_steps = max(settings.num_training_steps - settings.num_warmup_steps, 1)
-    progress = min((step - settings.num_warmup_steps) / decay_steps, 1.0)
-    left = 1.0 - progress if settings.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * left
+    warmup_steps = optim.warmup_steps(total_steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    left = 1.0 - progress if optim.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left
 
 
 def build_optimizer(
-    parameters: Iterable[Tensor], settings: OptimizerSettings
+    parameters: Iterable[Tensor], optim: AdamWConfig, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Fused AdamW over the parameters that train, and its schedule."""
+    """Build fused AdamW over the parameters that train, and its schedule, which ends with `total_steps`."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        trainable, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, settings))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, optim, total_steps))
     return optimizer, schedule
 
 
@@ -51,3 +61,74 @@ def keep_settings(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_sch
     for group, settings, rate in zip(optimizer.param_groups, built, rates, strict=True):
         group.update(settings, lr=rate)
     schedule._last_lr = rates
+
+
+@dataclass
+class Offload:
+    """Moves a role's tensors to its device for a phase, and back.
+
+    Attributes:
+        model: a module, sharded with FSDP2 or not. Also a frozen model's weights are copied both ways, not kept twice.
+        optimizer: its optimizer, or None.
+        device: where phases run. On CPU nothing moves.
+        parameters: whether the weights are offloaded.
+        optimizer_states: whether the optimizer's states are.
+        shares_device: whether other processes need the device's memory between phases: then torch's cache is emptied.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    device: torch.device
+    parameters: bool = False
+    optimizer_states: bool = False
+    shares_device: bool = False
+
+    def away(self) -> None:
+        """Move the offloaded tensors to CPU, and free the device's memory."""
+        if self.device.type == "cpu":
+            return
+        if self.parameters:
+            self.model.to("cpu")
+        if self.optimizer_states:
+            move_states(self.optimizer, torch.device("cpu"))
+        if self.device.type == "cuda" and (self.parameters or self.optimizer_states or self.shares_device):
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """Within the block the weights, and with `optimizer` its states, are on the device."""
+        if self.device.type != "cpu" and self.parameters:
+            self.model.to(self.device)
+        if self.device.type != "cpu" and self.optimizer_states and optimizer:
+            move_states(self.optimizer, self.device)
+        try:
+            yield
+        finally:
+            self.away()
+
+    @contextlib.contextmanager
+    def states_on_device(self) -> Iterator[None]:
+        """Within the block, an optimizer step, the states are on the device: never together with activations."""
+        moves = self.device.type != "cpu" and self.optimizer_states
+        if moves:
+            move_states(self.optimizer, self.device)
+        try:
+            yield
+        finally:
+            if moves:
+                move_states(self.optimizer, torch.device("cpu"))
+
+
+def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Within the block, what autograd saves on a GPU waits in pinned CPU memory until the backward pass needs it.
+
+    It is copied there and back in the order of the GPU's work, and nobody waits. On CPU it stays where it is.
+    """
+    return save_on_cpu(pin_memory=True) if device == "cuda" else contextlib.nullcontext()
+
+
+def move_states(optimizer: Optimizer | None, device: torch.device) -> None:
+    """Move every tensor of the optimizer's states, also sharded ones, to `device`."""
+    for state in optimizer.state.values() if optimizer is not None else ():
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in state.items()}
+        state.update(moved)

@@ -203,11 +203,11 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
     attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     if q.shape[2] == k.shape[2]:
         return attend(q, k, v, is_causal=True)
-    found, seen = [], k.shape[2] - q.shape[2]
+    blocks, seen = [], k.shape[2] - q.shape[2]
     for block in q.split(QUERIES, 2):
         seen += block.shape[2]
-        found.append(attend(block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask[-block.shape[2] :, -seen:]))
-    return torch.cat(found, 2)
+        blocks.append(attend(block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask[-block.shape[2] :, -seen:]))
+    return torch.cat(blocks, 2)
 
 
 class _BatchedAttention(torch.autograd.Function):
@@ -239,8 +239,8 @@ class _BatchedAttention(torch.autograd.Function):
             grad_v.index_add_(0, rows.keys, torch.bmm(p.transpose(1, 2), upstream).flatten(0, 1))
             s = torch._softmax_backward_data(torch.bmm(upstream, values.transpose(1, 2)), p, -1, p.dtype)
             grad_k.index_add_(0, rows.keys, torch.bmm(s.transpose(1, 2), queries).flatten(0, 1), alpha=ctx.scale)
-            found = torch.bmm(s, keys).flatten(0, 1).index_select(0, rows.inside)
-            grad_q.index_copy_(0, rows.real, found.mul_(ctx.scale))
+            grad_rows = torch.bmm(s, keys).flatten(0, 1).index_select(0, rows.inside)
+            grad_q.index_copy_(0, rows.real, grad_rows.mul_(ctx.scale))
         grads = (x.view(like.shape).to(like.dtype) for x, like in zip((grad_q, grad_k, grad_v), saved, strict=True))
         return (*grads, None, None)
 
@@ -283,7 +283,7 @@ def _parts(members: list[int], length: int, prompt: int) -> list[list[int]]:
 
 
 def _batch(members: list[tuple[Run, Run, int]]) -> Batch:
-    """Of segments, each with its prompt's run and that one's tokens; 0: it sees only itself."""
+    """Return the batch of segments, each with its prompt's run and that one's tokens; 0: it sees only itself."""
     starts, lengths, before, seen = torch.tensor(
         [(run.start, run.length, parent.start, prompt) for run, parent, prompt in members]
     ).T.unsqueeze(-1)

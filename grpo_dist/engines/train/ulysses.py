@@ -46,11 +46,11 @@ class SequenceGroup:
             self.rank = dist.get_rank(self.group)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Of (B, L) tokens this rank's (B, L / size); L is a multiple of the size."""
+        """Return this rank's (B, L / size) of (B, L) tokens; L is a multiple of the size."""
         return tokens.chunk(self.size, 1)[self.rank]
 
     def own(self, predictors: Tensor, length: int) -> tuple[Tensor | slice, Tensor]:
-        """Which response tokens are predicted in this rank's slice, and where.
+        """Return which response tokens are predicted in this rank's slice, and where.
 
         Args:
             predictors: (M,) int64, which of the B * L tokens predicts each response token.
@@ -79,8 +79,8 @@ class SequenceGroup:
         """
         assert self.group is not None
         parts = x.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
-        found = wait_tensor(all_to_all_single_autograd(parts, None, None, self.group))
-        return found.movedim(0, 2).flatten(2, 3)
+        received = wait_tensor(all_to_all_single_autograd(parts, None, None, self.group))
+        return received.movedim(0, 2).flatten(2, 3)
 
     def heads(self, x: Tensor) -> Tensor:
         """(B, heads, L / size, D) of this rank's tokens -> (B, heads / size, L, D) of all tokens.

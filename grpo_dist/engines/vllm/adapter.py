@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.assets.model_folder import read_header, some, weight_files
-from grpo_dist.engines.settings import EngineSettings, LoraSettings
+from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
+from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import engine_lora_rank
 
@@ -27,20 +28,16 @@ _NOT_LINEAR = {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out",
 
 
 def adapter_args(settings: EngineSettings) -> dict[str, Any]:
-    """VLLM's arguments for one adapter; {} where merged weights are sent.
-
-    Raises:
-        ConfigError: vLLM's code for the model takes no adapters.
-    """
+    """VLLM's arguments for one adapter; {} where merged weights are sent."""
     if settings.lora is None:
         return {}
-    _check_family(Path(settings.model_path))
+    _check_family(Path(settings.model.path))
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": engine_lora_rank(settings.lora.rank),
+        "max_lora_rank": engine_lora_rank(settings.lora.lora_rank),
         # else vLLM gives factors to the output layer too, and computes with them
-        "lora_target_modules": _layers(Path(settings.model_path), settings.lora),
+        "lora_target_modules": _layers(Path(settings.model.path), settings.lora),
     }
 
 
@@ -54,9 +51,9 @@ def _check_family(folder: Path) -> None:
             raise ConfigError(f"{KEY}=false: vLLM's {name} takes no LoRA adapters; {REMEDY}")
 
 
-def _layers(folder: Path, lora: LoraSettings) -> list[str]:
+def _layers(folder: Path, lora: LoraSection) -> list[str]:
     """The last parts of the names of the layers that get room for factors."""
-    if lora.target_modules != "all-linear":
+    if lora.targets != ALL_LINEAR:
         return sorted({name.rpartition(".")[2] for name in lora.target_modules})
     headers = (read_header(folder / file, str(folder)) for file in weight_files(folder, str(folder)))
     shapes = {name: shape for header in headers for name, shape in header.items()}
@@ -69,7 +66,7 @@ def _layers(folder: Path, lora: LoraSettings) -> list[str]:
 
 
 def adapter_request() -> Any:
-    """What names the adapter in a request; vLLM asks for a path, and never reads it."""
+    """Return what names the adapter in a request; vLLM asks for a path, and never reads it."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", 1, "policy")
@@ -91,12 +88,13 @@ class Adapter:
         """Keep some factors; their memory is used again."""
         self.arriving |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
 
-    def install(self, manager: Any, lora: LoraSettings, *, complete: bool) -> str:
+    def install(self, manager: Any, rank: int, alpha: float, *, complete: bool) -> str:
         """Put the factors that have arrived in force, or, if they are not complete, those before again.
 
         Args:
             manager: the worker's LRUCacheWorkerLoRAManager. Whatever it holds is replaced.
-            lora: rank and alpha.
+            rank: of the factors.
+            alpha: scaling = alpha / rank.
             complete: whether all factors have arrived.
 
         Returns:
@@ -109,13 +107,13 @@ class Adapter:
         request, slots = adapter_request(), manager._adapter_manager
         manager.remove_all_adapters()
         if not present:
-            manager.add_dummy_lora(request, lora.rank)
+            manager.add_dummy_lora(request, rank)
             return ""
         mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
         model = LoRAModel.from_lora_tensors(
             request.lora_int_id,
             {name: factor.clone() for name, factor in present.items()},  # vLLM scales them in place
-            PEFTHelper(r=lora.rank, lora_alpha=lora.alpha, target_modules=[]),  # type: ignore[arg-type]
+            PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # type: ignore[arg-type]
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),

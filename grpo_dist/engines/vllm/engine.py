@@ -17,15 +17,13 @@ from typing import Any
 from grpo_dist.engines.base import AppSample, EngineLoad, Footprint, Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.adapter import adapter_request
-from grpo_dist.engines.vllm.arguments import engine_args
-from grpo_dist.engines.vllm.core_process import knows_internals, tied_core
+from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_traces
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.engines.vllm.openai_app import openai_app
-from grpo_dist.engines.vllm.profile import clear_traces, take_traces
-from grpo_dist.engines.vllm.starting import plain_errors, prepare
+from grpo_dist.engines.vllm.starting import knows_internals, plain_errors, prepare, tied_core
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
-from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
+from grpo_dist.engines.weights.buckets import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
 
 # An engine call that takes longer than this hangs.
@@ -76,7 +74,7 @@ class VLLMEngine:
         self._stop_token_ids = _stop_token_ids(config)
         self.weights = WeightUpdater(self._llm, self._call, settings=self.settings)
         await self.weights.install_factors(complete=False)
-        if self.settings.tensor_parallel_size > 1:
+        if self.settings.rollout.tensor_model_parallel_size > 1:
             segments = await self._call(self._llm.collective_rpc("shared_memory"))
             self._segments = note_segments({name for names in segments for name in names})
         return await self._footprint(before) if on_gpus else None
@@ -104,8 +102,8 @@ class VLLMEngine:
     async def openai_app(self, sample: AppSample) -> Any:
         """An OpenAI-compatible ASGI app over a function that samples; the engine must have its tokenizer."""
         engine = self._llm.engine if isinstance(self._llm, LocalLLM) else self._llm
-        options = {} if self.settings.agent is None else self.settings.agent.endpoint_kwargs
-        return await openai_app(engine, self.settings.model_path, sample, options)
+        options = self.settings.rollout.agent.endpoint_kwargs
+        return await openai_app(engine, self.settings.model.path, sample, options)
 
     async def abort(self, request_id: str) -> None:
         """See `RolloutEngine.abort`."""
@@ -114,20 +112,12 @@ class VLLMEngine:
                 await self._call(self._llm.abort(vllm_id))
 
     async def start_profile(self) -> None:
-        """Begin to record the engine's steps, the first ones of which are kept.
-
-        Raises:
-            EngineError: vLLM refuses, as without `settings.profile_dir`.
-        """
+        """Begin to record the engine's steps, the first ones of which are kept."""
         clear_traces(self.settings)
         await self._call(self._llm.start_profile())
 
     async def stop_profile(self, path: Path) -> None:
-        """End that, and write the trace: a gzip'ed JSON file; of several processes `path` with the number of each.
-
-        Raises:
-            EngineError: there is no trace.
-        """
+        """End that, and write the trace: a gzip'ed JSON file; of several processes `path` with the number of each."""
         await self._call(self._llm.stop_profile())
         take_traces(self.settings, path)
 
@@ -143,7 +133,7 @@ class VLLMEngine:
     def _start_llm(self, async_llm: Any) -> Any:
         """Start vLLM and its processes; see `start`."""
         arguments = engine_args(self.settings, folder=self._folder.name)
-        local = self.settings.device == "cpu" and self.settings.tensor_parallel_size == 1
+        local = self.settings.device == "cpu" and self.settings.rollout.tensor_model_parallel_size == 1
         if local and knows_internals():
             return LocalLLM(arguments)
         with tied_core():
@@ -151,15 +141,15 @@ class VLLMEngine:
 
     async def _footprint(self, before: list[GPU]) -> Footprint:
         """The memory that the engine has taken since `before`."""
-        found = await self._call(self._llm.collective_rpc("kv_cache_bytes"))
-        measured = [size for size in found if size is not None]
-        after = gpus(self.settings.tensor_parallel_size)
+        sizes = await self._call(self._llm.collective_rpc("kv_cache_bytes"))
+        measured = [size for size in sizes if size is not None]
+        after = gpus(self.settings.rollout.tensor_model_parallel_size)
         return footprint(self.settings, before, after, min(measured, default=None))
 
     async def _final_output(self, prompt: list[int], params: Any, request_id: str | None) -> Any:
         request: dict[str, Any] = {"prompt_token_ids": prompt}
         vllm_id = uuid.uuid4().hex
-        if not self.settings.clear_kv_cache_on_update:
+        if not self.settings.rollout.clear_kv_cache_on_update:
             # blocks of older weights serve no new request; which weights one is run with that comes now is open
             request["cache_salt"] = vllm_id if self.weights.updating else f"weights {self.weights.version}"
         running = self._running.setdefault(request_id, set())

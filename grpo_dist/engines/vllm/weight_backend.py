@@ -19,13 +19,12 @@ from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from grpo_dist.descendants import end_with_parent
-from grpo_dist.engines.settings import GroupAddress, LoraSettings
+from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.vllm.adapter import Adapter
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
-from grpo_dist.engines.weights.bucket_files import read_bucket
-from grpo_dist.engines.weights.buckets import Bucket, damage, unpack
+from grpo_dist.engines.weights.buckets import Bucket, damage, read_bucket, unpack
 from grpo_dist.errors import WeightSyncError
+from grpo_dist.supervisor import end_with_parent
 
 # Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
 BACKENDS = {
@@ -42,7 +41,7 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: in a file (weights/bucket_files.py), or as it is, if engine and worker are one process.
+    """One bucket: in a file (weights/buckets.py), or as it is, if engine and worker are one process.
 
     Attributes:
         file: what `read_bucket` takes. Entries are plain lists: they cross a process boundary.
@@ -215,11 +214,11 @@ class WorkerExtension:
         """The fields of this worker's `Receipt` for the last update, or the last group that it joined."""
         return asdict(self.weight_transfer_engine.receipt)
 
-    def install_factors(self, lora: dict[str, Any], complete: bool) -> str:
-        """See `Adapter.install`; `lora` has the fields of `LoraSettings`."""
+    def install_factors(self, rank: int, alpha: float, complete: bool) -> str:
+        """See `Adapter.install`."""
         adapter = self.weight_transfer_engine.adapter
         assert adapter is not None, "vLLM was started for adapters"
-        return adapter.install(self.model_runner.lora_manager, LoraSettings(**lora), complete=complete)
+        return adapter.install(self.model_runner.lora_manager, rank, alpha, complete=complete)
 
     def kv_cache_bytes(self) -> int | None:
         """The size that this worker has measured for its KV cache; None if the settings name it."""

@@ -14,8 +14,7 @@ from typing import Any
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
 from grpo_dist.engines.vllm.adapter import KEY, REMEDY
 from grpo_dist.engines.vllm.local_llm import LocalLLM
-from grpo_dist.engines.weights.bucket_files import bucket_files
-from grpo_dist.engines.weights.buckets import Bucket, check_buckets
+from grpo_dist.engines.weights.buckets import Bucket, bucket_files, check_buckets
 from grpo_dist.errors import ConfigError, EngineError, WeightSyncError
 
 
@@ -35,8 +34,8 @@ class WeightUpdater:
     def __init__(self, llm: Any, call: Callable[..., Awaitable[Any]], *, settings: EngineSettings) -> None:
         self._llm, self._call, self._lora = llm, call, settings.lora
         self._pause = {
-            "mode": "keep" if settings.partial_rollout else "wait",
-            "clear_cache": settings.clear_kv_cache_on_update,
+            "mode": "keep" if settings.rollout.partial_rollout else "wait",
+            "clear_cache": settings.rollout.clear_kv_cache_on_update,
         }
         self.version = -1
         self.updating = False
@@ -44,11 +43,7 @@ class WeightUpdater:
         self._paused = self._asleep = False
 
     def check_not_mixed(self) -> None:
-        """Refuse to sample after a failed sync that has left some old and some new weights.
-
-        Raises:
-            EngineError: the weights are mixed.
-        """
+        """Refuse to sample after a failed sync that has left some old and some new weights."""
         if self._mixed:
             raise EngineError(self._mixed)
 
@@ -57,9 +52,6 @@ class WeightUpdater:
 
         To let them end takes as long as the longest response, which only the driver can limit
         (trainer.stage_timeout_s).
-
-        Raises:
-            EngineError: the engine failed, and is replaced.
         """
         if not self._paused:
             self.updating = True
@@ -67,11 +59,7 @@ class WeightUpdater:
             self._paused = True
 
     async def sleep(self) -> None:
-        """Release the GPUs' memory until weights have come: drop the KV cache, and move the weights to CPU memory.
-
-        Raises:
-            EngineError: the engine failed, and is replaced.
-        """
+        """Release the GPUs' memory until weights have come: drop the KV cache, and move the weights to CPU memory."""
         if self._asleep:  # since the update of another role
             return
         self.updating = True
@@ -158,15 +146,12 @@ class WeightUpdater:
                 raise WeightSyncError(fault)
 
     async def install_factors(self, *, complete: bool) -> None:
-        """Where LoRA's factors are sent: put those that have arrived in force, if they are `complete`.
-
-        Raises:
-            ConfigError: vLLM does not take them.
-        """
+        """Where LoRA's factors are sent: put those that have arrived in force, if they are `complete`."""
         if self._lora is None:
             return
-        told = await self._call(self._llm.collective_rpc("install_factors", args=(asdict(self._lora), complete)))
-        if problem := next(filter(None, told), ""):
+        args = (self._lora.lora_rank, self._lora.lora_alpha, complete)
+        problems = await self._call(self._llm.collective_rpc("install_factors", args=args))
+        if problem := next(filter(None, problems), ""):
             raise ConfigError(f"{KEY}=false: {problem}; {REMEDY}")
 
     async def _receipt(self) -> tuple[int, str]:

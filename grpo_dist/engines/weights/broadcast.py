@@ -65,9 +65,6 @@ class WeightGroup:
 
     Attributes:
         sends: whether this rank sends to any other.
-
-    Raises:
-        WeightSyncError: not all ranks came in time.
     """
 
     def __init__(self, address: GroupAddress, rank: int, device: torch.device, store: Any = None) -> None:
@@ -223,15 +220,15 @@ def describe(packed: PackedTensors) -> Header:
 
 
 def find_fault(header: Header, number: int, data: Tensor) -> str:
-    """What is wrong with a bucket that arrived as number `number`; "" if nothing is."""
+    """Return what is wrong with a bucket that arrived as number `number`; "" if nothing is."""
     if header.number != number:
         return f"weight bucket {header.number} arrived in place of {number}"
-    found = position_checksum(data)
-    if found == header.checksum:
+    computed = position_checksum(data)
+    if computed == header.checksum:
         return ""
     names = f"{header.entries[0].name} to {header.entries[-1].name}"
     return (
-        f"weight bucket {number} ({names}) is damaged: checksum {found % 2**64:#018x}, "
+        f"weight bucket {number} ({names}) is damaged: checksum {computed % 2**64:#018x}, "
         f"sent with {header.checksum % 2**64:#018x}"
     )
 

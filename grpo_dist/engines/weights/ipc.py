@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from grpo_dist.engines.settings import GroupAddress
-from grpo_dist.engines.weights.bucket_files import is_alive, new_folder, remove, shared_memory
+from grpo_dist.engines.weights.buckets import is_alive, new_folder, remove, shared_memory
 
 # A rank that waits for another checks this often if that one is still alive.
 WATCH = timedelta(seconds=2)
@@ -37,7 +37,7 @@ NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_c
 
 
 class FileMemory:
-    """Buckets as files in the node's shared memory. Those of a killed process are removed as in bucket_files.py."""
+    """Buckets as files in the node's shared memory. Those of a killed process are removed as in buckets.py."""
 
     def __init__(self, device: torch.device) -> None:
         self._folder: Path | None = None
@@ -129,17 +129,14 @@ class SharedMemoryGroup:
         store: the part of it for the ranks on this device.
         sends: whether this is a rank of the actor with receivers.
         receives: whether this is a rank of an engine.
-
-    Raises:
-        RuntimeError: a worker is on a device on which no actor rank is.
     """
 
     def __init__(self, store: Any, rank: int, device: torch.device, address: GroupAddress) -> None:
         self.rank, self.memory = rank, (CudaMemory if device.type == "cuda" else FileMemory)(device)
         store.set(f"place/{rank}", json.dumps([self.memory.place, os.getpid()]))
-        homes = [json.loads(store.get(f"place/{each}")) for each in range(address.world_size)]
-        here = {each: pid for each, (place, pid) in enumerate(homes) if place == self.memory.place}
-        receivers = [each for each in here if each >= address.num_senders]
+        homes = [json.loads(store.get(f"place/{other}")) for other in range(address.world_size)]
+        here = {other: pid for other, (place, pid) in enumerate(homes) if place == self.memory.place}
+        receivers = [other for other in here if other >= address.num_senders]
         if (sender := min(here)) >= address.num_senders:
             raise RuntimeError(
                 f"there is no actor rank where rank {rank} is ({self.memory.place}), and checkpoint_engine.backend=ipc "
@@ -161,11 +158,7 @@ class SharedMemoryGroup:
         return Handover(self, self._count, tensors[0], shared)
 
     def wait(self, keys: list[str], limit: timedelta) -> None:
-        """Wait for keys of the store.
-
-        Raises:
-            RuntimeError: they did not come in time, or the rank that would set them is gone.
-        """
+        """Wait for keys of the store."""
         deadline = time.monotonic() + limit.total_seconds()
         while True:
             try:
@@ -179,7 +172,7 @@ class SharedMemoryGroup:
 
     def taken_by(self, number: int) -> list[str]:
         """The keys with which the receivers of a bucket confirm it."""
-        return [f"taken/{number}/{each}" for each in self._receivers]
+        return [f"taken/{number}/{receiver}" for receiver in self._receivers]
 
     def abort(self) -> None:
         """Leave the group; ranks that wait for this one notice."""
@@ -195,11 +188,7 @@ class Handover:
         self.group, self.number, self.data, self.shared = group, number, data, shared
 
     def wait(self, limit: timedelta) -> None:
-        """Sender: wait until all receivers have the bucket. Receiver: wait until the bucket is in its own memory.
-
-        Raises:
-            RuntimeError: another rank is gone, or too late.
-        """
+        """Sender: wait until all receivers have the bucket. Receiver: wait until the bucket is in its own memory."""
         group, bucket = self.group, f"bucket/{self.number}"
         if self.shared is not None:
             taken = group.taken_by(self.number)

@@ -1,4 +1,4 @@
-"""Competition mathematics: rows and scorer in task.py, finding the answer in boxed.py, comparing it in equality.py."""
+"""Competition mathematics: rows and scorer in task.py, comparing answers in equality.py."""
 
 from grpo_dist.tasks.competition_math.task import compute_score, compute_score_dapo
 

@@ -15,8 +15,15 @@ import re
 from functools import cache, lru_cache
 from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from latex2sympy2_extended.math_normalization import units
+from math_verify import grader
+from sympy import Basic, Eq, Float, MatrixBase, MatrixExpr, Rational, multiplicity, simplify
+from sympy.core.cache import clear_cache
+from sympy.core.evalf import PrecisionExhausted
+
+from grpo_dist.rewards.format import MINUS_SIGNS
 from grpo_dist.rewards.limits import TooCostly, limited
-from grpo_dist.rewards.number_text import MINUS_SIGNS
 
 CPU_S = 5.0  # math-verify's own limit for each of reading and comparing
 MEMORY_BYTES = 1 << 30
@@ -66,9 +73,6 @@ def same_value(answer: str, truth: str) -> bool:
         return bool(answer)
     if _UNDONE.search(_EQUALS.split(answer)[-1]) and not _UNDONE.search(truth):
         return False
-    _grader()  # to import takes a second
-    from sympy.core.cache import clear_cache
-
     try:
         with limited(cpu_s=CPU_S, memory_bytes=MEMORY_BYTES):
             return _same_mathematics(answer, truth)
@@ -102,14 +106,12 @@ def _normal(text: str) -> str:
 
 
 def _same_mathematics(answer: str, truth: str) -> bool:
-    (found, is_share), (expected, expects_share) = (_without_percent(text) for text in (answer, truth))
-    (found, unit), (expected, expected_unit) = (_without_unit(text) for text in (found, expected))
+    (given, is_share), (expected, expects_share) = (_without_percent(text) for text in (answer, truth))
+    (given, unit), (expected, expected_unit) = (_without_unit(text) for text in (given, expected))
     if unit and expected_unit and unit != expected_unit and _is_word(unit) == _is_word(expected_unit):
         return False
-    from math_verify.grader import should_treat_as_complex
-
-    is_real = not (should_treat_as_complex(found) or should_treat_as_complex(expected))
-    value, right = _read(found, is_real), _read_truth(expected, is_real)
+    is_real = not (grader.should_treat_as_complex(given) or grader.should_treat_as_complex(expected))
+    value, right = _read(given, is_real), _read_truth(expected, is_real)
     if value is None or right is None:
         return False
     if _equal(right, value):
@@ -129,11 +131,11 @@ def _without_percent(text: str) -> tuple[str, bool]:
 
 def _without_unit(text: str) -> tuple[str, str]:
     r"""Return a text and its unit: what stands in \text behind it, or words of units; "" where there is none."""
-    found = _TEXT_UNIT.search(text) or _words_of_units().search(text)
-    if found is None or not found.start():
+    match = _TEXT_UNIT.search(text) or _words_of_units().search(text)
+    if match is None or not match.start():
         return text, ""
-    unit = re.sub(r"\\(?:text\w*|mathrm|mbox|cdot)|[^a-z0-9/-]", "", found.group().lower())
-    return text[: found.start()], re.sub(r"(?<=..)e?s?$", "", unit)  # one for "miles" and "mile"
+    unit = re.sub(r"\\(?:text\w*|mathrm|mbox|cdot)|[^a-z0-9/-]", "", match.group().lower())
+    return text[: match.start()], re.sub(r"(?<=..)e?s?$", "", unit)  # one for "miles" and "mile"
 
 
 def _is_word(unit: str) -> bool:
@@ -144,8 +146,6 @@ def _is_word(unit: str) -> bool:
 @cache
 def _words_of_units() -> re.Pattern[str]:
     """Return a pattern of words from the library's list of units, without those that may be products of variables."""
-    from latex2sympy2_extended.math_normalization import units
-
     words = {unit for unit in units if unit.isalpha() and len(unit) > 2}
     words |= {"dollar", "cm", "mm", "km", "kg", "ft", "st", "nd", "rd", "th"}
     word = "|".join(sorted(words, key=len, reverse=True))
@@ -158,9 +158,6 @@ def _read(text: str, is_real: bool) -> Any:
         text = written.sub(read, text)
     if _LOST.search(text):
         return None
-    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-    from sympy import Basic, MatrixBase
-
     steps = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     try:
         text = normalize_latex(text, config=steps)
@@ -175,35 +172,28 @@ _read_truth = lru_cache(maxsize=1024)(_read)
 
 def _equal(right: Any, value: Any) -> bool:
     try:
-        return _holds(value) and bool(_grader().sympy_expr_eq(right, value, 6, 15))
+        return _holds(value) and bool(grader.sympy_expr_eq(right, value, 6, 15))
     except Exception:  # noqa: BLE001 - sympy raises whatever it happens to meet: they cannot be compared
         return False
 
 
-@cache
-def _grader() -> Any:
-    """Return the library's module that compares, with its comparison of two values replaced."""
-    from math_verify import grader
-    from sympy import MatrixBase, MatrixExpr
+_compare_matrices = grader.sympy_numeric_eq  # goes through their elements
 
-    of_matrices = grader.sympy_numeric_eq  # goes through their elements
 
-    def compare(a: Any, b: Any, *precisions: int) -> bool:
-        matrices = MatrixBase | MatrixExpr
-        if isinstance(a, matrices) and isinstance(b, matrices):
-            return bool(of_matrices(a, b, *precisions))
-        return _same_expression(a, b)
+def _compare(a: Any, b: Any, *precisions: int) -> bool:
+    """Compare two values in place of the library's own comparison."""
+    matrices = MatrixBase | MatrixExpr
+    if isinstance(a, matrices) and isinstance(b, matrices):
+        return bool(_compare_matrices(a, b, *precisions))
+    return _same_expression(a, b)
 
-    grader.sympy_numeric_eq = compare
-    grader.sympy_symbolic_eq = lambda a, b: False  # what it tries next
-    return grader
+
+grader.sympy_numeric_eq = _compare
+grader.sympy_symbolic_eq = lambda a, b: False  # what it tries next
 
 
 def _same_expression(a: Any, b: Any) -> bool:
     """Return whether two expressions are equal, exactly or because one is a decimal that rounds the other."""
-    from sympy import Float, simplify
-    from sympy.core.evalf import PrecisionExhausted
-
     exact_a, exact_b = _exact(a), _exact(b)
     difference = exact_a - exact_b
     if difference.is_zero:
@@ -222,15 +212,11 @@ def _same_expression(a: Any, b: Any) -> bool:
 
 def _exact(value: Any) -> Any:
     """Return the value with decimals as fractions, worked out."""
-    from sympy import Float, Rational
-
     return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)}).doit()
 
 
 def _rounds(decimal: Any, value: Any) -> bool:
     """Return whether a decimal is a value to its last place, and close to it."""
-    from sympy import Rational, multiplicity
-
     if not decimal.is_Rational:
         return False
     places = max(multiplicity(2, decimal.q), multiplicity(5, decimal.q))
@@ -244,7 +230,5 @@ def _rounds(decimal: Any, value: Any) -> bool:
 
 def _holds(value: Any) -> bool:
     """Return whether the equations of numbers in a value are true, up to 1 %: x=3=4 is no way to write 4."""
-    from sympy import Eq
-
-    sides = [each.args for each in value.atoms(Eq) if each.lhs.is_number and each.rhs.is_number]
+    sides = [equation.args for equation in value.atoms(Eq) if equation.lhs.is_number and equation.rhs.is_number]
     return all(abs((left - right).evalf()) <= abs(left.evalf()) / 100 for left, right in sides)

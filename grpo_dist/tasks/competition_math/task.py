@@ -1,6 +1,6 @@
 r"""MATH (https://arxiv.org/abs/2103.03874): competition mathematics, 7,500 training and 5,000 test problems.
 
-    python -m grpo_dist.tasks.prepare math --local_save_dir data/math       the rows
+    grpo-dist data math --local_save_dir data/math       the rows
     custom_reward_function.path=grpo_dist.tasks.competition_math            the scorer, with settings of your own
     custom_reward_function.reward_kwargs='{wrong: -1.0}'
 
@@ -18,9 +18,45 @@ from typing import Any
 
 from grpo_dist.data.conversion import Row, require_text
 from grpo_dist.errors import DataError
-from grpo_dist.rewards.number_text import accepted_answers
-from grpo_dist.tasks.competition_math.boxed import last_boxed
-from grpo_dist.tasks.competition_math.equality import plain, same_value
+from grpo_dist.rewards.format import accepted_answers
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+# What stands in a box without braces: \boxed5, \boxed \pi.
+_BARE = re.compile(r"\\[a-zA-Z]+(?:\{[^{}$]*\})*|[^\s$\\{}]+")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what stands in the last `\boxed{...}` or `\fbox{...}`, stripped.
+
+    Braces inside are balanced; `\{` and `\}` are text. MATH has boxes without braces (`\boxed 5`): those hold one word.
+
+    Returns:
+        The content; None where there is no box, or the last one is never closed.
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    if not text.startswith("{", start):
+        bare = _BARE.match(text, start)
+        return bare.group() if bare else None
+    end = _closing_brace(text, start)
+    return None if end is None else text[start + 1 : end].strip()
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return where the brace that opens at `start` is closed."""
+    depth, position = 0, start
+    while position < len(text):
+        if text[position] == "\\":
+            position += 1  # what follows is no brace of its own
+        elif text[position] in "{}":
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return position
+        position += 1
+    return None
+
 
 HUB = ("DigitalLearningGmbH/MATH-lighteval", "default")  # name and configuration on the Hugging Face hub
 # verl's wording, so that results can be compared with its published ones.
@@ -38,9 +74,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
         split: "train" or "test".
         index: position in the split, from 0.
         location: file and row, for messages.
-
-    Raises:
-        DataError: a field is missing, or the solution has no closed box with something in it.
     """
     require_text(example, ("problem", "solution"), location)
     problem, solution = example["problem"], example["solution"]
@@ -102,6 +135,8 @@ def compute_score(
     Raises:
         ValueError: the ground truth, or one of a list, is no text or number, or empty.
     """
+    from grpo_dist.tasks.competition_math.equality import plain, same_value  # with sympy, which takes a second
+
     truths = [last_boxed(truth) or truth for truth in accepted_answers(ground_truth)]
     if not all(map(plain, truths)):
         raise ValueError(f"ground_truth {ground_truth!r} holds no answer")

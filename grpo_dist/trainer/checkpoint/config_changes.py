@@ -2,12 +2,11 @@
 
 A changed key without effect on results is ignored. One that makes the saved weights, optimizer states or positions
 meaningless is refused. All others, but for a few that are shown, make it another experiment: that goes on from the
-checkpoint only where the config says so (change_rules.py).
+checkpoint only where the config says so. The fields of the schema are marked accordingly (`Resume`).
 """
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import itertools
 import json
@@ -18,16 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from grpo_dist.code_names import parse_code
 from grpo_dist.config.environment import recorded
-from grpo_dist.config.keys import as_text, flatten
+from grpo_dist.config.field_types import Resume
+from grpo_dist.config.keys import as_text, flatten, resume_mark
 from grpo_dist.config.load import as_yaml, with_later_keys
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.data.columns import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
+from grpo_dist.plan.commands import command_of
+from grpo_dist.plugins.names import parse_code
 from grpo_dist.redact import names_a_secret
-from grpo_dist.trainer.checkpoint.change_rules import LENGTH, ChangeRules, change_rules, command_of
 from grpo_dist.trainer.checkpoint.folder import CONFIG, RunState
 
 if TYPE_CHECKING:
@@ -35,6 +37,17 @@ if TYPE_CHECKING:
 
 MISSING = "(not set)"
 _VALUE = "value "
+_ROLES = "actor_rollout_ref"
+_OPTIMS = f"{_ROLES}.actor.optim", "critic.optim", "optim"
+_LORA = "lora_alpha", "target_modules", "exclude_modules", "lora.merge"
+# A key that switches something on -> the beginnings of the keys that have no effect while it is off.
+_IDLE = {
+    f"{_ROLES}.model.lora_rank": tuple(f"{_ROLES}.model.{name}" for name in _LORA),
+    "model.lora_rank": tuple(f"model.{name}" for name in _LORA),
+    "reward_model.enable": ("reward_model.",),
+    f"{_ROLES}.ref.model.path": (f"{_ROLES}.ref.model.",),
+    "critic.enable": ("critic.", "trainer.critic_warmup"),
+}
 
 
 @dataclass
@@ -53,8 +66,29 @@ class Changes:
 
 
 def saved_config(config: JobConfig) -> str:
-    """The resolved config as YAML, as it may be seen; null dtypes are replaced by the dtypes that are used."""
-    return as_yaml(recorded(config, change_rules(config).resolved(config)))
+    """Return the resolved config as YAML, as it may be seen; null dtypes are replaced by the dtypes that are used."""
+    return as_yaml(recorded(config, _resolved(config)))
+
+
+def _resolved(config: JobConfig) -> dict[str, Any]:
+    """Return the config as plain values, with null replaced by what is used where that depends on the machine."""
+    resolved, default = config.model_dump(mode="json"), config.default_dtype
+    if isinstance(config, SupervisedConfig):
+        resolved["engine"]["dtype"] = config.engine.resolved_dtype(default)
+        return resolved
+    assert isinstance(config, RunConfig)
+    roles, saved = config.actor_rollout_ref, resolved[_ROLES]
+    saved["actor"]["fsdp_config"]["dtype"] = roles.actor.fsdp_config.resolved_dtype(default)
+    saved["rollout"]["dtype"] = roles.rollout.resolved_dtype(default)
+    saved["rollout"]["deterministic"] = roles.rollout.resolved_deterministic(config.device)
+    if config.needs_reference_workers:
+        saved["ref"]["fsdp_config"]["dtype"] = roles.ref.fsdp_config.resolved_dtype(default)
+    if config.reward_model.enable:
+        dtype = config.reward_model.model.fsdp_config.resolved_dtype(default)
+        resolved["reward_model"]["model"]["fsdp_config"]["dtype"] = dtype
+    resolved["critic"]["enable"] = config.needs_critic
+    resolved["critic"]["model"]["fsdp_config"]["dtype"] = config.critic.model.fsdp_config.resolved_dtype(default)
+    return resolved
 
 
 def check_changes(
@@ -106,7 +140,7 @@ def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) ->
     new = dict(flatten(_plain(config)))
     old = dict(flatten(with_later_keys(read_config(folder), command_of(config))))
     old |= {key: "another value" for key in others}
-    return compare_configs(old, new, change_rules(config))
+    return compare_configs(old, new, type(config))
 
 
 def _plain(config: JobConfig) -> Any:
@@ -128,7 +162,7 @@ def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
 
 
 def another_place(config: JobConfig) -> str:
-    """What to set so that a run has a directory of its own."""
+    """Say what to set so that a run has a directory of its own."""
     trainer = config.trainer
     by_name = Path(trainer.default_local_dir).parts[-2:] == (trainer.project_name, trainer.experiment_name)
     return "trainer.experiment_name to another name" if by_name else "trainer.default_local_dir to another folder"
@@ -149,24 +183,25 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], rules: ChangeRules) -> Changes:
-    """Compare two resolved configs of a command, by its rules."""
+def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], schema: type[JobConfig]) -> Changes:
+    """Compare two resolved configs of a command, by the marks of its schema."""
     changes = Changes()
-    before, after = (_effective(config, rules) for config in (old, new))
-    schedules = any(_rate_depends_on_length(config, optim) for config in (before, after) for optim in rules.optims)
-    harmless = rules.harmless if schedules else rules.harmless + LENGTH
+    before, after = _effective(old), _effective(new)
+    schedules = any(_rate_depends_on_length(config, optim) for config in (before, after) for optim in _OPTIMS)
     for key in dict.fromkeys([*before, *after]):
         values = before.get(key, MISSING), after.get(key, MISSING)
-        if values[0] == values[1] or any(fnmatch.fnmatchcase(key, pattern) for pattern in harmless):
+        mark = resume_mark(key, schema)
+        if mark is not None and mark.switch and after.get(mark.switch, 0) <= 0:
+            mark = None
+        if values[0] == values[1] or mark == Resume.FREE or (mark == Resume.LENGTH and not schedules):
             continue
         line = f"{key}: {as_text(values[0])} -> {as_text(values[1])}"
-        why = next((why for pattern, why in rules.refused.items() if fnmatch.fnmatchcase(key, pattern)), None)
-        if why is not None:
-            changes.refused.append(f"{line} ({why})")
-        elif key in LENGTH or any(fnmatch.fnmatchcase(key, pattern) for pattern in rules.shown):
-            changes.shown.append(line)
-        else:
+        if mark is None:
             changes.experiment.append(line)
+        elif mark.kind == "refused":
+            changes.refused.append(f"{line} ({mark.why})")
+        else:
+            changes.shown.append(line)
     return changes
 
 
@@ -204,12 +239,13 @@ def _edited(
     return [f"{key}: {after[key]} was edited" for key in same if key in old_code and code[key] != old_code[key]]
 
 
-def _effective(config: Mapping[str, Any], rules: ChangeRules) -> dict[str, Any]:
-    """The config by dotted key, without keys that have no effect because of other keys."""
+def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config by dotted key, without keys that have no effect because of other keys."""
     flat = dict(flatten(config))
     if flat.get("data.seed") is None:
         flat["data.seed"] = flat.get("trainer.seed")
-    return rules.effective(flat)
+    idle = tuple(start for switch, starts in _IDLE.items() if not flat.get(switch) for start in starts)
+    return {key: value for key, value in flat.items() if not key.startswith(idle)}
 
 
 def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:

@@ -10,20 +10,18 @@ import torch.distributed as dist
 from grpo_dist.assets import POLICY_KEY, TRAINED_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.config.command import AnyCommand
-from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import saved_values
-from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_supervised import SupervisedConfig
-from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.adapter_export import export_adapter
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
-from grpo_dist.engines.train.hf_export import export_hf_model
+from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.errors import CheckpointError
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
+from grpo_dist.plan.placement import placement
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import step_of
 from grpo_dist.trainer.checkpoint.manifest import damage
@@ -83,9 +81,9 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
 
 
 def _settings(config: RunConfig | SupervisedConfig) -> tuple[ModelSettings, str]:
-    """What the model is built from, on CPU and on one rank; and the role whose shards it is in."""
+    """Return what the model is built from, on CPU and on one rank; and the role whose shards it is in."""
     if isinstance(config, SupervisedConfig):
-        settings, role = trained_model(config), config.role
+        settings, role = trained_model(config, placement(config)), config.role
     else:
         settings, role = actor_model(config, placement(config)), "actor"
     found = resolve_model_path(settings.path, key=settings.key)

@@ -159,7 +159,7 @@ def cannot_write(folder: Path, error: object) -> CheckpointError:
 
 
 def leftovers(run_dir: Path) -> list[Path]:
-    """What a killed run has left half written, half removed, or replaced."""
+    """Return what a killed run has left half written, half removed, or replaced."""
     found = [path for path in run_dir.glob("global_step_*") if path.suffix in (WRITING, ASIDE, REMOVING)]
     return [path for path in found if path.suffix != ASIDE or path.with_suffix("").exists()]
 

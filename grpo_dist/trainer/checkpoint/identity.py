@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_dist.assets.usage import read_usage
+from grpo_dist.assets.model_folder import read_usage
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, checkpoints, own_checkpoints
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest

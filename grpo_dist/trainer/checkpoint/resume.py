@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.roles.gang import Gang
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code
-from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
 from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, forget_last, read_state
-from grpo_dist.trainer.roles import Roles
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,18 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
     return Resumed(folder, state, changes)
 
 
-async def load_checkpoint(
-    resumed: Resumed, roles: Roles, *, exact_kl: bool, has_teacher: bool = False
-) -> dict[str, Group]:
-    """Have the actor, the critic, a reference that has moved and a retrained reward model load their shards.
+async def load_checkpoint(resumed: Resumed, config: JobConfig, gangs: Mapping[str, Gang]) -> None:
+    """Have the roles load their shards: those that train, and others of which the checkpoint has some.
 
     Args:
         resumed: the checkpoint.
-        roles: started workers.
-        exact_kl: whether the loss needs the reference's output layer.
-        has_teacher: whether the reference is a teacher, which takes the place of one that has moved.
-
-    Returns:
-        The finished groups of later steps, by uid; none if the config has changed.
+        config: the run's config.
+        gangs: started roles, by name.
 
     Raises:
         CheckpointError: the shards do not fit the model, or cannot be read.
     """
-    folder = resumed.folder.absolute()
-    await roles.actor.load_checkpoint(str(folder / "actor"))
-    if roles.critic is not None:
-        await roles.critic.load_checkpoint(str(folder / "critic"))
-    if roles.reward_model is not None and (folder / "reward_model").is_dir():
-        await roles.reward_model.load_checkpoint(str(folder / "reward_model"))
-    if roles.ref is not None and not has_teacher and (folder / "ref").is_dir():
-        await roles.ref.load_checkpoint(str(folder / "ref"))
-        if exact_kl:
-            await roles.actor.take_reference_head(roles.ref)
-    return {} if resumed.changes else await read_finished(folder, resumed.state.finished, roles.reward)
+    for row in roles_of(config):
+        folder = resumed.folder.absolute() / row.name
+        if row.name in gangs and (row.trains or (folder.is_dir() and row.resumes(config))):
+            await gangs[row.name].load_checkpoint(str(folder))

@@ -16,6 +16,9 @@ from pathlib import Path
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import CheckpointError, GrpoDistError, WorkerError
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.reward_pool import RewardPool
+from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.finished_groups import FOLDER, FinishedGroups
 from grpo_dist.trainer.checkpoint.folder import (
@@ -27,9 +30,6 @@ from grpo_dist.trainer.checkpoint.folder import (
     publish_checkpoint,
 )
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.reward_pool import RewardPool
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Pending:
     groups: list[asyncio.Task[dict[str, FileDigest]]]
 
     def ends_with(self, error: GrpoDistError) -> bool:
-        """Whether this error means that the checkpoint cannot be completed."""
+        """Tell if this error means that the checkpoint cannot be completed."""
         if isinstance(error, WorkerError):
             return error.role in self.roles or (error.role == "reward" and bool(self.groups))
         return isinstance(error, CheckpointError)
@@ -86,7 +86,7 @@ class CheckpointSaver:
 
     @property
     def is_due(self) -> bool:
-        """Whether `trainer.save_interval_minutes` have passed since the last checkpoint was started."""
+        """Tell if `trainer.save_interval_minutes` have passed since the last checkpoint was started."""
         minutes = self.config.trainer.save_interval_minutes
         return minutes is not None and time.monotonic() - self._last >= 60 * minutes
 

@@ -1,18 +1,26 @@
-"""A job of the rollout pump: groups that were requested together, and their results so far."""
+"""A job of the rollout pump: groups that were requested together and their results so far.
+
+Its seeds depend on what is sampled, not on who samples it. Dynamic sampling (`algorithm.filter_groups`) keeps the
+groups whose responses differ.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_dist.errors import AgentError
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.rollout_group import GroupRequest
+import numpy as np
+
+from grpo_dist.errors import AgentError, RewardError
+from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.roles.rollout_group import GroupRequest
+from grpo_dist.runtime.batch_ref import DataProtoRef
 
 
 @dataclass
@@ -78,7 +86,7 @@ class RolloutJob:
                 return
 
     def episode_metrics(self, prefix: str = "agent") -> dict[str, float]:
-        """How many episodes failed at their first attempt, by kind, and how many groups were dropped, if any."""
+        """Count how many episodes failed at their first attempt, by kind, and how many groups were dropped, if any."""
         found = {f"{prefix}/failures/{kind}": float(count) for kind, count in self.failed_episodes.items()}
         return found | ({f"{prefix}/dropped_groups": float(len(self.failed))} if self.failed else {})
 
@@ -139,7 +147,7 @@ def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
 def describe_failures(
     failures: Sequence[str], failed: Sequence[AgentError], failure_score: float | None
 ) -> Iterator[str]:
-    """What is told about responses that could not be scored, and about groups of which an episode failed."""
+    """Say what is to be known about responses that could not be scored, and about groups of which an episode failed."""
     if failures:
         left_out = "null: in training they are left out, in validation they are the worst"
         what = left_out if failure_score is None else f"{failure_score:g} is their score"
@@ -148,3 +156,43 @@ def describe_failures(
     if failed:
         count = f"{len(failed)} groups were" if len(failed) > 1 else "1 group was"
         yield f"{count} dropped, since an episode failed twice. The first:\n{failed[0]}"
+
+
+# vLLM seeds response i of a group with seed + i; leave room below 2^31 for any group size.
+_SEED_BITS = 30
+
+
+def group_seed(run_seed: int, step: int, prompt_index: int, attempt: int = 0) -> int:
+    """Return the seed of a group's first response, from run seed, step, prompt, and batch of prompts in the step."""
+    again = f"/{attempt}" if attempt else ""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}{again}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+
+
+def informative(group: DataProtoRef, metric: str) -> bool:
+    """Return whether the responses of a group differ in `metric`: `score`, or an extra value of the reward function.
+
+    Responses without the value, such as those that the reward function failed on, are ignored. A group with fewer than
+    two values is not informative.
+    """
+    values = group.small.get(_column(group, metric))
+    return values is not None and len(np.unique(values[~np.isnan(values)])) > 1
+
+
+def require_metric(groups: Collection[DataProtoRef], metric: str) -> None:
+    """Check that at least one response has the value that groups are filtered by.
+
+    Raises:
+        RewardError: no response has it.
+    """
+    if any(_column(group, metric) in group.small for group in groups):
+        return
+    known = dict.fromkeys(key.removeprefix(EXTRA) for group in groups for key in group.small if key.startswith(EXTRA))
+    raise RewardError(
+        f"algorithm.filter_groups.metric={metric}: no response has it, the reward function returns "
+        f"{', '.join(['score', *known])}. Return a dict with {metric!r}, or set algorithm.filter_groups.metric=score"
+    )
+
+
+def _column(group: DataProtoRef, metric: str) -> str:
+    return metric if metric in group.small else EXTRA + metric

@@ -21,13 +21,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError, RewardError, WorkerLost
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.roles.reward_pool import RewardPool
+from grpo_dist.roles.roles import Roles
+from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.event_loop import in_background, run
 from grpo_dist.sizes import PASSES
 from grpo_dist.trainer.rollout.job import RolloutJob
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.event_loop import in_background, run
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
 T = TypeVar("T")
 
@@ -49,7 +52,7 @@ SCORER_RESTART_S = 20.0
 
 
 class RolloutPump:
-    """Generates and scores groups, and computes their log-probs, on the driver's event loop (workers/event_loop.py).
+    """Generates and scores groups, and computes their log-probs, on the driver's event loop (runtime/event_loop.py).
 
     Args:
         rollout: the engines.
@@ -82,7 +85,7 @@ class RolloutPump:
 
     @property
     def machines_lost(self) -> int:
-        """How many machines with workers of the run have been lost."""
+        """Return how many machines with workers of the run have been lost."""
         return self.rollout.restarts.machines_lost
 
     def submit(
@@ -249,3 +252,33 @@ class RolloutPump:
 
 def _set(event: asyncio.Event, _: object) -> None:
     event.set()
+
+
+def make_pump(config: RunConfig, roles: Roles) -> RolloutPump:
+    """Return the pump of a run on started workers."""
+    return RolloutPump(
+        roles.rollout,
+        roles.reward,
+        _sources(config, roles),
+        model_scores=None if roles.reward_model is None else roles.reward_model.score,
+        reward_timeout_s=config.reward.timeout_s,
+        max_failure_rate=config.reward.max_failure_rate,
+        max_episode_failure_rate=config.actor_rollout_ref.rollout.agent.max_failure_rate,
+    )
+
+
+def _sources(config: RunConfig, roles: Roles) -> dict[str, LogProbSource]:
+    """Return what adds columns while groups are generated: frozen models, and those that train if they stand still
+    then.
+    """
+    sources: dict[str, LogProbSource] = {}
+    actor, in_step = roles.actor, config.trainer.max_staleness == 0
+    for row in roles_of(config):
+        if row.adds is not None and row.name in roles.gangs and (in_step or not row.trains):
+            stage, limit = row.adds
+            sources[stage] = functools.partial(roles.gangs[row.name].compute_log_probs, limit)
+    if in_step and config.actor_is_reference:
+        sources["ref"] = functools.partial(actor.compute_log_probs, "ref_log_prob", method="compute_reference")
+    if in_step and config.needs_old_log_probs:
+        sources["old_log_prob"] = functools.partial(actor.compute_log_probs, "old_log_prob")
+    return sources

@@ -29,14 +29,12 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
+from grpo_dist.roles.reward import Task
+from grpo_dist.roles.rollout_group import GroupRequest
+from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
-from grpo_dist.trainer.rollout.filter import informative, require_metric
-from grpo_dist.trainer.rollout.job import RolloutJob, timings
+from grpo_dist.trainer.rollout.job import RolloutJob, group_seed, informative, require_metric, timings
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.trainer.rollout.seeds import group_seed
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout_group import GroupRequest
 
 
 @dataclass

@@ -1,100 +1,186 @@
-"""The tokenized rows of a command that trains one model: their order, and the share of each rank."""
+"""The rows of a command that trains one model: read, tokenized, and shared out to the ranks."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
+from grpo_dist.assets import TRAINED_MODEL_KEY
+from grpo_dist.assets.model_folder import ModelFolder, end_token_ids, read_model_config
+from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
+from grpo_dist.data.chat_tokens import tokenize_chats
+from grpo_dist.data.columns import unread_notes
+from grpo_dist.data.conversations import padding_id
+from grpo_dist.data.preference_tokens import tokenize_preferences
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.engines.settings import TrainingSettings
-from grpo_dist.engines.train.micro_batch_plan import Lengths
+from grpo_dist.data.step_tokens import StepForm
+from grpo_dist.data.tokenize import check_token_ids, named_rows
+from grpo_dist.data.training_rows import (
+    Conversation,
+    LabelledSteps,
+    Pair,
+    TrainingExample,
+    checked_rows,
+    conversation_row,
+    load_preferences,
+    training_batch,
+)
+from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
+from grpo_dist.errors import DataError
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.balance import balance
 
 
-class Example(Protocol):
-    """A row to train on: a pair of answers, an answer with labelled steps, or a conversation."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of rows.
 
-    @property
-    def location(self) -> str:
-        """File and row."""
+    Attributes:
+        named: what a row is, for messages.
+        objective: the loss of such rows.
+        metrics: names of what the loss tells of rows.
+        marks: the column in which the loss reads the marks of tokens.
+    """
 
-    @property
-    def prompt(self) -> np.ndarray:
-        """Token ids with which all its sequences begin."""
+    named: str
+    objective: TrainingSettings
+    metrics: tuple[str, ...]
+    marks: str
 
-    @property
-    def columns(self) -> tuple[np.ndarray, ...]:
-        """All its numbers: token ids, labels or masks."""
 
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the prompt, once, and of what follows it."""
+_JUDGED = ("reward_model/loss", "reward_model/accuracy")
+# By the class of a row.
+KINDS: dict[type, Kind] = {
+    Pair: Kind("pairs", PreferenceSettings(), (*_JUDGED, "reward_model/margin"), "labels"),
+    LabelledSteps: Kind("answers with labelled steps", LabelSettings(), _JUDGED, "labels"),
+    Conversation: Kind("conversations", SFTSettings(), ("sft/loss",), "response_mask"),
+}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokenized rows of a run.
+    """The tokenized rows of a run: those to train and to validate on, and of which kind they are."""
 
-    Attributes:
-        train: those to train on.
-        validation: those to validate on.
-        kind: what a row is, for messages, such as "pairs".
-        objective: the loss of such rows.
-        metrics: names of what the loss tells of rows, such as "reward_model/accuracy".
-        batch: makes the columns that the loss reads; a row may become several sequences.
-    """
+    train: Sequence[TrainingExample]
+    validation: Sequence[TrainingExample]
+    kind: Kind
 
-    train: Sequence[Example]
-    validation: Sequence[Example]
-    kind: str
-    objective: TrainingSettings
-    metrics: tuple[str, ...]
-    batch: Callable[[Sequence[Any]], DataProto]
+    @property
+    def counts(self) -> str:
+        """Say how many rows there are, in a line."""
+        return f"rows: {len(self.train)} {self.kind.named} for training, {len(self.validation)} for validation"
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """Number of the training rows, and a fingerprint of their tokens, labels and order."""
+        """Return the number of training rows, and a fingerprint of their tokens, labels and order."""
         digest = hashlib.blake2b(digest_size=16)
         for example in self.train:
             for column in example.columns:
                 digest.update(len(column).to_bytes(4, "little") + column.tobytes())
         return {"count": len(self.train), "fingerprint": digest.hexdigest()}
 
-    def shares(self, examples: Sequence[Example], num_ranks: int) -> list[DataProto]:
-        """The columns of each rank's share; see `rank_shares`."""
-        return rank_shares(examples, num_ranks, self.batch)
+
+def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> tuple[Rows, int, list[str]] | None:
+    """Load the rows; returns them, the number of training steps, and notes. Without a model only check the rows.
+
+    Args:
+        config: the run's config.
+        model: the model folder, which has the tokenizer.
+        needs: what a reward function reads of a row; there is none.
+
+    Raises:
+        DataError: a file, a row or the tokenizer is invalid, training and validation rows are of different kinds, a
+            row has a token that the model does not know, or there are fewer rows than a batch needs.
+    """
+    read = _read(config)
+    if model is None:
+        return None
+    tokenizer = load_tokenizer(
+        str(model.folder), trust_remote_code=config.model.trust_remote_code, key=TRAINED_MODEL_KEY
+    )
+    found: dict[str, Sequence[TrainingExample]] = {}
+    notes: list[str] = []
+    for key, rows in read.items():
+        found[key], left_out = _tokenized(config, model, rows, tokenizer) if rows else ([], [])
+        if model.vocab_size is not None:
+            largest = ((each.location, max(int(column.max()) for column in each.columns)) for each in found[key])
+            check_token_ids(largest, model.vocab_size, setting=f"{TRAINED_MODEL_KEY}={config.model.path}")
+        notes += unread_notes(key, [row for row in rows if isinstance(row, Conversation)])
+        if left_out:
+            notes.append(
+                f"{key}: {len(left_out)} of {len(rows)} rows are longer than data.max_length={config.data.max_length} "
+                f"tokens and were left out: {named_rows([row.location for row in left_out])}"
+            )
+    kind = KINDS[type(read["data.train_files"][0])]
+    loaded = Rows(found["data.train_files"], found["data.val_files"], kind)
+    return loaded, total_steps(config, loaded), notes
 
 
-def rank_shares(
-    examples: Sequence[Example], num_ranks: int, batch: Callable[[Sequence[Any]], DataProto]
-) -> list[DataProto]:
-    """The columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank.
+def _read(config: SupervisedConfig) -> dict[str, Sequence[Any]]:
+    """Return the rows by config key, with all checks that need no tokenizer."""
+    data = config.data
+    named = {
+        "data.train_files": (data.train_files, data.train_max_samples),
+        "data.val_files": (data.val_files, data.val_max_samples),
+    }
+    found: dict[str, Sequence[Any]] = {}
+    for key, (files, most) in named.items():
+        rows: Sequence[Any] = []
+        if files and isinstance(config, SFTConfig):
+            check = functools.partial(conversation_row, messages_key=config.data.messages_key)
+            rows = checked_rows(files, key=key, check=check)
+        elif files:
+            rows = load_preferences(files, key=key)
+        found[key] = rows[:most] if most > 0 else rows
+    if len({type(rows[0]) for rows in found.values() if rows}) > 1:
+        both = ", ".join(f"{key}={','.join(files)}" for key, (files, _) in named.items())
+        raise DataError(
+            f"{both}: one has pairs (chosen, rejected), the other labelled steps (completions, labels); give both the "
+            "same columns"
+        )
+    return found
+
+
+def _tokenized(
+    config: SupervisedConfig, model: ModelFolder, rows: Sequence[Any], tokenizer: Any
+) -> tuple[Sequence[TrainingExample], Sequence[Any]]:
+    """Return rows as token ids, and those that were left out as too long."""
+    setting, longest = f"{TRAINED_MODEL_KEY}={config.model.path}", config.data.max_length
+    if isinstance(config, SFTConfig):
+        variables, ends = config.data.apply_chat_template_kwargs, end_token_ids(model.folder, setting=setting)
+        return tokenize_chats(rows, tokenizer, max_length=longest, apply_chat_template_kwargs=variables, end_ids=ends)
+    assert isinstance(config, RewardModelTrainingConfig)
+    form, padding = StepForm(config.data.step_separator, config.data.step_tag), read_model_config(model.folder, setting)
+    return tokenize_preferences(rows, tokenizer, max_length=longest, padding_id=padding_id(padding), form=form)
+
+
+def rank_shares(examples: Sequence[TrainingExample], num_ranks: int, marks: str) -> list[DataProto]:
+    """Return the columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank.
 
     Args:
         examples: the rows.
         num_ranks: of the model.
-        batch: makes the columns that the loss reads.
+        marks: the column in which the loss reads the marks of tokens.
     """
     prompts = np.array([len(each.prompt) for each in examples], np.int64)
     totals = np.array([each.total_tokens for each in examples], np.int64)
     shares = balance(Lengths(np.arange(len(examples)), prompts, totals - prompts), num_ranks)
-    return [batch([examples[i] for i in share]) if len(share) else DataProto() for share in shares]
+    return [training_batch([examples[i] for i in share], marks) if len(share) else DataProto() for share in shares]
 
 
 def new_sampler(config: SupervisedConfig, rows: Rows) -> PromptSampler:
-    """The order of the training rows, from the first batch."""
+    """Return the order of the training rows, from the first batch."""
     data = config.data
     return PromptSampler(len(rows.train), data.train_batch_size, shuffle=data.shuffle, seed=config.data_seed)
 
 
 def total_steps(config: SupervisedConfig, rows: Rows) -> int:
-    """Number of training steps: trainer.total_training_steps, else total_epochs over the rows; at least 1."""
+    """Return the training steps: trainer.total_training_steps, else total_epochs over the rows; at least 1."""
     per_epoch = new_sampler(config, rows).steps_per_epoch
     return config.trainer.total_training_steps or max(1, config.trainer.total_epochs * per_epoch)

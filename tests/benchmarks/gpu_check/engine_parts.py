@@ -19,7 +19,6 @@ ABSENT = (
     "vllm",
     "hydra",
     "omegaconf",
-    "pydantic",
     "wandb",
     "tensorboard",
     "pyarrow",

@@ -20,7 +20,7 @@ from benchmarks.gpu_check.gpu import forget_host_peak, gpu_facts, host_gib, medi
 from benchmarks.gpu_check.results import Figure, Findings
 from benchmarks.gpu_check.scale import SCALES
 from benchmarks.gpu_check.work import Work
-from grpo_dist.workers.probe import process_state
+from grpo_dist.runtime.node_questions import process_state
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -88,17 +88,17 @@ def by_name(work: Work) -> dict[str, Figure]:
 
 def test_memory_against_the_plan_and_besides_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of 10 GiB, a peak of 10.5, 12 reserved, and 14.5 of which another process had 1 before."""
-    monkeypatch.setattr(update, "planned_gib", lambda work, tokens, responses: 10.0)
+    monkeypatch.setattr(update, "planned_gib", lambda work, tokens: 10.0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10.5 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 12 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 * GIB)
     monkeypatch.setattr(update, "used_gib", lambda: 14.5)
-    update._memory(work := on_gpu(tmp_path), 2048, 1792)
+    update._memory(work := on_gpu(tmp_path), 2048)
     found = by_name(work)
     assert (found["of the plan"].value, found["of the plan"].met) == (pytest.approx(1.05), True)
     besides = found["GPU memory besides tensors"]
     assert (besides.value, besides.expected, besides.met) == (pytest.approx(1.5), "<= 1", False)
-    update._memory(unknown := on_gpu(tmp_path, None), 2048, 1792)
+    update._memory(unknown := on_gpu(tmp_path, None), 2048)
     assert by_name(unknown)["GPU memory besides tensors"].value is None
 
 
@@ -133,7 +133,7 @@ def test_a_killed_engine_is_waited_for_and_its_memory_counted(
 
 def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     """One GPU for all, or one each: then the weights go by NCCL."""
-    from grpo_dist.config.placement import placement
+    from grpo_dist.plan.placement import placement
     from grpo_dist.trainer.settings import engine_settings
 
     work = on_gpu(tmp_path)

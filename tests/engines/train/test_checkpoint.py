@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings, PreferenceSettings
+from grpo_dist.algorithms.settings import PreferenceSettings
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import (
     RANDOM_STATES,
     random_states,
@@ -24,15 +25,15 @@ from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values
 from tests.engines.train.test_objectives import pairs
 from tests.messages import says
-from tests.models import objective, random_batch
+from tests.models import objective, random_batch, scheduled
 from tests.ranks import run_ranks
 
 
 def engine_with_schedule(path: str) -> FSDPEngine:
     """Warm-up and cosine: every step has a learning rate of its own, so a lost schedule shows."""
     model = ModelSettings(path, False, "fp32", "fp32", False, True)
-    optimizer = OptimizerSettings(1e-2, 0.01, (0.9, 0.999), "cosine", 2, 6, 0.1)
-    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    optimizer = scheduled(lr=1e-2, warmup=2)
+    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=6, grad_clip=1.0)
 
 
 def step(engine: FSDPEngine, rank: int, world_size: int, number: int) -> dict[str, float]:
@@ -247,8 +248,8 @@ def test_random_states_round_trip_through_a_file(tmp_path: Path) -> None:
 
 def go_on_with_another_rate(rank: int, path: str, source: Path) -> dict[str, Any]:
     model = ModelSettings(path, False, "fp32", "fp32", False, True)
-    optimizer = OptimizerSettings(3e-3, 0.5, (0.8, 0.9), "cosine", 2, 6, 0.1)
-    engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    optimizer = scheduled(lr=3e-3, betas=(0.8, 0.9), warmup=2, weight_decay=0.5)
+    engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=6, grad_clip=1.0)
     engine.load_checkpoint(source)
     [group] = engine.optimizer.param_groups
     first = step(engine, rank, 1, 2)
@@ -321,8 +322,8 @@ def pair_steps(engine: FSDPEngine, rank: int, numbers: range) -> list[dict[str, 
 
 def reward_model(path: str, seed: int) -> FSDPEngine:
     model = ModelSettings(path, False, "fp32", "fp32", True, True, num_labels=1, new_head_seed=seed)
-    optimizer = OptimizerSettings(1e-2, 0.01, (0.9, 0.999), "cosine", 1, 4, 0.1)
-    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    optimizer = scheduled(lr=1e-2, warmup=1)
+    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=4, grad_clip=1.0)
 
 
 def stopped_and_not(rank: int, path: str, folder: Path) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A new head on a causal LM: the same numbers on any ranks, and what is missing besides it is still missing."""
+"""Linear heads: new ones are the same on any ranks; values are those of transformers' classifiers in every layout."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.engines.settings import LoraSettings, ModelSettings
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import model_loading
+from grpo_dist.engines.train.classifier import SCORE_TOKEN, ValueForward, with_score_token
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.value_forward import with_score_token
+from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import ConfigError, DataError
-from tests.engines.train.test_value_forward import KEY
+from grpo_dist.protocol import DataProto, Ragged
 from tests.messages import says
 from tests.models import random_batch, random_classifier, random_model
 from tests.ranks import run_ranks
+from tests.worker_settings import lora
 
 SEED, HIDDEN = 7, 32
+KEY = "reward_model.model.path"
 
 
 def settings(path: str, **changes: Any) -> ModelSettings:
@@ -90,10 +94,115 @@ def refused(rank: int, model: ModelSettings) -> str:
 def test_what_a_new_head_does_not_mend(tmp_path: Path) -> None:
     path = random_model("Llama", tmp_path, tie_word_embeddings=False)
     says(run_ranks(1, refused, settings(path, new_head_seed=None))[0], f"{KEY}={path}", "score.weight")
-    says(run_ranks(1, refused, settings(path, lora=LoraSettings(4, 8.0, "all-linear")))[0], KEY, "lora_rank=4")
+    says(run_ranks(1, refused, settings(path, lora=lora()))[0], KEY, "lora_rank=4")
     tensors = load_file(tmp_path / "model.safetensors")
     norm = tensors.pop("model.norm.weight")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     says(run_ranks(1, refused, settings(path))[0], f"{KEY}={path}", "model.norm.weight")
     save_file(tensors | {"model.norm.weight": norm, "extra.weight": norm.clone()}, tmp_path / "model.safetensors")
     says(run_ranks(1, refused, settings(path))[0], f"{KEY}={path}", "extra.weight")
+
+
+TWO_ROWS = {"prompts": [[4, 5], [4, 5]], "responses": [[7, 8], []]}
+FAMILIES = ("Qwen3", "Llama", "Gemma2", "Olmo2", "Qwen3Moe")
+
+
+def value_settings(path: str, layout: str = "shared", num_labels: int = 1) -> ModelSettings:
+    return ModelSettings(path, False, "fp32", "fp32", False, True, layout=layout, num_labels=num_labels, key=KEY)
+
+
+def values(rank: int, path: str, layout: str, num_labels: int, data: DataProto) -> tuple[list, str]:
+    """Of this rank's half of the rows, or of all on a single rank."""
+    engine = FSDPEngine(value_settings(path, layout, num_labels), device="cpu", temperature=1.0)
+    size = torch.distributed.get_world_size()
+    own = np.array_split(np.arange(len(data)), size)[rank]
+    found = engine.compute_columns(data.index(own), ("values",), micro_batch_size=3)
+    return [row.tolist() for row in found["values"].rows()], engine.report
+
+
+def plain(path: str, kind: str, data: DataProto) -> list[torch.Tensor]:
+    """What transformers' own class says of each sequence alone."""
+    auto = getattr(transformers, f"AutoModelFor{kind}Classification")
+    model = auto.from_pretrained(path, dtype=torch.float32).eval()
+    rows = zip(data["prompts"].rows(), data["responses"].rows(), strict=True)
+    with torch.no_grad():
+        return [model(input_ids=torch.cat(row).long()[None]).logits[0] for row in rows]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_value_is_the_score_of_a_sequence_classifier(tmp_path: Path, family: str) -> None:
+    path, data = random_classifier(tmp_path, family), random_batch(num_groups=2, n=3)
+    expected = [score.item() for score in plain(path, "Sequence", data)]
+    assert max(expected) - min(expected) > 0.1, "they differ"
+    for layout in ("padded", "packed", "shared"):
+        ((found, report),) = run_ranks(1, values, path, layout, 1, with_score_token(data))
+        assert [row[-1] for row in found] == pytest.approx(expected, abs=2e-5), report
+
+
+def test_a_score_token_behind_every_response() -> None:
+    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
+    made = with_score_token(DataProto.from_dict(columns, {"uid": ["a", "a"]}))
+    assert [row.tolist() for row in made["prompts"].rows()] == TWO_ROWS["prompts"]
+    assert [row.tolist() for row in made["responses"].rows()] == [[7, 8, SCORE_TOKEN], [SCORE_TOKEN]]
+    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 0, 1], [1]]
+    assert list(made["uid"]) == ["a", "a"]
+    assert "uid" not in with_score_token(DataProto(columns)).columns()
+    assert len(with_score_token(DataProto())) == 0, "a rank without rows"
+
+
+def test_labels_move_to_the_token_at_which_their_value_is_read() -> None:
+    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
+    labels = Ragged.from_rows([[0, 1], []], torch.int8)
+    made = with_score_token(DataProto({**columns, "labels": labels}))
+    assert [row.tolist() for row in made["labels"].rows()] == [[-1, 0, 1], [-1]]
+    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 1, 1], [0]]
+
+
+def test_values_are_those_of_the_token_before_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Two outputs, bad and good, and a bias, as a token classifier is saved: the log odds of good."""
+    path, data = random_classifier(tmp_path, "Qwen3", "Token", num_labels=2), random_batch(num_groups=3, n=2)
+    starts = data["prompts"].lengths.tolist()
+    logits = plain(path, "Token", data)
+    expected = [(of_row[:, 1] - of_row[:, 0])[k - 1 : -1] for k, of_row in zip(starts, logits, strict=True)]
+    for ranks in (1, 2):
+        found = [row for rows, _ in run_ranks(ranks, values, path, "shared", 2, data) for row in rows]
+        for row, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(row), wanted, atol=2e-5, rtol=0)
+
+
+def shuffled(rank: int, path: str) -> str:
+    """What the check says of a head of zeros and a packed layout in which every token is another one."""
+    run = ValueForward._run
+
+    def run_on_others(self: ValueForward, micro_batch: MicroBatch, **options: Any) -> Any:
+        if micro_batch.segments is not None:
+            micro_batch = replace(micro_batch, input_ids=micro_batch.input_ids.roll(1))
+        return run(self, micro_batch, **options)
+
+    ValueForward._run = run_on_others  # type: ignore[method-assign]
+    engine = FSDPEngine(value_settings(path, "packed"), device="cpu", temperature=1.0)
+    torch.nn.init.zeros_(engine.model.score.weight)
+    values = engine.compute_columns(random_batch(2, 2), ("values",), micro_batch_size=4)["values"]
+    assert not values.values.any()
+    return engine.report
+
+
+def test_a_head_of_zeros_does_not_hide_a_wrong_layout(tmp_path: Path) -> None:
+    (report,) = run_ranks(1, shuffled, random_classifier(tmp_path))
+    assert report.startswith("padded")
+    says(report, "instead", "packed", "values")
+
+
+def refused_head(rank: int, path: str, num_labels: int) -> str:
+    try:
+        FSDPEngine(value_settings(path, num_labels=num_labels), device="cpu", temperature=1.0)
+    except (ConfigError, DataError) as error:
+        return str(error)
+    return ""
+
+
+def test_folders_without_the_head_that_is_asked_for(tmp_path: Path) -> None:
+    policy = random_model("Qwen3", tmp_path / "policy")
+    says(run_ranks(1, refused_head, policy, 1)[0], f"{KEY}={policy}", "score.weight")
+    two = random_classifier(tmp_path / "two", "Qwen3", num_labels=2)
+    says(run_ranks(1, refused_head, two, 1)[0], f"{KEY}={two}", "score.weight has 2 outputs")

@@ -40,20 +40,9 @@ def plain_step(path: str, data: DataProto, entropy_coeff: float) -> dict[str, An
     log_probs, entropy = (torch.nn.utils.rnn.pad_sequence(column, True) for column in zip(*rows, strict=True))
     mask = data["response_mask"].to_padded(0).float()
     columns = {name: data[name].to_padded(0.0) for name in ("old_log_probs", "advantages", "ref_log_probs")}
-    loss, _ = policy_objective(
-        log_probs=log_probs,
-        response_mask=mask,
-        entropy=entropy,
-        loss_mode="vanilla",
-        loss_agg_mode="token-mean",
-        options={"clip_ratio": 0.2, "clip_ratio_c": 3.0},
-        kl_loss_type="k3",
-        kl_loss_coef=0.1,
-        entropy_coeff=entropy_coeff,
-        global_tokens=mask.sum(),
-        global_sequences=float(len(data)),
-        **columns,
-    )
+    columns |= {"log_probs": log_probs, "response_mask": mask, "entropy": entropy}
+    counts = {"global_tokens": mask.sum(), "global_sequences": float(len(data))}
+    loss, _ = policy_objective(columns, objective(entropy_coeff=entropy_coeff), **counts)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01).step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.engines.settings import LoraSettings, ModelSettings
+from grpo_dist.config.schema_roles import LoraSection
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.engines.train.lora import add_lora, lora_layers
@@ -20,8 +20,9 @@ from tests.adapters import write_adapter
 from tests.messages import refuses
 from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import lora
 
-LORA = LoraSettings(4, 8.0, "all-linear")
+LORA = lora()
 
 
 def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
@@ -30,7 +31,7 @@ def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
     return compute(data, ("log_probs",), micro_batch_size=9)["log_probs"].values.numpy().copy()
 
 
-def train(rank: int, path: str, folder: str, lora: LoraSettings = LORA) -> dict[str, Any]:
+def train(rank: int, path: str, folder: str, lora: LoraSection = LORA) -> dict[str, Any]:
     torch.manual_seed(1)
     plain = trainable_engine(path)
     engine = trainable_engine(path, lora=lora)
@@ -82,7 +83,7 @@ def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
         assert found["grad_norm"] > 0
 
 
-HEAD = LoraSettings(4, 8.0, ("q_proj", "lm_head"))
+HEAD = lora(4, 8.0, ("q_proj", "lm_head"))
 
 
 def test_an_output_layer_of_its_own_is_trained_and_exported(random_models: dict[str, str], tmp_path: Path) -> None:
@@ -110,9 +111,9 @@ def test_an_output_layer_that_is_tied_to_the_embedding_takes_no_factors(
     """Its change would have to be the embedding's too. `all-linear` leaves the output layer out, as peft's does."""
     path = random_model(family, tmp_path / "model", **sizes)
     with refuses(ConfigError, "model.target_modules=('lm_head',)", "lm_head", embedding, "tie_word_embeddings"):
-        built(path, lora=LoraSettings(4, 8.0, ("lm_head",)), section="model")
+        built(path, lora=lora(4, 8.0, ("lm_head",)), section="model")
     assert "lm_head" not in lora_layers(built(path, lora=LORA))
-    assert lora_layers(built(path, lora=replace(LORA, exclude_modules=("lm_head",))))
+    assert lora_layers(built(path, lora=LORA.replaced(exclude_modules=("lm_head",))))
 
 
 def test_what_counts_is_whether_the_model_is_tied_and_not_what_its_file_says(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_what_counts_is_whether_the_model_is_tied_and_not_what_its_file_says(tmp
 
 def test_an_adapter_of_a_tied_output_layer_is_refused(random_models: dict[str, str], tmp_path: Path) -> None:
     folder = str(write_adapter(tmp_path / "adapter", {"lm_head": (32, VOCAB)}))
-    adapter = LoraSettings(4, 8.0, (), adapter_path=folder)
+    adapter = lora(4, 8.0, (), lora_adapter_path=folder)
     assert lora_layers(built(random_models["untied"], lora=adapter)).keys() == {"lm_head"}
     with refuses(ConfigError, f"lora_adapter_path={folder}", "lm_head", "tie_word_embeddings"):
         built(random_models["tied"], lora=adapter)
@@ -149,7 +150,7 @@ def test_targets_by_name(random_models: dict[str, str]) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-    add_lora(model, LoraSettings(2, 4.0, ("q_proj", "v_proj"), ("v_proj",)))
+    add_lora(model, lora(2, 4.0, ("q_proj", "v_proj"), exclude_modules=("v_proj",)))
     assert {name.rpartition(".")[2] for name in lora_layers(model)} == {"q_proj"}
     assert not lora_layers(transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"]))
 
@@ -163,7 +164,7 @@ def test_a_target_that_is_not_there(random_models: dict[str, str], model: str, n
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(random_models[model])
     with refuses(ConfigError, f"target_modules=('q_proj', '{name}'):", f"{name};"):
-        add_lora(whole, LoraSettings(2, 4.0, ("q_proj", name)))
+        add_lora(whole, lora(2, 4.0, ("q_proj", name)))
 
 
 # Targets of the tiny Qwen3-MoE, its layers without experts, and what the message says of it. peft knows the names in
@@ -186,7 +187,7 @@ def test_experts_and_their_router_take_no_factors(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     with refuses(ConfigError, "target_modules=", words):
-        add_lora(model, LoraSettings(2, 4.0, targets))
+        add_lora(model, lora(2, 4.0, targets))
 
 
 def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
@@ -194,7 +195,7 @@ def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     with refuses(ConfigError, "exclude_modules=('q_proj',):", "all of ('q_proj',)"):
-        add_lora(model, LoraSettings(2, 4.0, ("q_proj",), ("q_proj",)))
+        add_lora(model, lora(2, 4.0, ("q_proj",), exclude_modules=("q_proj",)))
 
 
 def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
@@ -202,7 +203,7 @@ def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     with refuses(ConfigError, "target_modules=('embed_tokens',)", "model.embed_tokens", "Embedding"):
-        add_lora(model, LoraSettings(2, 4.0, ("embed_tokens",)))
+        add_lora(model, lora(2, 4.0, ("embed_tokens",)))
 
 
 def test_settings_without_lora() -> None:

@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.engines.settings import LoraSettings, ModelSettings
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.errors import DataError
 from tests.messages import says
 from tests.models import random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import lora
 
 PLAIN = ModelSettings("", False, "fp32", "fp32", False, True)
-LORA = LoraSettings(4, 8.0, "all-linear")
+LORA = lora()
 WEIGHTS = "model.safetensors"
 EXPERTS = {"num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}

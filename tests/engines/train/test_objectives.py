@@ -12,21 +12,23 @@ import torch
 import transformers
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
+from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.data import load_tokenizer
-from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
-from grpo_dist.data.preferences import Pair
+from grpo_dist.data.preference_tokens import tokenize_preferences
 from grpo_dist.data.step_tokens import StepForm
-from grpo_dist.engines.settings import LabelSettings, ModelSettings, OptimizerSettings, PreferenceSettings
+from grpo_dist.data.training_rows import Pair, training_batch
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.classifier import with_score_token
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import PairObjective
-from grpo_dist.engines.train.value_forward import with_score_token
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from grpo_dist.tasks import arithmetic
 from tests.messages import refuses, says
-from tests.models import random_batch, random_classifier
+from tests.models import random_batch, random_classifier, scheduled
 from tests.ranks import run_ranks
 
 KEY = "reward_model.model.path"
@@ -36,7 +38,7 @@ LR = 0.1
 def engine(path: str, layout: str = "shared", *, checkpointing: bool = False) -> FSDPEngine:
     """Plain SGD: Adam divides by the size of the gradient, which turns rounding of small ones into real steps."""
     model = ModelSettings(path, False, "fp32", "fp32", checkpointing, True, layout=layout, num_labels=1, key=KEY)
-    optimizer = OptimizerSettings(LR, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0)
+    optimizer = AdamWConfig(lr=LR, weight_decay=0.0, betas=(0.9, 0.999))
     made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=LR)
     return made
@@ -239,17 +241,17 @@ def learn_sums(rank: int, path: str) -> list[float]:
     tokenizer = load_tokenizer(path, trust_remote_code=False)
     examples, _ = tokenize_preferences(sums(1160), tokenizer, max_length=100, padding_id=None, form=StepForm())
     model = ModelSettings(path, False, "fp32", "fp32", False, True, num_labels=1, new_head_seed=0)
-    optimizer = OptimizerSettings(2e-3, 0.01, (0.9, 0.99), "constant", 10, 30, 0.0)
-    made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    optimizer = scheduled(lr=2e-3, betas=(0.9, 0.99), warmup=10, lr_scheduler_type="constant", min_lr_ratio=0.0)
+    made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=30, grad_clip=1.0)
 
     def accuracy() -> float:
-        held_out = with_score_token(preference_batch(examples[:200]))
+        held_out = with_score_token(training_batch(examples[:200], "labels"))
         rows = made.compute_columns(held_out, ("values",), micro_batch_size=100)["values"].rows()
         return float(np.mean([good[-1] > bad[-1] for good, bad in zip(rows[0::2], rows[1::2], strict=True)]))
 
     before = accuracy()
     for start in range(200, 1160, 32):
-        batch = preference_batch(examples[start : start + 32])
+        batch = training_batch(examples[start : start + 32], "labels")
         made.train_mini_batch(batch, micro_batch_size=64, objective=PreferenceSettings())
     return [before, accuracy()]
 

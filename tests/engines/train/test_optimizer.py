@@ -1,36 +1,43 @@
+"""The optimizer and its schedule, and what moves when: the meta device stands in for a GPU, and nothing is there."""
+
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from grpo_dist.engines.settings import OptimizerSettings
-from grpo_dist.engines.train.optimizer import build_optimizer, keep_settings, lr_ratio
+from grpo_dist.config.schema_roles import OptimConfig
+from grpo_dist.engines.train.optimizer import (
+    Offload,
+    build_optimizer,
+    keep_settings,
+    lr_ratio,
+    move_states,
+    saved_in_cpu_memory,
+)
+from tests.models import scheduled
+
+STEPS = 12  # of the whole run
 
 
-def settings(**changes: object) -> OptimizerSettings:
-    values = {
-        "lr": 0.5,
-        "weight_decay": 0.0,
-        "betas": (0.9, 0.999),
-        "lr_scheduler_type": "constant",
-        "num_warmup_steps": 4,
-        "num_training_steps": 12,
-        "min_lr_ratio": 0.0,
-    }
-    return OptimizerSettings(**(values | changes))  # type: ignore[arg-type]
+def settings(**changes: Any) -> OptimConfig:
+    values = {"lr": 0.5, "weight_decay": 0.0, "warmup": 4, "lr_scheduler_type": "constant", "min_lr_ratio": 0.0}
+    return scheduled(**(values | changes))
 
 
 def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
-    assert [lr_ratio(step, settings()) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [lr_ratio(step, settings(), STEPS) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     cosine = settings(lr_scheduler_type="cosine")
-    assert [lr_ratio(step, cosine) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [lr_ratio(step, cosine, STEPS) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    assert lr_ratio(0, settings(num_warmup_steps=0)) == 1.0
-    assert lr_ratio(0, settings(num_warmup_steps=0, lr_scheduler_type="cosine")) == 1.0
+    assert lr_ratio(0, settings(warmup=0), STEPS) == 1.0
+    assert lr_ratio(0, settings(warmup=0, lr_scheduler_type="cosine"), STEPS) == 1.0
 
 
 def test_constant_stays() -> None:
-    assert lr_ratio(10_000, settings()) == 1.0
+    assert lr_ratio(10_000, settings(), STEPS) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -44,24 +51,24 @@ def test_constant_stays() -> None:
     ],
 )
 def test_cosine_from_the_peak_to_the_minimum(step: int, expected: float) -> None:
-    assert lr_ratio(step, settings(lr_scheduler_type="cosine", min_lr_ratio=0.1)) == pytest.approx(expected)
+    assert lr_ratio(step, settings(lr_scheduler_type="cosine", min_lr_ratio=0.1), STEPS) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("step", "expected"), [(4, 1.0), (6, 0.1 + 0.9 * 0.75), (8, 0.55), (12, 0.1), (99, 0.1)])
 def test_linear_from_the_peak_to_the_minimum(step: int, expected: float) -> None:
-    assert lr_ratio(step, settings(lr_scheduler_type="linear", min_lr_ratio=0.1)) == pytest.approx(expected)
+    assert lr_ratio(step, settings(lr_scheduler_type="linear", min_lr_ratio=0.1), STEPS) == pytest.approx(expected)
 
 
 def test_a_run_of_warm_up_only() -> None:
-    short = settings(lr_scheduler_type="cosine", num_training_steps=4)
-    assert [lr_ratio(step, short) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.0]
+    short = settings(lr_scheduler_type="cosine")
+    assert [lr_ratio(step, short, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.0]
 
 
 def test_optimizer_and_schedule_move_by_the_rate() -> None:
     """AdamW's first steps with a constant gradient move a weight by the learning rate."""
     weight = torch.nn.Parameter(torch.tensor([1.0]))
     frozen = torch.nn.Parameter(torch.tensor([1.0]), requires_grad=False)
-    optimizer, schedule = build_optimizer([weight, frozen], settings())
+    optimizer, schedule = build_optimizer([weight, frozen], settings(), STEPS)
     moved = []
     for _ in range(3):
         before = weight.item()
@@ -77,19 +84,21 @@ def test_optimizer_and_schedule_move_by_the_rate() -> None:
 def test_weight_decay_is_decoupled() -> None:
     """A zero gradient leaves only w <- w (1 - lr * decay): 2 * (1 - 0.125 * 0.1)."""
     weight = torch.nn.Parameter(torch.tensor([2.0]))
-    optimizer, _ = build_optimizer([weight], settings(weight_decay=0.1))
+    optimizer, _ = build_optimizer([weight], settings(weight_decay=0.1), STEPS)
     weight.grad = torch.zeros(1)
     optimizer.step()
     assert weight.item() == pytest.approx(2 * (1 - 0.0125))
 
 
-def loaded_into(built: OptimizerSettings) -> tuple[dict, float, float]:
+def loaded_into(built: OptimConfig) -> tuple[dict, float, float]:
     """(group, rate now, rate a step later) of an optimizer that takes over 6 steps of one with other settings."""
-    old, old_schedule = build_optimizer([torch.nn.Parameter(torch.tensor([2.0]))], settings(lr_scheduler_type="linear"))
+    old, old_schedule = build_optimizer(
+        [torch.nn.Parameter(torch.tensor([2.0]))], settings(lr_scheduler_type="linear"), STEPS
+    )
     for _ in range(6):
         old.step()
         old_schedule.step()
-    optimizer, schedule = build_optimizer([torch.nn.Parameter(torch.tensor([2.0]))], built)
+    optimizer, schedule = build_optimizer([torch.nn.Parameter(torch.tensor([2.0]))], built, STEPS)
     with keep_settings(optimizer, schedule):
         optimizer.load_state_dict(old.state_dict())
         schedule.load_state_dict(old_schedule.state_dict())
@@ -111,3 +120,110 @@ def test_settings_survive_a_saved_state_and_the_place_in_the_schedule_is_the_sav
 def test_the_same_settings_go_on_as_if_nothing_had_happened() -> None:
     _, now, later = loaded_into(settings(lr_scheduler_type="linear"))
     assert (now, later) == (0.5 * 0.75, 0.5 * 0.625)
+
+
+META = torch.device("meta")
+
+
+class Recorder(nn.Linear):
+    """Remembers where it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.sent: list[str] = []
+
+    def to(self, device: torch.device | str) -> "Recorder":  # type: ignore[override]
+        self.sent.append(str(device))
+        return self
+
+
+def stepped(model: nn.Module) -> torch.optim.AdamW:
+    """An optimizer that has states."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def places(optimizer: torch.optim.Optimizer) -> set[str]:
+    return {value.device.type for state in optimizer.state.values() for value in state.values()}
+
+
+def test_weights_and_states_come_and_go() -> None:
+    model = Recorder()
+    optimizer = stepped(model)
+    offload = Offload(model, optimizer, META, parameters=True, optimizer_states=True)
+    with offload.on_device():
+        assert model.sent == ["meta"]
+        assert places(optimizer) == {"cpu"}, "only the update needs the states"
+    assert model.sent == ["meta", "cpu"]
+    move_states(optimizer, META)
+    assert places(optimizer) == {"meta"}
+
+
+def test_states_come_for_the_update_and_an_error_sends_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Recorder()
+    moves: list[torch.device] = []
+    offload = Offload(model, stepped(model), META, optimizer_states=True)
+    monkeypatch.setattr("grpo_dist.engines.train.optimizer.move_states", lambda optimizer, device: moves.append(device))
+    with pytest.raises(ValueError, match="stop"), offload.on_device(optimizer=True):
+        raise ValueError("stop")
+    assert moves == [META, torch.device("cpu")]
+    assert model.sent == []
+
+
+def test_a_step_brings_the_states_alone_and_an_error_sends_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Recorder()
+    moves: list[torch.device] = []
+    monkeypatch.setattr("grpo_dist.engines.train.optimizer.move_states", lambda optimizer, device: moves.append(device))
+    offload = Offload(model, stepped(model), META, parameters=True, optimizer_states=True)
+    with pytest.raises(ValueError, match="stop"), offload.states_on_device():
+        raise ValueError("stop")
+    assert moves == [META, torch.device("cpu")]
+    assert model.sent == []
+    with Offload(model, stepped(model), META, parameters=True).states_on_device():
+        pass
+    assert len(moves) == 2
+
+
+def test_nothing_moves_on_cpu_or_unasked() -> None:
+    model = Recorder()
+    for offload in (
+        Offload(model, stepped(model), torch.device("cpu"), parameters=True, optimizer_states=True),
+        Offload(model, stepped(model), META),
+        Offload(model, None, META, optimizer_states=True),
+    ):
+        with offload.on_device(optimizer=True):
+            pass
+    assert model.sent == []
+
+
+def test_values_survive_the_move() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = stepped(model)
+    before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
+    move_states(optimizer, torch.device("cpu"))
+    for name, value in before.items():
+        assert torch.equal(optimizer.state[model.weight][name], value)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_on_a_shared_gpu_what_is_free_is_given_back(monkeypatch: pytest.MonkeyPatch, *, shares: bool) -> None:
+    """Also where nothing is offloaded."""
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    with Offload(nn.Linear(2, 2), None, torch.device("cuda"), shares_device=shares).on_device():
+        assert not given_back, "only at the end of a phase"
+    assert given_back == [True] * shares
+
+
+def test_on_cpu_what_autograd_saves_stays_and_on_gpus_it_is_copied() -> None:
+    x = torch.ones(3, requires_grad=True)
+    places = []
+    for device in ("cpu", "cuda"):
+        with saved_in_cpu_memory(device):
+            y = x.exp()
+        places.append(y.grad_fn._saved_result.data_ptr() == y.data_ptr())  # type: ignore[union-attr]
+    assert places == [True, False], "without a GPU the copy is in memory that is not pinned"
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(3).exp())

@@ -12,13 +12,14 @@ import pytest
 import torch
 import transformers
 
-from grpo_dist.engines.settings import LoraSettings
+from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.engines.train.fsdp_model import recompute_layers
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, metric_values
 from tests.messages import refuses
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import lora
 
 DROPOUT = {
     "GPT2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -48,7 +49,7 @@ def test_a_model_with_dropout_trains_on_the_policy_that_sampled(family: str, tmp
     assert found["metrics"]["actor/pg_clipfrac"] == 0
 
 
-def steps(rank: int, path: str, lora: LoraSettings | None) -> dict[str, Any]:
+def steps(rank: int, path: str, lora: LoraSection | None) -> dict[str, Any]:
     out = {}
     for recomputed in (False, True):
         torch.manual_seed(1)  # LoRA's first factors
@@ -65,8 +66,8 @@ def steps(rank: int, path: str, lora: LoraSettings | None) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("lora", [None, LoraSettings(4, 8.0, "all-linear")])
-def test_layers_are_computed_again_in_the_backward_pass(lora: LoraSettings | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [None, lora()])
+def test_layers_are_computed_again_in_the_backward_pass(lora: LoraSection | None, tmp_path: Path) -> None:
     for found in run_ranks(2, steps, random_model("Qwen3", tmp_path, head_dim=8), lora):
         kept, recomputed = found[False], found[True]
         assert (kept[0], recomputed[0]) == (1, 2)

@@ -11,23 +11,25 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
+from grpo_dist.algorithms.settings import SFTSettings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import end_token_ids
+from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.data import load_tokenizer
-from grpo_dist.data.chat_rows import Chat
-from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
-from grpo_dist.engines.settings import LoraSettings, SFTSettings
+from grpo_dist.data.chat_tokens import tokenize_chats
+from grpo_dist.data.training_rows import Conversation, training_batch
+from grpo_dist.engines.train.classifier import ValueForward
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import SFTObjective
-from grpo_dist.engines.train.value_forward import ValueForward
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from grpo_dist.tasks import arithmetic
 from tests.models import random_batch, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import lora
 
 LR, EPS, STEPS = 1e-2, 1e-2, 2
-LORA = LoraSettings(4, 8.0, "all-linear")
+LORA = lora()
 
 
 def conversations() -> DataProto:
@@ -39,7 +41,7 @@ def conversations() -> DataProto:
     return DataProto({**data.batch, "response_mask": mask}, data.non_tensor_batch)
 
 
-def engine(path: str, layout: str, lora: LoraSettings | None = None) -> FSDPEngine:
+def engine(path: str, layout: str, lora: LoraSection | None = None) -> FSDPEngine:
     """AdamW with a large eps: a small one divides gradients by their size, and makes real steps of rounding."""
     made = trainable_engine(path, lr=LR, temperature=1.0, layout=layout, lora=lora)
     made.grad_clip = float("inf")
@@ -188,12 +190,12 @@ def learn_sums(rank: int, path: str) -> dict[str, Any]:
     chats = []
     for i, row in enumerate(arithmetic.rows("train")[:64]):
         answer = {"role": "assistant", "content": f"#### {row['reward_model']['ground_truth']}"}
-        chats.append(Chat(f"row {i}", [*row["prompt"], answer], (1,)))
+        chats.append(Conversation(f"row {i}", [*row["prompt"], answer], (1,)))
     options: dict[str, Any] = {"max_length": 100, "apply_chat_template_kwargs": {}}
     ends = end_token_ids(path, setting="the built-in model")
     examples, _ = tokenize_chats(chats, tokenizer, end_ids=ends, **options)
     made = trainable_engine(path, lr=1e-4, temperature=1.0, layout="packed")
-    own = chat_batch(examples)
+    own = training_batch(examples, "response_mask")
     log_probs = made.compute_log_probs(own, micro_batch_size=64).values
     mean = -log_probs[own["response_mask"].values.bool()].mean().item()
     losses = []

@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 
-from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings, TrainingSettings, ValueSettings
+from grpo_dist.algorithms.settings import TrainingSettings, ValueSettings
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import attention, model_loading, ulysses
 from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -21,11 +23,12 @@ from tests.equivalence.test_layout import batch
 from tests.messages import says
 from tests.models import EXPERTS, objective, random_classifier, random_model
 from tests.ranks import LIMIT_S, run_ranks
+from tests.worker_settings import lora
 
 KEY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 ROWS = list(range(16))
 VALUES = ValueSettings(0.4, "seq-mean-token-mean")
-LORA = LoraSettings(4, 8.0, "all-linear")
+LORA = lora()
 # Of each case: the model, its settings, and the objective; what differs is taken in turns.
 CASES: dict[str, tuple[str, dict[str, Any], TrainingSettings]] = {
     "exact KL and entropy": (
@@ -55,7 +58,7 @@ SPLITS: dict[str, tuple[int, int, list[list[int]], int, int]] = {
 def engine(path: str, size: int = 1, *, trains: bool = True, **changes: Any) -> FSDPEngine:
     """With plain SGD of rate 1, so that the weights after a step are those before less the gradient."""
     model = replace(ModelSettings(path, False, "fp32", "fp32", False, True, sequence_parallel_size=size), **changes)
-    optimizer = OptimizerSettings(1.0, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0) if trains else None
+    optimizer = AdamWConfig(lr=1.0, weight_decay=0.0, betas=(0.9, 0.999)) if trains else None
     made = FSDPEngine(model, device="cpu", temperature=0.7, optimizer=optimizer)
     if trains:
         made.optimizer = torch.optim.SGD([p for p in made.model.parameters() if p.requires_grad], lr=1.0)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings, ValueSettings
+from grpo_dist.algorithms.settings import ValueSettings
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import ValueObjective
@@ -19,7 +20,7 @@ from grpo_dist.errors import BatchError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.engines.train.test_objectives import LR, engine, own_rows, plain_model
 from tests.messages import says
-from tests.models import add_tokenizer, random_batch, random_classifier, random_model
+from tests.models import add_tokenizer, random_batch, random_classifier, random_model, scheduled
 from tests.ranks import run_ranks
 
 CLIP = 0.4
@@ -199,9 +200,9 @@ def test_an_objective_for_a_model_with_a_head() -> None:
 # --- from start to export ------------------------------------------------------------------------------------------
 def critic(path: str, layout: str = "shared") -> FSDPEngine:
     model = ModelSettings(path, False, "fp32", "fp32", False, True, layout, num_labels=1, new_head_seed=7)
-    optimizer = OptimizerSettings(1e-2, 0.01, (0.9, 0.999), "cosine", 2, 6, 0.1)
+    optimizer = scheduled(lr=1e-2, warmup=2)
     model = replace(model, small_new_head=True, key="critic.model.path")
-    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=6, grad_clip=1.0)
 
 
 def stop_and_go_on(rank: int, path: str, data: DataProto, folder: Path) -> dict[str, Any]:

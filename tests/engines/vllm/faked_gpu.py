@@ -7,6 +7,7 @@ in a placement group. Nothing is started.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -53,14 +54,13 @@ def fake() -> None:
     ray.util.get_current_placement_group = lambda: "a bundle with all GPUs of the engine"
 
 
-def resolved(settings: dict[str, Any]) -> dict[str, Any]:
+def resolved(settings: Any) -> dict[str, Any]:
     """The parts of vLLM's config that decide about speed, memory and log-probs."""
     from vllm.v1.executor.abstract import Executor
 
-    from grpo_dist.engines.settings import EngineSettings
     from grpo_dist.engines.vllm.arguments import engine_args
 
-    config = engine_args(EngineSettings(**settings), folder="").create_engine_config()
+    config = engine_args(settings, folder="").create_engine_config()
     return {
         "device": config.device_config.device_type,
         "cuda_graphs": config.compilation_config.cudagraph_mode.name,
@@ -94,5 +94,5 @@ if __name__ == "__main__":
 
     quiet_environment("cuda")
     fake()
-    every = json.loads(Path(sys.argv[1]).read_text())
+    every = pickle.loads(Path(sys.argv[1]).read_bytes())
     print(json.dumps({name: resolved(settings) for name, settings in every.items()}))

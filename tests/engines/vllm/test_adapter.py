@@ -12,16 +12,17 @@ import ray
 import torch
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.engines.settings import EngineSettings, LoraSettings
+from grpo_dist.config.schema_roles import LoraSyncConfig
+from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.adapter import adapter_args
 from grpo_dist.engines.weights.buckets import pack, unpack
 from grpo_dist.errors import ConfigError, WeightSyncError
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.policy import ActorWorker
+from grpo_dist.roles.weight_transport import BroadcastTransport, outcomes
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.sizes import engine_lora_rank
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.policy import ActorWorker
-from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.vllm.split_rollout import SplitRolloutWorker
 from tests.engines.vllm.test_engine import (
     PROMPTS,
@@ -38,37 +39,37 @@ from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.messages import refuses, says
 from tests.models import random_model
 from tests.processes import spawned, start_together
-from tests.workers.test_weight_transport import TIMEOUT_S, policy_settings
+from tests.roles.test_weight_transport import TIMEOUT_S, policy_settings
+from tests.worker_settings import changed, engine_settings, lora
 
-LORA = LoraSettings(4, 8.0, "all-linear")
+LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora": LoraSyncConfig(merge=False)}
 GREEDY = sampling(n=1, temperature=0.0, seed=None)
 
 
-def engine_settings(path: str, lora: LoraSettings = LORA) -> EngineSettings:
-    common = (path, "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, 0)
-    return EngineSettings(*common, clear_kv_cache_on_update=False, lora=lora)
+def settings_of(path: str, **changes: Any) -> EngineSettings:
+    return engine_settings(path, clear_kv_cache_on_update=False, **(LORA | changes))
 
 
 def test_only_layers_with_factors_get_room(random_models: dict[str, str], tmp_path: Path) -> None:
     attention, dense = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     tiny = resolve_model_path("builtin:tiny-qwen3")
     for path, layers in ((tiny, attention | dense), (random_models["experts"], attention)):
-        found = adapter_args(engine_settings(path))
+        found = adapter_args(settings_of(path))
         assert set(found.pop("lora_target_modules")) == layers
         assert found == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
-    some = adapter_args(engine_settings(tiny, LoraSettings(16, 8.0, ("v_proj", "layers.0.mlp.up_proj"))))
+    some = adapter_args(settings_of(tiny, lora_rank=16, target_modules=("v_proj", "layers.0.mlp.up_proj")))
     assert (some["lora_target_modules"], some["max_lora_rank"]) == (["up_proj", "v_proj"], 16)
-    assert adapter_args(dataclasses.replace(engine_settings(tiny), lora=None)) == {}
+    assert adapter_args(engine_settings(tiny)) == {}
     assert [engine_lora_rank(rank) for rank in (1, 2, 32, 33, 512)] == [1, 8, 32, 64, 512]
     with refuses(ConfigError, "actor_rollout_ref.model.lora.merge=false", "GPT2LMHeadModel", "merge=true"):
-        adapter_args(engine_settings(random_model("GPT2", tmp_path)))
+        adapter_args(settings_of(random_model("GPT2", tmp_path)))
 
 
 # --- real engines -------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def engine(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
     with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as group:
-        group.call(0, "start", "start", engine_settings(random_models["tied"]))
+        group.call(0, "start", "start", settings_of(random_models["tied"]))
         yield group
         group.call_all("shutdown", "shutdown")
 
@@ -188,9 +189,9 @@ def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
     path = random_models["tied"]
     settings = policy_settings(path)
     settings = dataclasses.replace(
-        settings, model=dataclasses.replace(settings.model, lora=LORA), sends_factors=True, weight_bucket_bytes=8000
+        settings, model=dataclasses.replace(settings.model, lora=lora()), sends_factors=True, weight_bucket_bytes=8000
     )
-    engine = dataclasses.replace(split_settings(path, "broadcast"), lora=LORA)
+    engine = changed(split_settings(path, "broadcast"), **LORA)
     with (
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", SplitRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout,

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import pickle
+import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.auto import tokenization_auto
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.config.load import load_config
-from grpo_dist.config.placement import placement
-from grpo_dist.engines.vllm.arguments import quiet_environment
-from grpo_dist.trainer.settings import engine_settings
+from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, quiet_environment, take_traces, tokenizer_args
+from grpo_dist.errors import EngineError
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.placement import placement
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.trainer.settings import engine_settings as settings_of_run
+from tests.engines.vllm.test_engine import PROMPTS, generate, sampling
+from tests.messages import refuses
+from tests.worker_settings import changed, engine_settings
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "original_max_position_embeddings": 512}
@@ -45,17 +60,17 @@ RUNS = {
 }
 
 
-def settings(overrides: list[str]) -> dict[str, Any]:
+def settings(overrides: list[str]) -> EngineSettings:
     config, _ = load_config([f"{ROLLOUT}.kv_cache_memory_gib=null", *overrides])  # the built-in model names a size
-    found = engine_settings(config, placement(config), 0)
-    return asdict(replace(found, model_path=resolve_model_path(found.model_path)))
+    found = settings_of_run(config, placement(config), 0)
+    return changed(found, path=resolve_model_path(found.model.path))
 
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By run: the parts of vLLM's config that tests/engines/vllm/faked_gpu.py shows."""
-    file = tmp_path_factory.mktemp("settings") / "runs.json"
-    file.write_text(json.dumps({name: settings(overrides) for name, overrides in RUNS.items()}))
+    file = tmp_path_factory.mktemp("settings") / "runs.pickle"
+    file.write_bytes(pickle.dumps({name: settings(overrides) for name, overrides in RUNS.items()}))
     command = [sys.executable, "-m", "tests.engines.vllm.faked_gpu", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -130,3 +145,164 @@ def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
     quiet_environment("cpu")
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+TEXT = "She had 1234 and 100 apples;  it's 16-12.\n\tÉtienne's <|end|> Ⅳ ﬁ 両"
+SPECIAL = ["<|end|>", "<s>", "<unk>"]
+CORPUS = ["12 123 1234 16 100 1000 she had apples it's Étienne's"] * 50
+CLASSES = sorted({name for name in tokenization_auto.TOKENIZER_MAPPING_NAMES.values() if name} | {"LlamaTokenizerFast"})
+
+
+def byte_level() -> Tokenizer:
+    """SmolLM2's form: digits apart."""
+    tokenizer = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = level
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentence_pieces() -> Tokenizer:
+    """A unigram model with a normalizer, which marks the beginning of a word."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentence_pieces])
+def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param.__name__)
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=request.param(), eos_token="<|end|>", bos_token="<s>", unk_token="<unk>"
+    )
+    made.chat_template = "{% for m in messages %}<s>{{ m.content }}<|end|>{% endfor %}"
+    made.save_pretrained(path)
+    return path
+
+
+def called(folder: Path, model_type: str, tokenizer_class: str, **more: Any) -> EngineSettings:
+    """The settings of an engine on a model of this type, whose tokenizer has this class by name."""
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    saved = json.loads((folder / "tokenizer_config.json").read_text())
+    saved.pop("auto_map", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps({**saved, "tokenizer_class": tokenizer_class, **more}))
+    return engine_settings(str(folder), max_num_batched_tokens=1024, seed=3, needs_tokenizer=True)
+
+
+def of_vllm(arguments: Any) -> Any:
+    quiet_environment("cpu")
+    from vllm.tokenizers import get_tokenizer
+
+    return get_tokenizer(arguments["tokenizer"], tokenizer_mode=arguments["tokenizer_mode"], trust_remote_code=False)
+
+
+def all_names() -> Iterator[tuple[str, str]]:
+    yield from (("llama", name) for name in CLASSES)
+    yield from ((model_type, "GPT2Tokenizer") for model_type in ("qwen2", "phi3", "deepseek_v3", "mistral", "gemma3"))
+
+
+def test_vllms_tokens_are_those_of_training(folder: Path, tmp_path: Path) -> None:
+    differing = 0
+    conversation = [{"role": "user", "content": TEXT}]
+    for number, (model_type, name) in enumerate(all_names()):
+        settings = called(folder, model_type, name)
+        mine = load_tokenizer(str(folder), trust_remote_code=False)
+        theirs = of_vllm(tokenizer_args(settings, str(tmp_path / str(number))))
+        ids = mine(TEXT)["input_ids"]
+        assert theirs(TEXT)["input_ids"] == ids, name
+        assert theirs.decode(ids) == mine.decode(ids), name
+        told = [each.apply_chat_template(conversation, return_dict=False) for each in (mine, theirs)]
+        assert told[0] == told[1], name
+        try:
+            differing += transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] != ids
+        except Exception:
+            differing += 1
+    assert differing > 10, "without that the tokens would have been others"
+
+
+def test_trusted_code_counts_only_where_the_tokenizer_has_some(folder: Path, tmp_path: Path) -> None:
+    settings = changed(called(folder, "llama", "GPT2Tokenizer"), trust_remote_code=True)
+    mine, trusting = (load_tokenizer(str(folder), trust_remote_code=trust) for trust in (False, True))
+    assert trusting(TEXT)["input_ids"] == mine(TEXT)["input_ids"]
+    assert of_vllm(tokenizer_args(settings, str(tmp_path / "a")))(TEXT)["input_ids"] == mine(TEXT)["input_ids"]
+    called(folder, "llama", "GPT2Tokenizer", auto_map={"AutoTokenizer": [None, "own.Own"]})
+    assert tokenizer_args(settings, str(tmp_path / "b")) == {}, "vLLM runs the code as transformers does"
+    assert "tokenizer" in tokenizer_args(changed(settings, trust_remote_code=False), str(tmp_path / "c"))
+
+
+def test_an_engine_without_texts_has_no_tokenizer_and_a_named_one_wins(folder: Path, tmp_path: Path) -> None:
+    settings = called(folder, "llama", "GPT2Tokenizer")
+    found = engine_args(settings, folder=str(tmp_path))
+    assert (found.tokenizer, found.tokenizer_mode, found.skip_tokenizer_init) == (f"{tmp_path}/tokenizer", "hf", False)
+    assert engine_args(replace(settings, needs_tokenizer=False), folder="").skip_tokenizer_init
+    named = changed(settings, vllm={"tokenizer": "another"})
+    assert engine_args(named, folder=str(tmp_path)).tokenizer == "another"
+
+
+SETTINGS = engine_settings(kv_cache_memory_gib=None)
+
+
+@pytest.mark.ray
+def test_a_profile_has_the_engines_steps_each_time(rollouts: WorkerGroup, tmp_path: Path) -> None:
+    for number in (1, 2):
+        rollouts.call(0, "profile", "start_profile")
+        generate(rollouts, 0, PROMPTS, sampling(max_tokens=4, ignore_eos=True))
+        rollouts.call(0, "profile", "stop_profile", str(tmp_path / f"{number}.json.gz"))
+    generate(rollouts, 0, PROMPTS, sampling(max_tokens=4))
+    assert sorted(os.listdir(tmp_path)) == ["1.json.gz", "2.json.gz"]
+    for number in (1, 2):
+        with gzip.open(tmp_path / f"{number}.json.gz", "rt") as stream:
+            names = [event["name"] for event in json.load(stream)["traceEvents"] if event["ph"] == "X"]
+        counts = [re.match(r"execute_context_(\d+)\(\d+\)_generation_(\d+)", name) for name in names]
+        tokens = sum(int(found[1]) + int(found[2]) for found in counts if found)
+        assert tokens == len(PROMPTS) * 2 * 4, "of all steps, whenever each prompt came"
+        assert {"aten::embedding", "aten::linear"} & set(names)
+
+
+@pytest.mark.ray
+def test_an_engine_that_was_made_without_one_says_so(rollouts: WorkerGroup, tmp_path: Path) -> None:
+    with refuses(EngineError, "vLLM", "profiler-config"):
+        rollouts.call(1, "profile", "start_profile")
+
+
+@pytest.mark.parametrize(
+    ("written", "taken"),
+    [
+        (["rank0.177.pt.trace.json.gz"], {"rollout_rank3.json.gz": "rank0.177.pt.trace.json.gz"}),
+        (
+            ["rank1.177.pt.trace.json.gz", "rank0.178.pt.trace.json.gz", "rank10.177.pt.trace.json.gz"],
+            {
+                "rollout_rank3_worker0.json.gz": "rank0.178.pt.trace.json.gz",
+                "rollout_rank3_worker1.json.gz": "rank1.177.pt.trace.json.gz",
+                "rollout_rank3_worker2.json.gz": "rank10.177.pt.trace.json.gz",
+            },
+        ),
+    ],
+)
+def test_each_process_of_an_engine_has_a_file(tmp_path: Path, written: list[str], taken: dict[str, str]) -> None:
+    settings = replace(SETTINGS, profile_dir=str(tmp_path / ".rollout3"))
+    folder = tmp_path / ".rollout3"
+    folder.mkdir()
+    (folder / "rank7.1.pt.trace.json.gz").write_text("of a step that was not ended")
+    clear_traces(settings)
+    folder.mkdir()
+    for name in [*written, "rank0.profiler_out.txt"]:
+        (folder / name).write_text(name)
+    take_traces(settings, tmp_path / "rollout_rank3.json.gz")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == taken
+
+
+def test_without_a_trace_the_reason_is_named(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, profile_dir=str(tmp_path / ".rollout0"))
+    with refuses(EngineError, f"{tmp_path}/.rollout0", "actor_rollout_ref.rollout.engine_kwargs.vllm.profiler_config"):
+        take_traces(settings, tmp_path / "rollout_rank0.json.gz")

@@ -13,14 +13,15 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm.engine import VLLMEngine
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import BatchError, ConfigError, EngineError, WeightSyncError
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.runtime.group import WorkerGroup
 from tests.messages import refuses
 from tests.models import VOCAB
+from tests.worker_settings import engine_settings
 
 pytestmark = pytest.mark.ray
 
@@ -79,9 +80,9 @@ def models(random_models: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
-def test_a_call_that_is_pending_when_the_engine_dies_ends(timeout_s: float | None) -> None:
+async def test_a_call_that_is_pending_when_the_engine_dies_ends(timeout_s: float | None) -> None:
     """vLLM itself would let it wait for ever."""
-    engine = VLLMEngine(EngineSettings("", "cpu", "float32", False, 1, 96, 64, 128, 0.8, None, True, False, 0))
+    engine = VLLMEngine(engine_settings(kv_cache_memory_gib=None))
     engine._llm = SimpleNamespace(errored=False)
     ended = []
 
@@ -92,13 +93,10 @@ def test_a_call_that_is_pending_when_the_engine_dies_ends(timeout_s: float | Non
         finally:
             ended.append(True)
 
-    async def run() -> None:
-        with refuses(EngineError, "vLLM's core", "died"):
-            await asyncio.wait_for(engine._call(pending(), timeout_s), 60)
-        await asyncio.sleep(0)
-        assert ended, "it does not go on behind the caller's back"
-
-    asyncio.run(run())
+    with refuses(EngineError, "vLLM's core", "died"):
+        await asyncio.wait_for(engine._call(pending(), timeout_s), 60)
+    await asyncio.sleep(0)
+    assert ended, "it does not go on behind the caller's back"
 
 
 @pytest.mark.parametrize("name", RANKS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +15,11 @@ from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, needed_gib, 
 from grpo_dist.errors import EngineError
 from grpo_dist.sizes import GIB
 from tests.messages import refuses, says
-from tests.workers.test_weight_transport import engine_settings
+from tests.worker_settings import changed, engine_settings
 
 # 35 % of the GPU, as cluster=single_gpu has it.
-FIRST: EngineSettings = replace(
-    engine_settings("model", 0), device="cuda", gpu_memory_utilization=0.35, kv_cache_memory_gib=None
-)
-REPLACED = replace(FIRST, kv_cache_memory_gib=20.0, footprint_gib=26.5)
+FIRST = engine_settings(device="cuda", gpu_memory_utilization=0.35, kv_cache_memory_gib=None)
+REPLACED = changed(FIRST, kv_cache_memory_gib=20.0, footprint_gib=26.5)
 
 
 @pytest.fixture
@@ -56,7 +53,7 @@ def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> list[GPU]:
 def test_what_an_engine_needs() -> None:
     assert needed_gib(FIRST, 80.0) == 28.0, "the share that vLLM asks for"
     assert needed_gib(REPLACED, 80.0) == 26.5, "what the one before took"
-    assert needed_gib(replace(FIRST, kv_cache_memory_gib=4.0), 80.0) == 0.0, "vLLM finds out"
+    assert needed_gib(changed(FIRST, kv_cache_memory_gib=4.0), 80.0) == 0.0, "vLLM finds out"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,7 @@ def test_it_waits_until_that_is_free_and_no_more_is_given_back(settings, free, s
 
 
 def test_every_gpu_of_the_engine_counts(looks: list[float]) -> None:
-    two = replace(REPLACED, tensor_parallel_size=2)
+    two = changed(REPLACED, tensor_model_parallel_size=2)
     assert [gpu.free // GIB for gpu in wait(two, (40.0, 10.0), (40.0, 27.0))] == [40, 27]
     with refuses(EngineError, "GPU 1", "10 of 80 GiB", "120 s"):
         wait(two, (40.0, 10.0))
@@ -101,7 +98,7 @@ def test_what_an_engine_took() -> None:
     before = [GPU("GPU 0", 79 * GIB, 80 * GIB), GPU("GPU 1", 70 * GIB, 80 * GIB)]
     after = [GPU("GPU 0", 51 * GIB, 80 * GIB), GPU("GPU 1", 41 * GIB, 80 * GIB)]
     assert footprint(FIRST, before, after, 20 * GIB) == Footprint(29.0, 20.0)
-    assert footprint(replace(FIRST, kv_cache_memory_gib=4.0), before, after, None) == Footprint(29.0, 4.0)
+    assert footprint(changed(FIRST, kv_cache_memory_gib=4.0), before, after, None) == Footprint(29.0, 4.0)
     with pytest.raises(AssertionError):
         footprint(FIRST, before, after, None)
 

@@ -97,83 +97,71 @@ async def final(llm: LocalLLM, name: str, tokens: int) -> list[Any]:
     return [output async for output in llm.generate({}, tokens, name)]
 
 
-def test_final_outputs_reach_those_who_asked(engine: Engine) -> None:
-    async def scenario() -> None:
-        llm = LocalLLM(None)
-        found = await asyncio.gather(*(final(llm, name, tokens) for name, tokens in (("a", 5), ("b", 1))))
-        assert [[output.request_id for output in each] for each in found] == [["a"], ["b"]]
-        assert await llm.collective_rpc("method", (1,)) == ["answer"]
-        assert llm.load == EngineLoad(0, 0)
-        with refuses(ValueError, "params"):
-            await final(llm, "c", -1)
-        assert not llm.errored
-        llm.shutdown()
-
-    asyncio.run(scenario())
+async def test_final_outputs_reach_those_who_asked(engine: Engine) -> None:
+    llm = LocalLLM(None)
+    found = await asyncio.gather(*(final(llm, name, tokens) for name, tokens in (("a", 5), ("b", 1))))
+    assert [[output.request_id for output in each] for each in found] == [["a"], ["b"]]
+    assert await llm.collective_rpc("method", (1,)) == ["answer"]
+    assert llm.load == EngineLoad(0, 0)
+    with refuses(ValueError, "params"):
+        await final(llm, "c", -1)
+    assert not llm.errored
+    llm.shutdown()
 
 
-def test_an_aborted_or_cancelled_request_leaves_the_engine(engine: Engine) -> None:
-    async def scenario() -> None:
-        llm = LocalLLM(None)
-        aborted, cancelled = (asyncio.ensure_future(final(llm, name, 10**9)) for name in ("a", "b"))
-        while len(engine.scheduler.running) < 2:
-            await asyncio.sleep(0)
-        await llm.abort("a")
-        assert await aborted == []
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        await llm.abort("not there")
-        assert not engine.scheduler.running
-        llm.shutdown()
-
-    asyncio.run(scenario())
+async def test_an_aborted_or_cancelled_request_leaves_the_engine(engine: Engine) -> None:
+    llm = LocalLLM(None)
+    aborted, cancelled = (asyncio.ensure_future(final(llm, name, 10**9)) for name in ("a", "b"))
+    while len(engine.scheduler.running) < 2:
+        await asyncio.sleep(0)
+    await llm.abort("a")
+    assert await aborted == []
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    await llm.abort("not there")
+    assert not engine.scheduler.running
+    llm.shutdown()
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_pause_holds_requests_or_lets_them_end(engine: Engine, mode: str) -> None:
-    async def scenario() -> None:
-        llm = LocalLLM(None)
-        engine.stands = True
-        first = asyncio.ensure_future(final(llm, "first", 10**9 if mode == "keep" else 3))
-        while not engine.scheduler.running:
-            await asyncio.sleep(0)
-        pause = asyncio.ensure_future(llm.pause_generation(mode=mode, clear_cache=True))
+async def test_a_pause_holds_requests_or_lets_them_end(engine: Engine, mode: str) -> None:
+    llm = LocalLLM(None)
+    engine.stands = True
+    first = asyncio.ensure_future(final(llm, "first", 10**9 if mode == "keep" else 3))
+    while not engine.scheduler.running:
         await asyncio.sleep(0)
-        engine.stands = False
-        await pause
-        late = asyncio.ensure_future(final(llm, "late", 1))
-        kind, clear, held = engine.calls[-1]
-        assert (kind, clear, list(held)) == ("keep", True, ["first"] if mode == "keep" else [])
-        assert await llm.collective_rpc("load weights") == ["answer"], "the thread answers meanwhile"
-        assert not late.done()
-        await llm.resume_generation()
-        assert len(await late) == 1
-        if mode == "wait":
-            assert len(await first) == 1
-        else:
-            await llm.abort("first")
-            assert await first == []
-        await llm.pause_generation(mode=mode, clear_cache=False)  # an idle engine pauses at once
-        llm.shutdown()
+    pause = asyncio.ensure_future(llm.pause_generation(mode=mode, clear_cache=True))
+    await asyncio.sleep(0)
+    engine.stands = False
+    await pause
+    late = asyncio.ensure_future(final(llm, "late", 1))
+    kind, clear, held = engine.calls[-1]
+    assert (kind, clear, list(held)) == ("keep", True, ["first"] if mode == "keep" else [])
+    assert await llm.collective_rpc("load weights") == ["answer"], "the thread answers meanwhile"
+    assert not late.done()
+    await llm.resume_generation()
+    assert len(await late) == 1
+    if mode == "wait":
+        assert len(await first) == 1
+    else:
+        await llm.abort("first")
+        assert await first == []
+    await llm.pause_generation(mode=mode, clear_cache=False)  # an idle engine pauses at once
+    llm.shutdown()
 
-    asyncio.run(scenario())
 
-
-def test_a_step_that_fails_ends_all_requests(engine: Engine) -> None:
-    async def scenario() -> None:
-        llm = LocalLLM(None)
-        asked = asyncio.ensure_future(final(llm, "a", 10**9))
-        while not engine.scheduler.running:
-            await asyncio.sleep(0)
-        engine.breaks = True
-        with refuses(RuntimeError, "luck"):
-            await asked
-        assert llm.errored
-        with refuses(RuntimeError, "failed before"):
-            await final(llm, "b", 1)
-        llm.shutdown()
-
-    asyncio.run(scenario())
+async def test_a_step_that_fails_ends_all_requests(engine: Engine) -> None:
+    llm = LocalLLM(None)
+    asked = asyncio.ensure_future(final(llm, "a", 10**9))
+    while not engine.scheduler.running:
+        await asyncio.sleep(0)
+    engine.breaks = True
+    with refuses(RuntimeError, "luck"):
+        await asked
+    assert llm.errored
+    with refuses(RuntimeError, "failed before"):
+        await final(llm, "b", 1)
+    llm.shutdown()
 
 
 def test_an_engine_that_does_not_start_says_why(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,22 +174,18 @@ def test_an_engine_that_does_not_start_says_why(engine: Engine, monkeypatch: pyt
         LocalLLM(None)
 
 
-def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
+async def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a run the driver aborts groups and shuts engines down, in any order. What still waits is told."""
     monkeypatch.setattr(vllm_engine, "DEATH_POLL_S", 0.01)
-
-    async def scenario() -> None:
-        rollout = VLLMEngine(None)  # type: ignore[arg-type]
-        rollout._llm, rollout._folder = LocalLLM(None), SimpleNamespace(cleanup=lambda: None)  # type: ignore[assignment]
-        asked = asyncio.ensure_future(rollout._call(final(rollout._llm, "a", 10**9), timeout_s=None))
-        rollout._running = {"group": {"a", "b"}}
-        while not engine.scheduler.running:
-            await asyncio.sleep(0)
-        rollout.shutdown()
-        await rollout.abort("group")
-        with refuses(EngineError, "shut down"):
-            await asked
-
-    asyncio.run(scenario())
+    rollout = VLLMEngine(None)  # type: ignore[arg-type]
+    rollout._llm, rollout._folder = LocalLLM(None), SimpleNamespace(cleanup=lambda: None)  # type: ignore[assignment]
+    asked = asyncio.ensure_future(rollout._call(final(rollout._llm, "a", 10**9), timeout_s=None))
+    rollout._running = {"group": {"a", "b"}}
+    while not engine.scheduler.running:
+        await asyncio.sleep(0)
+    rollout.shutdown()
+    await rollout.abort("group")
+    with refuses(EngineError, "shut down"):
+        await asked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,19 @@ import torch
 import transformers
 
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.weights.bucket_files import clear_left_behind
-from grpo_dist.engines.weights.buckets import pack
+from grpo_dist.engines.weights.buckets import clear_left_behind, pack
 from grpo_dist.errors import EngineError, WeightSyncError, WorkerError
-from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.weight_transport import BroadcastTransport, outcomes
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.runtime.group import WorkerGroup
 from tests.engines.vllm.split_rollout import SplitRolloutWorker, SpoiledWorker
 from tests.engines.vllm.test_engine import PROMPTS, generate, hf_greedy, perturbed, sampling, tokens
 from tests.messages import refuses, says
 from tests.observed import alive_as, command_line
 from tests.processes import open_to_others, spawned, start_together
-from tests.workers.test_weight_transport import TIMEOUT_S, Case, actor_class, engine_settings, policy_settings
+from tests.roles.test_weight_transport import TIMEOUT_S, Case, actor_class, policy_settings
+from tests.worker_settings import changed, engine_settings
 
 pytestmark = pytest.mark.ray
 
@@ -41,13 +40,12 @@ ROUNDING = 1e-4
 
 def split_settings(path: str, transport: str) -> EngineSettings:
     extension = {"worker_extension_cls": f"{SpoiledWorker.__module__}.{SpoiledWorker.__name__}"}
-    one = engine_settings(path, 0)
     timeout = int(TIMEOUT_S)
-    return replace(
-        one,
-        tensor_parallel_size=SIZE,
+    return engine_settings(
+        path,
+        tensor_model_parallel_size=SIZE,
         weight_transport=transport,
-        engine_kwargs=extension,
+        vllm=extension,
         collective_timeout_s=timeout,
     )
 
@@ -70,7 +68,7 @@ def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[tuple[Ca
         start_together(
             Gang(actor).start(policy_settings(path)),
             rollout.ask(0, "start", "start", split_settings(path, "broadcast")),
-            one.ask(0, "start", "start", engine_settings(path, 0)),
+            one.ask(0, "start", "start", engine_settings(path, weight_transport="broadcast")),
         )
         run(rollout.call_home())
         yield Case("tied", path, actor, rollout, BroadcastTransport(SIZE, TIMEOUT_S)), one
@@ -199,7 +197,7 @@ def test_a_core_of_its_own_ends_with_the_engine_too(
 def test_an_engine_that_does_not_start_says_where_its_processes_have_written_why(
     local_ray: None, random_models: dict[str, str]
 ) -> None:
-    settings = replace(split_settings(random_models["tied"], "broadcast"), kv_cache_memory_gib=1e6)
+    settings = changed(split_settings(random_models["tied"], "broadcast"), kv_cache_memory_gib=1e6)
     with spawned("rollout", SplitRolloutWorker, [()]) as rollout:
         with refuses(WorkerError, "rollout worker 0", "vLLM", "start") as caught:
             rollout.call(0, "start", "start", settings)

@@ -8,20 +8,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Coroutine, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import ray
 import torch
 
-from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.call import Call
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.group import WorkerGroup
 from tests.engines.vllm.test_engine import (
     PROMPTS,
     assert_log_probs_equal,
@@ -34,6 +32,7 @@ from tests.engines.vllm.test_engine import (
 from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.messages import refuses
 from tests.processes import spawned
+from tests.worker_settings import engine_settings
 
 LIMIT_S = 0.05
 
@@ -55,19 +54,11 @@ async def call(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = LI
 
 
 @pytest.mark.parametrize(("partial", "mode"), [(False, "wait"), (True, "keep")])
-def test_pausing_takes_as_long_as_responses_do_and_is_done_once(partial: bool, mode: str) -> None:
-    limits = {"max_model_len": 96, "max_num_seqs": 64, "max_num_batched_tokens": 128}
-    memory = {"gpu_memory_utilization": 0.8, "kv_cache_memory_gib": None}
-    ways = {"enforce_eager": True, "enable_chunked_prefill": False, "partial_rollout": partial}
-    settings = EngineSettings("model", "cpu", "float32", False, 1, seed=0, **limits, **memory, **ways)  # type: ignore[arg-type]
+async def test_pausing_takes_as_long_as_responses_do_and_is_done_once(partial: bool, mode: str) -> None:
     llm = SlowToPause()
-    weights = WeightUpdater(llm, call, settings=settings)
-
-    async def pause_twice() -> None:
-        await weights.pause()
-        await weights.pause()
-
-    asyncio.run(pause_twice())
+    weights = WeightUpdater(llm, call, settings=engine_settings(partial_rollout=partial))
+    await weights.pause()
+    await weights.pause()
     assert llm.pauses == [{"mode": mode, "clear_cache": True}]
 
 
@@ -90,25 +81,20 @@ class Sleeper:
 
 
 def asleep() -> tuple[WeightUpdater, Sleeper]:
-    common = ("model", "cuda", "bfloat16", False, 1, 96, 64, 128, 0.8, None, True, False, 0)
-    llm = Sleeper()
-    return WeightUpdater(llm, call, settings=EngineSettings(*common, free_cache_engine=True)), llm
+    settings, llm = engine_settings(device="cuda", free_cache_engine=True, shares_gpu=True), Sleeper()
+    return WeightUpdater(llm, call, settings=settings), llm
 
 
 UPDATE = [("wake_up", ["weights"]), ("start_weight_update",), ("update_weights",), ("finish_weight_update",)]
 
 
-def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -> None:
+async def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -> None:
     """And is asked to pause no more: it has. The next sync finds it awake."""
     weights, llm = asleep()
-
-    async def run() -> None:
-        await weights.sleep()
-        await weights.pause()
-        await weights.receive(0)
-        await weights.receive(1)
-
-    asyncio.run(run())
+    await weights.sleep()
+    await weights.pause()
+    await weights.receive(0)
+    await weights.receive(1)
     first, later = llm.asked[: len(UPDATE) + 4], llm.asked[len(UPDATE) + 4 :]
     woken = [("wake_up", ["kv_cache"]), ("update_weight_version", "0"), ("resume_generation",)]
     assert first == [("sleep", 1, "wait"), *UPDATE, *woken]
@@ -117,17 +103,13 @@ def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -> None
     assert weights.version == 1
 
 
-def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
+async def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
     """vLLM has brought them back from CPU memory before it was to load others."""
     weights, llm = asleep()
     llm.receipt = {"loaded": 0, "fault": "weight bucket 0 is damaged"}
-
-    async def run() -> None:
+    with refuses(WeightSyncError, "bucket 0", "damaged", "version -1"):
         await weights.sleep()
         await weights.receive(0)
-
-    with refuses(WeightSyncError, "bucket 0", "damaged", "version -1"):
-        asyncio.run(run())
     assert llm.asked == [("sleep", 1, "wait"), *UPDATE, ("wake_up", ["kv_cache"]), ("resume_generation",)]
 
 
@@ -140,9 +122,8 @@ VERSIONS = itertools.count()
 
 @pytest.fixture(scope="module")
 def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
-    common = (random_models["tied"], "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, 0)
-    settings = EngineSettings(*common)
-    each = [replace(settings, clear_kv_cache_on_update=False), replace(settings, partial_rollout=False)]
+    changes = ({"clear_kv_cache_on_update": False}, {"partial_rollout": False})
+    each = [engine_settings(random_models["tied"], **change) for change in changes]
     with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
         group.call_each("start", "start", [(each[KEPT],), (each[WHOLE],)])
         yield group

@@ -18,7 +18,7 @@ from torch.multiprocessing import reductions
 from grpo_dist.engines.settings import SENDER
 from grpo_dist.engines.weights import ipc
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup
-from grpo_dist.engines.weights.bucket_files import PREFIX
+from grpo_dist.engines.weights.buckets import PREFIX
 from grpo_dist.engines.weights.ipc import CudaMemory, FileMemory
 from grpo_dist.errors import WeightSyncError
 from tests.engines.weights.test_broadcast import Peer, damaged, equal, weights

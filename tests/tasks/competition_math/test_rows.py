@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.tasks.prepare import main
 from tests.messages import says
+from tests.rewards.scoring import scored
 
 EXAMPLES = [
     {
@@ -57,16 +57,9 @@ def test_rows_are_verls_and_their_solutions_earn_one(folder: Path, tmp_path: Pat
     }
     assert [row["reward_model"]["ground_truth"] for row in rows] == TRUTHS
     assert pq.read_table(tmp_path / "out" / "test.parquet").num_rows == 1
-    function = load_reward_function(None, "compute_score", {})
     for i, row in enumerate(rows):
         scores = [
-            score_response(
-                function,
-                data_source=row["data_source"],
-                solution_str=text,
-                ground_truth=row["reward_model"]["ground_truth"],
-                extra_info=row["extra_info"],
-            ).score
+            scored(text, row["reward_model"]["ground_truth"], row["data_source"], row["extra_info"]).score
             for text in (EXAMPLES[i]["solution"], EXAMPLES[i - 1]["solution"], EXAMPLES[i]["problem"])
         ]
         assert scores == [1.0, 0.0, 0.0]

@@ -3,9 +3,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from grpo_dist.rewards import load_reward_function, score_response
-from grpo_dist.tasks.competition_math.task import compute_score, extract_answer
+from grpo_dist.tasks.competition_math.task import compute_score, extract_answer, last_boxed
 from tests.messages import refuses
+from tests.rewards.scoring import scored
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,7 @@ def test_a_truth_that_is_no_answer_is_an_error(truth: object) -> None:
 
 
 def score_built_in(data_source: str, text: str) -> float:
-    function = load_reward_function(None, "compute_score", {})
-    return score_response(
-        function, data_source=data_source, solution_str=text, ground_truth=r"\frac{1}{2}", extra_info={}
-    ).score
+    return scored(text, r"\frac{1}{2}", data_source).score
 
 
 @pytest.mark.parametrize(
@@ -101,3 +98,30 @@ def test_in_a_thread_that_is_not_the_main_one() -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(score_built_in, "lighteval/MATH", r"\boxed{2/4}").result(timeout=60) == 1.0
         assert pool.submit(score_built_in, "lighteval/MATH", r"\boxed{3/4}").result(timeout=60) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{4}", "4"),
+        (r"\boxed{3} no, \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
+        (r"\fbox{4}", "4"),
+        (r"\boxed {4}", "4"),
+        (r"$\boxed 7$", "7"),
+        (r"$\boxed\pi$", r"\pi"),
+        (r"$\boxed \frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
+        (r"\boxed{\boxed{4}}", "4"),
+        (r"\boxed{}", ""),
+        (r"\boxed{4", None),
+        (r"\boxed{3} and \boxed{4", None),  # cut off in the middle of the last one
+        (r"\boxed{\}", None),
+        (r"\boxed", None),
+        (r"\boxedanswer{4}", None),
+        ("boxed{4}", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content

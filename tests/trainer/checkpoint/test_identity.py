@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grpo_dist.assets.usage import Usage
-from grpo_dist.config.load import load_config
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.errors import CheckpointError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, own_checkpoints
 from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run, others, run_digest
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.roles import Roles
+from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, last_checkpoint, publish_checkpoint
-from grpo_dist.trainer.checkpoint.resume import find_resumed, load_checkpoint
+from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.event_loop import run
 from tests.messages import refuses
 
 
@@ -35,15 +38,17 @@ class Holder:
         return []
 
 
-class Ranks:
+class Ranks(Gang):
     """The actor or the reference: remembers what it loads."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.head_of: Any = None
+        self.has_moved = False
 
     async def load_checkpoint(self, folder: str) -> None:
         self.loaded.append(folder)
+        self.has_moved = True
 
     async def take_reference_head(self, ref: Any) -> None:
         self.head_of = ref
@@ -57,23 +62,20 @@ def make_config(run_dir: Path, *overrides: str) -> RunConfig:
     return load_config([f"trainer.default_local_dir={run_dir}", *overrides])[0]
 
 
-def make_roles() -> Any:
-    return SimpleNamespace(actor=Ranks(), ref=Ranks(), critic=Ranks(), reward_model=Ranks(), reward=None)
+def make_roles(config: RunConfig) -> Any:
+    return Roles({row.name: Ranks() for row in roles_of(config)})  # type: ignore[abstract]
 
 
 def save(config: RunConfig, *, step: int = 4, ref: bool = False) -> Path:
     """What a trainer at that step writes, with empty shards."""
-    trainer: Any = SimpleNamespace(
-        run_dir=Path(config.trainer.default_local_dir),
-        prompts=SimpleNamespace(sampler=Holder({"order": "middle"}), identity=PROMPTS),
-        sampler=Holder({"ledger": "middle"}),
-        kl_controller=SimpleNamespace(coef=0.75),
-        code={},
-        step=step,
-        weight_version=9,
-        validated={"val-core/x/reward/mean@1": 0.25},
-    )
-    state, groups = GRPOTrainer.state(trainer)
+    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.run_dir = Path(config.trainer.default_local_dir)
+    trainer.data = SimpleNamespace(identity=PROMPTS)
+    trainer.order, trainer.sampler = Holder({"order": "middle"}), Holder({"ledger": "middle"})
+    trainer.kl_controller = SimpleNamespace(coef=0.75)
+    trainer.code, trainer.step, trainer.weight_version = {}, step, 9
+    trainer.validated = {"val-core/x/reward/mean@1": 0.25}
+    state, groups = trainer.state()
     assert groups == []
     temporary = begin_checkpoint(trainer.run_dir, state.step)
     for role in ("actor", "ref") if ref else ("actor",):
@@ -96,19 +98,25 @@ def test_what_went_in_comes_out(tmp_path: Path) -> None:
     assert not (tmp_path / "global_step_9.tmp").exists(), "leftovers are cleared at the start"
 
 
+FOUR = ("recipe=ppo", "reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+KL = "actor_rollout_ref.actor.kl_loss_type"
+
+
 @pytest.mark.parametrize("exact_kl", [False, True])
 @pytest.mark.parametrize("moved", [False, True])
 def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     """A reference that has never moved is the config's; one that has brings its output layer to the actor. Likewise a
     reward model that was never retrained.
     """
-    folder = save(make_config(tmp_path), ref=moved)
+    full = ("actor_rollout_ref.actor.use_kl_loss=true", f"{KL}=full") if exact_kl else ()
+    config = make_config(tmp_path, *FOUR, *full)
+    folder = save(config, ref=moved)
     if moved:
         (folder / "reward_model").mkdir()
-    resumed = find_resumed(make_config(tmp_path), PROMPTS)
+    resumed = find_resumed(config, PROMPTS)
     assert resumed is not None
-    roles = make_roles()
-    assert run(load_checkpoint(resumed, roles, exact_kl=exact_kl)) == {}
+    roles = make_roles(config)
+    assert restore_roles(config, roles, resumed) == {}
     assert roles.actor.loaded == [str(folder / "actor")]
     assert roles.critic.loaded == [str(folder / "critic")]
     assert roles.ref.loaded == ([str(folder / "ref")] if moved else [])
@@ -117,11 +125,14 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
 
 
 def test_a_teacher_takes_the_place_of_a_reference_that_has_moved(tmp_path: Path) -> None:
-    save(make_config(tmp_path), ref=True)
-    resumed = find_resumed(make_config(tmp_path), PROMPTS)
+    exact = ("actor_rollout_ref.actor.use_kl_loss=true", f"{KL}=full")
+    config = make_config(tmp_path, *exact)
+    save(config, ref=True)
+    resumed = find_resumed(config, PROMPTS)
     assert resumed is not None
-    roles = make_roles()
-    run(load_checkpoint(resumed, roles, exact_kl=True, has_teacher=True))
+    taught = make_config(tmp_path, *exact, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3")
+    roles = make_roles(taught)
+    restore_roles(taught, roles, resumed)
     assert (roles.ref.loaded, roles.actor.head_of) == ([], None)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import load_config
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, TrainingDiverged, WorkerError
+from grpo_dist.plan.commands import load_config
+from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, own_checkpoints, read_state
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
-from grpo_dist.workers.event_loop import run
 from tests.disks import MIB, enlarge, small_disk
 from tests.messages import refuses
 from tests.trainer.checkpoints import names, run_state

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from grpo_dist.errors import AgentError
-from grpo_dist.trainer.rollout.job import RolloutJob, describe_failures
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.errors import AgentError, RewardError
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.event_loop import run
+from grpo_dist.trainer.rollout.job import RolloutJob, describe_failures, group_seed, informative, require_metric
 from tests.messages import refuses, says
+from tests.trainer.instant_pump import FILTER, MIXED, make_sampler
 
 
 @pytest.mark.parametrize(("score", "told"), [(None, "null"), (0.0, "0"), (-1.5, "-1.5")])
@@ -37,3 +40,51 @@ def test_failures_are_counted_by_kind() -> None:
     job = RolloutJob([], failed_episodes=Counter(error=2, timeout=1))
     assert job.episode_metrics() == {"agent/failures/error": 2.0, "agent/failures/timeout": 1.0}
     assert RolloutJob([]).episode_metrics("val-aux/agent") == {}
+
+
+def test_seeds_depend_on_every_part_and_leave_room_for_the_group() -> None:
+    seeds = {group_seed(run, step, prompt) for run in range(4) for step in range(20) for prompt in range(20)}
+    assert len(seeds) == 1600
+    assert all(0 <= seed < 2**30 for seed in seeds)
+    assert group_seed(1, 23, 4) != group_seed(12, 3, 4)
+
+
+def test_seeds_are_the_same_in_every_process() -> None:
+    assert group_seed(1, 2, 3) == 436752066
+
+
+def scored(**columns: list[float]) -> DataProtoRef:
+    """A group with these values."""
+    small = {"score" if name == "score" else f"reward_extra/{name}": np.array(v) for name, v in columns.items()}
+    return DataProtoRef(small=small, num_rows=len(columns["score"]))
+
+
+def test_the_metric_may_be_an_extra_value() -> None:
+    group = scored(score=[1.0, 2.0], acc=[1.0, 1.0])
+    assert informative(group, "score")
+    assert not informative(group, "acc")
+
+
+@pytest.mark.parametrize(
+    ("acc", "informs"),
+    [
+        ([1.0, np.nan, 0.0, 1.0], True),
+        ([np.nan, np.nan, 0.0, 1.0], True),
+        ([1.0, np.nan, 1.0, 1.0], False),
+        ([np.nan, np.nan, np.nan, 1.0], False),
+        ([np.nan] * 4, False),
+    ],
+)
+def test_a_group_is_judged_by_the_responses_that_have_the_value(acc: list[float], informs: bool) -> None:
+    assert informative(scored(score=[1.0, 2.0, 3.0, 4.0], acc=acc), "acc") is informs
+
+
+def test_a_value_that_no_response_has_ends_the_run_and_one_that_a_group_misses_does_not() -> None:
+    groups = [scored(score=[1.0, 2.0]), scored(score=[1.0, 2.0], acc=[1.0, 0.0])]
+    assert [informative(group, "acc") for group in groups] == [False, True]
+    require_metric(groups, "acc")
+    key = "algorithm.filter_groups.metric"
+    with refuses(RewardError, f"{key}=exact", "score, acc", "'exact'", f"{key}=score"):
+        require_metric(groups, "exact")
+    with refuses(RewardError, f"{key}=fluency", f"{key}=score"):
+        run(make_sampler({0: MIXED, 1: MIXED}, FILTER, f"{key}=fluency").rollout(1))

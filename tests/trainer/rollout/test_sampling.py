@@ -10,9 +10,9 @@ import pytest
 
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import DataError, DataLost, GrpoDistError
+from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import OpenStep
-from grpo_dist.workers.event_loop import run
 from tests.messages import refuses
 from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps
 

@@ -8,23 +8,22 @@ import numpy as np
 import pytest
 
 from grpo_dist.config.load import load_command
-from grpo_dist.config.supervised import REWARD_MODEL
-from grpo_dist.data.preference_tokens import Example, preference_batch
-from grpo_dist.engines.settings import PreferenceSettings
+from grpo_dist.data.training_rows import Pair, TrainingExample
 from grpo_dist.errors import DataError
-from grpo_dist.trainer.supervised.rows import Rows, new_sampler, total_steps
+from grpo_dist.plan.commands import REWARD_MODEL
+from grpo_dist.trainer.supervised.rows import KINDS, Rows, new_sampler, rank_shares, total_steps
 from tests.messages import refuses
 
 
-def pair(number: int, lengths: tuple[int, int] = (2, 3), prompt: int = 4) -> Example:
+def pair(number: int, lengths: tuple[int, int] = (2, 3), prompt: int = 4) -> TrainingExample:
     """Tokens that no other pair has."""
     responses = [np.arange(length, dtype=np.int32) + 10 * number + 3 for length in lengths]
     labels = [np.array([-1] * (length - 1) + [good], np.int8) for length, good in zip(lengths, (1, 0), strict=True)]
-    return Example(f"rows.jsonl, line {number}", np.full(prompt, number, np.int32), responses, labels)
+    return TrainingExample(f"rows.jsonl, line {number}", np.full(prompt, number, np.int32), responses, labels)
 
 
-def rows(*examples: Example) -> Rows:
-    return Rows(examples, (), "pairs", PreferenceSettings(), (), preference_batch)
+def rows(*examples: TrainingExample) -> Rows:
+    return Rows(examples, (), KINDS[Pair])
 
 
 def test_rows_are_known_by_all_tokens_all_labels_and_their_order() -> None:
@@ -37,7 +36,7 @@ def test_rows_are_known_by_all_tokens_all_labels_and_their_order() -> None:
     changed = [
         replace(first, prompt=first.prompt + 1),
         replace(first, responses=[first.responses[0], first.responses[1] + 1]),
-        replace(first, labels=first.labels[::-1]),
+        replace(first, marks=first.marks[::-1]),
         replace(first, prompt=first.prompt[:-1], responses=[np.append(first.prompt[-1:], r) for r in first.responses]),
     ]
     found = [rows(each, second).identity for each in changed]
@@ -50,7 +49,7 @@ def test_rows_are_known_by_all_tokens_all_labels_and_their_order() -> None:
 def test_a_pair_stays_together_on_any_number_of_ranks(ranks: int) -> None:
     """Also where ranks have no rows, and where one row is as long as all others."""
     examples = [pair(number, (1 + number % 3, 50 if number == 3 else 2)) for number in range(1, 7)]
-    parts = rows(*examples).shares(examples, ranks)
+    parts = rank_shares(examples, ranks, "labels")
     assert len(parts) == ranks
     uids = [sorted(part["uid"].tolist()) if len(part) else [] for part in parts]
     assert all(mine.count(uid) == 2 for mine in uids for uid in mine)
@@ -61,7 +60,7 @@ def test_a_pair_stays_together_on_any_number_of_ranks(ranks: int) -> None:
 
 def test_shares_cost_about_the_same() -> None:
     examples = [pair(number, (5, 5)) for number in range(8)]
-    assert [len(part) for part in rows(*examples).shares(examples, 4)] == [4] * 4
+    assert [len(part) for part in rank_shares(examples, 4, "labels")] == [4] * 4
 
 
 @pytest.mark.parametrize(

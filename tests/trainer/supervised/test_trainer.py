@@ -11,25 +11,26 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.assets.usage import Usage
+from grpo_dist.algorithms.settings import PreferenceSettings, TrainingSettings
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.load import load_command
-from grpo_dist.config.supervised import REWARD_MODEL
-from grpo_dist.engines.settings import PreferenceSettings, TrainingSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import ConfigError, Interrupted, Terminated, TrainingDiverged
+from grpo_dist.plan.commands import REWARD_MODEL
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
+from grpo_dist.roles.roles import Roles
+from grpo_dist.roles.supervised import SupervisedGroup
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import TimeLimits
+from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.trainer.checkpoint.resume import find_resumed
-from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.supervised.rows import new_sampler, total_steps
+from grpo_dist.trainer.supervised.rows import total_steps
 from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
-from grpo_dist.workers.call import Call
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.limits import TimeLimits
 from tests.messages import refuses, says
 from tests.trainer.recorded import Rows as Recorded
 from tests.trainer.supervised.test_rows import pair
@@ -53,7 +54,7 @@ class Ranks(WorkerGroup):
 
 
 @dataclass
-class Model:
+class Model(SupervisedGroup):
     """Writes down what it is asked for; its loss is the number of the step, and of a validation a tenth of it."""
 
     log: list[str] = field(default_factory=list)
@@ -116,24 +117,13 @@ def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[S
     found = rows_of(*map(pair, range(NUM_ROWS)))
     rows = replace(found, validation=found.train[:2])
     told = Told(trained.log)
-    saver = CheckpointSaver(config, lambda: {"reward_model": trained}, async_save=False)  # type: ignore[dict-item]
-    steps = total_steps(config, rows)
-    trainer = SupervisedTrainer(
-        config,
-        trained,  # type: ignore[arg-type]
-        rows,
-        new_sampler(config, rows),
-        steps,
-        saver,
-        Trackers({"rows": told}, resumed_step=None),
-        Progress(steps, 0, None),
-        Preemption(),
-    )
+    steps, trackers = total_steps(config, rows), Trackers({"rows": told}, resumed_step=None)
+    roles = Roles({"reward_model": trained})
+    trainer = SupervisedTrainer(config, roles, rows, steps, trackers, Progress(steps, 0, None), Preemption())
+    trainer.saver.async_save = False
     resumed = find_resumed(config, rows.identity)
     if resumed is not None:
-        trainer.step = resumed.state.step
-        trainer.sampler.load_state_dict(resumed.state.sampler)
-        saver.resumed_from(resumed.folder, resumed.state)
+        trainer.restore(resumed, {})
     return trainer, trained, told
 
 

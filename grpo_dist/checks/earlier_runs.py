@@ -1,0 +1,126 @@
+"""What the checks before Ray starts ask of earlier runs: the checkpoint to resume from, and whether all is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
+from grpo_dist.assets.model_folder import read_usage
+from grpo_dist.config.problems import value_of
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import CheckpointError, ConfigError, DataError
+from grpo_dist.plan.commands import command_of
+from grpo_dist.trainer.checkpoint.config_changes import (
+    another_place,
+    check_changes,
+    digest_code,
+    find_changes,
+    read_config,
+)
+from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.identity import is_model_of
+from grpo_dist.trainer.record import EXPORTED
+
+
+def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, verify: bool) -> str:
+    """Check that config and rows fit the checkpoint to resume from; with `verify` its files are checked too.
+
+    Args:
+        config: the run's config.
+        identity: number and fingerprint of the training rows.
+        steps: training steps of the run.
+        verify: whether to check the files.
+
+    Returns:
+        The checkpoint in a few words, for a dry run; "" if there is none.
+
+    Raises:
+        CheckpointError: it does not fit, or there are checkpoints but none is intact.
+        ConfigError: the run goes on with another config (resume_mode=force), and no step is left to train with it; or
+            it starts anew, and would replace the model of another experiment.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
+    if trainer.resume_mode == "disable":
+        return ""
+    if verify:
+        folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    else:
+        named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        folder = Path(named) if named is not None else last_checkpoint(run_dir)
+    if folder is None:
+        _check_model(config, run_dir)
+        return ""
+    try:
+        state = read_state(folder)
+        read_config(folder)
+    except CheckpointError:
+        if verify:
+            raise
+        return ""  # damaged: the run will look for an earlier one
+    changes = check_changes(folder, state, config, identity, digest_code(config))
+    if changes and trainer.resume_mode == "force" and state.step >= steps and not trainer.val_only:
+        listed = "\n".join(f"  {line}" for line in changes)
+        raise ConfigError(
+            f"trainer.resume_mode=force: nothing is left to train with these changes, since {folder} is at step "
+            f"{state.step} of {steps}:\n{listed}\nRaise trainer.total_training_steps or trainer.total_epochs"
+        )
+    return nothing_to_train(config, steps) if is_finished(config, steps) else f"checkpoint to resume from: {folder}"
+
+
+def _check_model(config: JobConfig, run_dir: Path) -> None:
+    """Check that a run that starts anew does not replace the model of another experiment, which has left no checkpoint.
+
+    Raises:
+        ConfigError: it does.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode != "auto" or trainer.val_only or not (run_dir / EXPORTED).is_dir():
+        return
+    try:
+        changes = find_changes(run_dir, config)
+    except CheckpointError:
+        return  # no record of what the model is of
+    if differing := [*changes.experiment, *changes.refused]:
+        listed = "\n".join(f"  {line}" for line in differing)
+        raise ConfigError(
+            f"{run_dir / EXPORTED} is the model of another experiment, and this run would replace it. These have "
+            f"changed:\n{listed}\nFor a run of its own, set {another_place(config)}. To replace the model, set "
+            "trainer.resume_mode=disable."
+        )
+
+
+def is_finished(config: JobConfig, steps: int) -> bool:
+    """Tell if an earlier start of this run has trained all steps, and written the model if that is asked for.
+
+    Args:
+        config: a config that `check_resume` has accepted.
+        steps: training steps of the run.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    folder = last_checkpoint(run_dir)
+    if trainer.val_only or trainer.resume_mode not in ("auto", "force") or folder is None:
+        return False
+    exported, lora = [EXPORTED] if trainer.export_hf_model else [], command_of(config).lora_section
+    if exported and lora and value_of(config, f"{lora}.lora_rank"):
+        exported.append(ADAPTER_FOLDER)
+    try:
+        return read_state(folder).step >= steps and all(
+            is_model_of(run_dir / name, folder) and read_usage(run_dir / name).dtype == config.export_dtype
+            for name in exported
+        )
+    except (CheckpointError, DataError):  # damaged: it is written again
+        return False
+
+
+def nothing_to_train(config: JobConfig, steps: int) -> str:
+    """Say that the run is finished: where its results are, and how to train longer."""
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
+    lines = [f"Nothing to train: this run has finished, its last checkpoint is at step {steps} of {steps}."]
+    lines.append(f"  checkpoint  {last_checkpoint(run_dir)}")
+    if trainer.export_hf_model:
+        lines.append(f"  model       {run_dir / EXPORTED}")
+    key = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
+    lines.append(f"To train longer, raise {key}. For another run, set trainer.experiment_name to another name.")
+    return "\n".join(lines)

@@ -1,0 +1,307 @@
+"""Checks of a job's models before anything starts, by one table: a row for each model, and what is asked of it.
+
+Of all of them: a folder with intact files, a head or none, an adapter that fits, heads that split over ranks. Of those
+that read the policy's tokens: that they have them all. Imports neither Ray nor vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
+from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config
+from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.config.adapter import ADAPTER_KEY
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id
+from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
+from grpo_dist.data.tokenize import TokenizedPrompt
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.plan.model_shape import text_config
+from grpo_dist.plan.placement import placement
+from grpo_dist.plan.role_models import Model
+from grpo_dist.plan.roles import models_of
+from grpo_dist.plugins.registry import load_attribute
+
+REWARD_MODEL = "reward model"  # the title of the one that reads conversations
+_HEAD = "score.weight"  # of a classifier
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A row of the table of models with what ranks load it by.
+
+    Attributes:
+        model: the row.
+        settings: how ranks load it. With `num_labels` it is of a class of transformers' own, whatever code comes with
+            it; with `new_head_seed` a head that is missing is drawn.
+    """
+
+    model: Model
+    settings: ModelSettings
+
+
+def checked_models(config: JobConfig) -> list[CheckedModel]:
+    """Return the models of a run, the one that is trained and has the tokenizer first."""
+    place = placement(config)
+    return [
+        CheckedModel(model, load_attribute(model.settings, key="a row of plan/roles.py")(config, place))
+        for model in models_of(config)
+    ]
+
+
+def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
+    """Find a model's folder, download it if it is a hub model, and check its files.
+
+    Args:
+        row: of the table.
+        weights: whether to download the weights and check their headers.
+
+    Raises:
+        ConfigError: there is no such model.
+        DataError: a file is missing, damaged or inconsistent with the others.
+    """
+    settings = row.settings
+    folder = resolve_model_path(settings.path, weights=weights, key=settings.key)
+    trust = settings.trust_remote_code or settings.num_labels > 0
+    return check_model_folder(folder, setting=row.model.setting, trust_remote_code=trust, weights=weights)
+
+
+def check_use(row: CheckedModel, model: ModelFolder) -> str:
+    """Check that a model with intact files can be used as its row says.
+
+    Args:
+        row: of the table.
+        model: the folder that has passed `check_files`.
+
+    Returns:
+        The model in a few words, for a dry run.
+
+    Raises:
+        ConfigError: it is another kind of model, has logits of which the exact KL cannot be computed, or its
+            sequences cannot be split over ranks.
+        DataError: its config.json cannot be read, or its adapter is unusable.
+    """
+    size, said = row.settings.sequence_parallel_size, [_described(model)]
+    if row.model.outputs:
+        said.append(check_classifier(row, model))
+    else:
+        _check_causal(row, model)
+    if row.model.exact_kl:
+        _check_logits(row, model)
+    if row.settings.lora is not None and row.settings.lora.lora_adapter_path is not None:
+        said.append(_check_adapter(row.settings.section, row.settings.lora.lora_adapter_path, model))
+    if size > 1:
+        # slow imports, which other runs do without
+        from grpo_dist.engines.train.attention import check_split
+        from grpo_dist.engines.train.model_loading import read_config
+
+        check_split(read_config(replace(row.settings, path=str(model.folder))), row.settings)
+        said.append(f"sequences are split over {size} ranks")
+    return "; ".join(filter(None, said))
+
+
+def _described(model: ModelFolder) -> str:
+    """Return a model folder in a few words."""
+    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
+    weights = files if model.shapes else "its weights are downloaded when the run starts"
+    return f"{model.model_type}, {weights}"
+
+
+def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
+    """Check the adapter from which LoRA goes on against the weights of its model, and return it in a few words."""
+    setting = f"{section}.{ADAPTER_KEY}={path}"
+    adapter = read_adapter_folder(path, setting)
+    if model.shapes:
+        check_base(adapter, model.shapes, setting)
+    return f"goes on from {path}: rank {adapter.rank}, alpha {adapter.alpha:g}, {len(adapter.layers)} layers"
+
+
+def _check_causal(row: CheckedModel, model: ModelFolder) -> None:
+    """Check that a model has an output layer, by its weights, and where these are not here by its config.json."""
+    if row.settings.num_labels:  # its output layer becomes a head
+        from grpo_dist.engines.train.classifier import check_family  # slow, and other runs do without
+
+        check_family(read_model_config(model.folder, row.model.setting), row.model.setting)
+    architectures = [str(name) for name in model.config.get("architectures") or ()]
+    if _HEAD in model.shapes:
+        what = f"a head of its own ({_HEAD})"
+    elif any(name.endswith("Classification") for name in architectures):
+        what = f"architectures={architectures} in its config.json"
+    else:
+        return
+    raise ConfigError(
+        f"{row.model.setting}: a causal LM is needed, and this is a classifier: it has {what}; {row.model.instead}"
+    )
+
+
+def check_classifier(row: CheckedModel, model: ModelFolder) -> str:
+    """Check that a model is a backbone with a linear head, or may get one.
+
+    Returns:
+        Where the head comes from, in a few words, if there are two ways; else "".
+
+    Raises:
+        ConfigError: it is another kind of model.
+        DataError: its config.json cannot be read.
+    """
+    from grpo_dist.engines.train.classifier import check_family, check_head  # slow, and other runs do without
+
+    read, may_be_new = read_model_config(model.folder, row.model.setting), row.settings.new_head_seed is not None
+    check_family(read, row.model.setting)
+    if may_be_new and _HEAD not in model.shapes:
+        return "it gets a new head" if model.shapes else ""
+    if model.shapes:
+        own = model.shapes.get(_HEAD, row.model.outputs)[0]
+        check_head(
+            model.shapes,
+            num_labels=own if own in row.model.outputs else row.model.outputs[0],
+            setting=row.model.setting,
+        )
+    elif read.num_labels not in row.model.outputs or not any(
+        name.endswith("Classification") for name in read.architectures or ()
+    ):
+        raise ConfigError(
+            f"{row.model.setting}: by its config.json (architectures={read.architectures}, "
+            f"num_labels={read.num_labels}) it is no classifier with {' or '.join(map(str, row.model.outputs))} "
+            "outputs; use a reward model"
+        )
+    return "its head is trained on" if may_be_new else ""
+
+
+def _check_logits(row: CheckedModel, model: ModelFolder) -> None:
+    """Check that logits are hidden states times the output layer, of which the exact KL is made."""
+    from grpo_dist.engines.train.lm_head import CHANGES_LOGITS  # a slow import, which other runs do without
+
+    entries = {**text_config(model.config), **row.settings.override_config}
+    if changes := [name for name in CHANGES_LOGITS if entries.get(name)]:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.kl_loss_type=full, {row.model.setting}: the exact KL needs logits that are the "
+            f"hidden states times the output layer, and the {row.model.title} changes them after that ({changes[0]} "
+            "in its config.json); choose another KL, such as k2"
+        )
+
+
+def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, policy: ModelFolder) -> None:
+    """Check that a model that reads the policy's responses as they are has all of the policy's tokens.
+
+    Args:
+        config: the run's config.
+        row: of the model, in the table.
+        model: its folder.
+        policy: the policy's folder.
+
+    Raises:
+        ConfigError: it has other tokens, or fewer outputs.
+        DataError: a tokenizer cannot be loaded.
+    """
+    policy_path, named = config.actor_rollout_ref.model.path, row.model
+    if model.folder != policy.folder:
+        own = _vocabulary(model.folder, row.settings.key, trust=row.settings.trust_remote_code)
+        if differing := _other_tokens(config, policy, own):
+            raise ConfigError(
+                f"{named.setting}: the {named.title} reads the tokens of {POLICY_KEY}={policy_path}, and has "
+                f"{len(differing)} others, such as {differing[0]!r}; use a {named.title} with the policy's tokens, or "
+                "leave the key out"
+            )
+    knows, samples = model.vocab_size, policy.vocab_size
+    if not named.outputs and knows is not None and samples is not None and knows < samples:
+        raise ConfigError(
+            f"{named.setting}: the {named.title} knows tokens below {knows} (vocab_size of its config.json), and "
+            f"{POLICY_KEY}={policy_path} may sample tokens below {samples}; use a {named.title} whose vocabulary is "
+            "padded to at least as many"
+        )
+
+
+def _vocabulary(folder: str | Path, key: str, *, trust: bool) -> dict[str, int]:
+    """Return the tokens of a folder's tokenizer, with their numbers."""
+    vocabulary: dict[str, int] = load_tokenizer(str(folder), trust_remote_code=trust, key=key).get_vocab()
+    return vocabulary
+
+
+def _other_tokens(config: RunConfig, policy: ModelFolder, reads: Mapping[str, int]) -> list[str]:
+    """Return the tokens of the policy that have another number, or none, in `reads`."""
+    written = _vocabulary(policy.folder, POLICY_KEY, trust=config.actor_rollout_ref.model.trust_remote_code)
+    return [token for token, number in written.items() if reads.get(token) != number]
+
+
+def check_conversations(
+    config: RunConfig, policy: ModelFolder, scorer: ModelFolder, prompts: Sequence[TokenizedPrompt]
+) -> None:
+    """Check that the reward model reads what the policy writes: the same tokens, or a chat template for the roles.
+
+    Args:
+        config: the run's config, with a reward model.
+        policy: the policy's folder.
+        scorer: the reward model's folder.
+        prompts: all prompts, of which one of each sequence of roles is rendered.
+
+    Raises:
+        ConfigError: the tokenizer that reads the responses has other tokens than the policy's.
+        DataError: a tokenizer cannot be loaded or is another model's, or the chat template refuses a conversation.
+    """
+    model, policy_path = config.reward_model.model, config.actor_rollout_ref.model.path
+    setting, trust = f"{REWARD_MODEL_KEY}={model.path}", config.actor_rollout_ref.model.trust_remote_code
+    own = load_tokenizer(str(scorer.folder), trust_remote_code=model.trust_remote_code, key=REWARD_MODEL_KEY)
+    theirs = None
+    if model.input_tokenizer is not None:
+        folder = resolve_model_path(model.input_tokenizer, weights=False, key=INPUT_KEY)
+        theirs = load_tokenizer(folder, trust_remote_code=trust, key=INPUT_KEY)
+    reads = (own if theirs is None else theirs).get_vocab()
+    if differing := _other_tokens(config, policy, reads):
+        what = setting if theirs is None else "this tokenizer"
+        raise ConfigError(
+            f"{INPUT_KEY}={model.input_tokenizer or 'null'}: responses are tokens of {POLICY_KEY}={policy_path}, and "
+            f"{what} has {len(differing)} others, such as {differing[0]!r}; leave the key out, and conversations are "
+            "rendered again for the reward model"
+        )
+    render = _renderer(config, own, scorer, theirs)
+    by_roles = {tuple(message["role"] for message in each.prompt.messages): each for each in prompts}
+    for each in by_roles.values():
+        token_ids = render(each)
+        if scorer.vocab_size is not None and max(token_ids) >= scorer.vocab_size:
+            raise DataError(
+                f"{setting}: a conversation has the token {max(token_ids)}, and the model knows tokens below "
+                f"{scorer.vocab_size} (vocab_size of config.json); its tokenizer is that of another model"
+            )
+
+
+def _renderer(config: RunConfig, own: Any, scorer: ModelFolder, theirs: Any) -> Callable[[TokenizedPrompt], list[int]]:
+    """From a prompt, with its own last token as the answer, to the tokens that the reward model reads."""
+    form, setting = step_form(config), f"{REWARD_MODEL_KEY}={config.reward_model.model.path}"
+    if form is None:
+        render = ConversationRenderer(own, setting, theirs)
+        return lambda each: render(each.prompt.messages, each.token_ids.tolist(), each.token_ids[-1:].tolist())
+    for text, key in zip(config.reward_model.process.judging_tokens or (), JUDGING_KEYS, strict=False):
+        judging_token(own, text, key)
+    judge = StepRenderer(own, setting, form, padding_id(read_model_config(scorer.folder, setting)), theirs)
+    return lambda each: judge(each.prompt.messages, each.token_ids[-1:].tolist())[0].token_ids.tolist()
+
+
+def build_models(rows: Iterable[CheckedModel], device: str, tell: Callable[[str], None]) -> None:
+    """Build each model without memory, with LoRA's factors, and match it with the names in its files.
+
+    A run leaves those without factors to its ranks, since it takes the model's code.
+
+    Args:
+        rows: of the table.
+        device: "cpu" or "cuda".
+        tell: called with a line for each model that was built.
+
+    Raises:
+        ConfigError: LoRA or gradient checkpointing do not fit a model.
+        DataError: a model cannot be built, or its files do not belong to it.
+    """
+    from grpo_dist.engines.train.fsdp_model import build_model  # it imports the models' code
+
+    for settings in (row.settings for row in rows if row.model.built):
+        folder = resolve_model_path(settings.path, key=settings.key)
+        built = build_model(replace(settings, path=folder), device, shards=1).model
+        factors = f", {built.num_parameters(only_trainable=True):,} of them LoRA's" if settings.lora else ""
+        tell(f"{settings.key}: built without memory: {built.num_parameters():,} parameters{factors}")

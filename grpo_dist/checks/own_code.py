@@ -1,0 +1,218 @@
+"""Imports the functions and classes that a config names, and tries those that are code of its own, before a run starts.
+
+Estimators, losses, KL terms and samplers are called as a run calls them, with made-up numbers of the shapes and types
+of a run, so that what would end the run at its first update ends it here. What a run may do without, such as a response
+of which no token trains or a group that lacks a response, is not made up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from grpo_dist.agents import load_agent_loop
+from grpo_dist.agents.base import KEY as AGENT_KEY
+from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
+from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
+from grpo_dist.algorithms.kl import KL, kl_penalty
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
+from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.checks.result import Checks
+from grpo_dist.config.problems import shown
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
+from grpo_dist.errors import BatchError, ConfigError, RewardError
+from grpo_dist.rewards import load_reward_function
+from grpo_dist.rewards.contract import RowNeeds
+from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.rewards.weighted import chosen_components
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
+
+GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
+WEIGHT_KEY = "actor_rollout_ref.rollout.agent.reward_function_weight"
+
+
+def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -> RowNeeds:
+    """Import what the config names, and try its own estimators, losses and KL terms, each of which may be wrong.
+
+    Args:
+        config: the run's config.
+        checks: collects what is wrong.
+        tell: called with a line for each check that passed.
+
+    Returns:
+        What the reward function reads of a row; nothing if it cannot be imported, since nobody knows then.
+    """
+    with checks:
+        resolve_names(config)
+        tell("functions and classes named in the config: all found")
+        for named, attempt in own_functions(config):
+            with checks:
+                attempt()
+                tell(f"{named}: tried on made-up numbers")
+    needs = RowNeeds(ground_truth=False)
+    with checks:
+        needs = import_reward(config)
+        tell(f"reward: {_reward_names(config) if needs.asked else 'given by the agent loop'}")
+    return needs
+
+
+def _reward_names(config: RunConfig) -> str:
+    """Return the reward function as the config names it; all of a list."""
+    named = config.custom_reward_function.listed
+    paths = [config.reward_function] if named is None else [each.get("path") for each in named]
+    return ", ".join(path or "built-in, by data_source" for path in paths)
+
+
+def resolve_names(config: RunConfig) -> None:
+    """Import every function and class that the config names, except the reward function, and parse the bounds of
+    `algorithm.rollout_correction`.
+
+    Raises:
+        ConfigError: a function or class does not exist or has the wrong kind, or a bound cannot be parsed.
+    """
+    actor, agent = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.agent
+    ADVANTAGE.get(config.algorithm.adv_estimator)
+    KL.get(config.algorithm.kl_penalty, "algorithm.kl_penalty")
+    correction = config.algorithm.rollout_correction
+    read_bounds(correction.rollout_is_threshold, key=f"{KEY}.rollout_is_threshold")
+    read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
+    KL.get(actor.kl_loss_type.removesuffix("+"))
+    POLICY_LOSS.get(actor.policy_loss.loss_mode)
+    load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).resolved(agent.agent_kwargs)
+    if (engine := config.actor_rollout_ref.rollout.name) not in ROLLOUT_ENGINES:
+        rollout_engine(engine)
+    if config.data.sampler.code is not None:
+        load_sampler_class(*config.data.sampler.code)
+
+
+def import_reward(config: RunConfig) -> RowNeeds:
+    """Import the reward function; a custom one in a separate process, as the reward processes do.
+
+    Returns:
+        What it reads of a row.
+
+    Raises:
+        ConfigError: it does not exist, cannot be imported, hangs, exits its process, or lacks the components that gdpo
+            needs; or it is named and not asked, since the agent loop gives the reward.
+    """
+    algorithm, named = config.algorithm, config.custom_reward_function.path
+    agent = config.actor_rollout_ref.rollout.agent
+    if load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).gives_reward and not agent.reward_function_weight:
+        if named is not None:
+            raise ConfigError(
+                f"custom_reward_function.path={shown(named)}: not asked, since {AGENT_KEY}={agent.default_agent_loop} "
+                f"gives the reward; set {WEIGHT_KEY} to how much of the function's score is added, or leave it out"
+            )
+        return RowNeeds(ground_truth=False, asked=False)
+    if named is None:
+        return load_reward_function(*config.reward_code).needs
+    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
+    try:
+        scorer.start()
+    except RewardError as error:
+        raise ConfigError(f"custom_reward_function.path={shown(named)}: {error}") from error
+    finally:
+        scorer.stop()
+    label = config.reward_model.retrain.label
+    if config.reward_model.is_retrained and scorer.components and label not in scorer.components:
+        raise ConfigError(
+            f"reward_model.retrain.label={label}: the reward function's values are {', '.join(scorer.components)}; "
+            "name the one that says which responses are good"
+        )
+    if "reward_components" in ADVANTAGE.needs(algorithm.adv_estimator):
+        chosen_components(
+            algorithm.gdpo_reward_keys,
+            algorithm.gdpo_reward_weights,
+            declared=scorer.components,
+            overlong_penalty=config.reward.overlong_buffer.enable,
+        )
+    return scorer.needs
+
+
+class MadeUpBatch:
+    """Responses of 1 to `LENGTH` tokens to `GROUPS` prompts, (N, T) or (N,) float32 as in a run.
+
+    The scores of a group differ, but those of the last one are equal where a run trains on such groups too.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        n = config.actor_rollout_ref.rollout.n
+        rows, equal = torch.arange(GROUPS * n), not config.algorithm.filter_groups.enable
+        random = torch.Generator().manual_seed(0)
+        self.index = (rows // n).tolist()
+        self.scores = ((rows % n + 1) % 2).float().where((rows < n) | torch.tensor(not equal), 1.0)
+        lengths = rows % LENGTH + 1
+        self.mask = (torch.arange(LENGTH) < lengths[:, None]).float()
+        self.last_token = torch.nn.functional.one_hot(lengths - 1, LENGTH).float()
+        self.log_probs, self.old_log_probs, self.ref_log_probs, self.values = (
+            -torch.rand(len(rows), LENGTH, generator=random) * self.mask for _ in range(4)
+        )
+        self.advantages = (2 * (rows % 2).float() - 1)[:, None] * self.mask
+        self.log_probs.requires_grad_()
+
+
+def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield (`key=name`, a call that tries it) for each function of the config's own that the run calls.
+
+    The call raises a ConfigError where the run would fail.
+    """
+    batch, targets, objective = MadeUpBatch(config), target_settings(config), objective_settings(config)
+    kl, kl_loss = targets.kl_penalty or "", objective.kl_loss_type if objective.use_kl_loss else ""
+    named: tuple[tuple[str, str, Callable[[], object]], ...] = (
+        (ADVANTAGE.key, targets.adv_estimator, lambda: _advantages(batch, targets)),
+        (
+            "algorithm.kl_penalty",
+            kl,
+            lambda: kl_penalty(kl, batch.old_log_probs, batch.ref_log_probs, key="algorithm.kl_penalty"),
+        ),
+        (KL.key, kl_loss, lambda: kl_penalty(kl_loss, batch.log_probs, batch.ref_log_probs)),
+        (POLICY_LOSS.key, objective.loss_mode, lambda: _policy_loss(batch, objective)),
+    )
+    for key, name, call in named:
+        # names of reward components are those of the rows' reward functions, which are not called here
+        if ":" in name and not (key == ADVANTAGE.key and "reward_components" in targets.needs):
+            yield f"{key}={name}", call
+
+
+def _advantages(batch: MadeUpBatch, settings: TargetSettings) -> None:
+    needs = settings.needs
+    without_critic = torch.zeros_like(batch.mask) if "values" in needs else None
+    try:
+        compute_advantage(
+            settings.adv_estimator,
+            token_level_rewards=batch.scores[:, None] * batch.last_token,
+            response_mask=batch.mask,
+            index=batch.index,
+            values=batch.values if settings.critic else without_critic,
+            reward_baselines=torch.zeros_like(batch.scores) if "reward_baselines" in needs else None,
+            step_mask=batch.last_token if "step_mask" in needs else None,
+            reward_components={},
+            config=settings.options,
+        )
+    except BatchError as error:  # it asks for what it has not declared
+        raise ConfigError(f"{ADVANTAGE.key}={settings.adv_estimator}: {error}") from error
+
+
+def _policy_loss(batch: MadeUpBatch, settings: ObjectiveSettings) -> None:
+    columns = {"log_probs": batch.log_probs, "advantages": batch.advantages, "response_mask": batch.mask}
+    columns["old_log_probs"] = batch.log_probs.detach() if settings.on_policy else batch.old_log_probs
+    if settings.weighted or settings.correction is not None:
+        columns["rollout_is_weights"] = torch.ones_like(batch.mask)
+    compute_policy_loss(columns, settings, global_tokens=batch.mask.sum(), global_sequences=len(batch.mask))
+
+
+def try_sampler(config: RunConfig, sampler: PromptSampler | CustomSampler) -> None:
+    """Have the sampler choose a batch, learn from made-up scores, and go back to where it was.
+
+    Raises:
+        DataError: it fails, or returns what it must not.
+    """
+    state, scores = sampler.state_dict(), np.zeros(config.actor_rollout_ref.rollout.n, np.float32)
+    sampler.update({int(position): scores for position in sampler.next_batch()})
+    sampler.load_state_dict(state)

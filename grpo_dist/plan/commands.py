@@ -1,0 +1,121 @@
+"""The commands that train, a row each: the config that a command takes, its rows, and its trainer.
+
+Everything else is the same for all of them: `run/command_line.py` checks the config and shows the plan, `run/run.py`
+starts what the table of roles (`plan/roles.py`) says for that config, and trains.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_dist.assets import POLICY_SECTION, TRAINED_MODEL_KEY
+from grpo_dist.config.command import CONFIG_DIR, AnyCommand, Command
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
+from grpo_dist.plan import supervised
+from grpo_dist.plan.key_rules import job_notes
+from grpo_dist.plan.memory_rules import memory_notes
+from grpo_dist.plan.rules import NOTES, RULES
+
+_TRAINER = "grpo_dist.trainer"
+_PLAN = ("the plan, and all that would make a run on this machine fail", "trainer.dry_run=true")
+
+GRPO = Command(
+    name="train",
+    purpose="Distributed GRPO for language models.",
+    examples=(
+        ("train the built-in tiny model on arithmetic, on CPU", "algorithm.adv_estimator=grpo"),
+        _PLAN,
+        ("your model on your data", "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.train_files=my.parquet"),
+        ("Qwen3-8B on GSM8K with 8 GPUs", "model=qwen3_8b data=gsm8k cluster=node8"),
+        ("your reward", "custom_reward_function.path=reward.py custom_reward_function.name=compute_score"),
+        (
+            "no KL term, another group size, log to W&B",
+            "actor_rollout_ref.actor.use_kl_loss=false actor_rollout_ref.rollout.n=16 trainer.logger=wandb",
+        ),
+    ),
+    file=CONFIG_DIR / "grpo.yaml",
+    schema=RunConfig,
+    rules=RULES,
+    notes=NOTES,
+    load=f"{_TRAINER}.run_prompts:load",
+    trainer=f"{_TRAINER}.trainer:GRPOTrainer",
+    chosen={
+        "actor_rollout_ref.model.path": ("model", "hf"),
+        "data.train_files": ("data", "files"),
+        "trainer.n_gpus_per_node": ("cluster", "node8"),
+    },
+    needed={
+        "actor_rollout_ref.model.path": "Qwen/Qwen3-0.6B, or a folder",
+        "data.train_files": "data/gsm8k/train.parquet",
+    },
+    takes_verls_keys=True,
+    lora_section=POLICY_SECTION,
+)
+
+
+def _supervised(
+    schema: type[SupervisedConfig], name: str, purpose: str, example: str, rows: str, yours: tuple[str, str]
+) -> Command[Any]:
+    """Return a command that trains one model on rows with known answers.
+
+    Args:
+        schema: of its config.
+        name: its name.
+        purpose: one sentence for --help.
+        example: what the built-in run does.
+        rows: an example of a data file.
+        yours: what a run on GPUs does, and its overrides.
+    """
+    file, folder = name.replace("-", "_"), CONFIG_DIR / "commands"
+    return Command(
+        name=name,
+        purpose=purpose,
+        examples=(
+            (example, ""),
+            _PLAN,
+            (yours[0], f"{yours[1]} data.train_files={rows} trainer.n_gpus_per_node=8"),
+        ),
+        file=folder / file / f"{file}.yaml",
+        shared=folder / "supervised.yaml",
+        schema=schema,
+        rules=supervised.RULES,
+        notes=(supervised.notes, memory_notes, job_notes),
+        load=f"{_TRAINER}.supervised.rows:load",
+        trainer=f"{_TRAINER}.supervised.trainer:SupervisedTrainer",
+        chosen={TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "files")},
+        needed={TRAINED_MODEL_KEY: "Qwen/Qwen3-0.6B, or a folder", "data.train_files": rows},
+        lora_section="model" if schema is SFTConfig else "",
+    )
+
+
+SFT = _supervised(
+    SFTConfig,
+    "sft",
+    "Fine-tunes a language model on conversations (SFT).",
+    "train the built-in tiny model on worked sums, on CPU",
+    "chats.parquet",
+    ("your model on your conversations, by LoRA, on 8 GPUs", "model.path=Qwen/Qwen3-8B model.lora_rank=32"),
+)
+REWARD_MODEL = _supervised(
+    RewardModelTrainingConfig,
+    "reward-model",
+    "Trains a reward model on pairs of answers or on labelled steps.",
+    "train the built-in tiny model on pairs of sums, on CPU",
+    "pairs.parquet",
+    ("your model on your pairs, on 8 GPUs", "model.path=Qwen/Qwen3-0.6B"),
+)
+COMMANDS: dict[str, AnyCommand] = {command.name: command for command in (GRPO, SFT, REWARD_MODEL)}
+
+
+def command_of(config: JobConfig) -> AnyCommand:
+    """Return the command that this config is of."""
+    return next(command for command in COMMANDS.values() if isinstance(config, command.schema))
+
+
+def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
+    """Return the config of `grpo-dist train`, and the notes on it; see `load_command`."""
+    from grpo_dist.config.load import load_command  # Hydra: the help of keys does without
+
+    return load_command(overrides, GRPO)

@@ -1,0 +1,320 @@
+"""Rules between keys that need nothing but their values, and notes on valid values whose result may surprise.
+
+A text begins with the keys, `<rollout.n>`, in whose place stands `actor_rollout_ref.rollout.n=8`; then it says what is
+wrong and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_dist.config.adapter import targets_output_layer
+from grpo_dist.config.problems import between_keys
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.plan.placement import placement
+from grpo_dist.plugins.names import (
+    ADV_ESTIMATORS,
+    GROUP_ADV_ESTIMATORS,
+    OVERLONG_PENALTY,
+    REWARD_MODEL_FUNCTION,
+    SEQUENCE_LOSSES,
+    parse_code,
+)
+
+_USE_KL = "actor_rollout_ref.actor.use_kl_loss"
+
+
+@between_keys
+def job_rules(config: JobConfig) -> Iterator[str]:
+    """Yield what is wrong between keys that all commands have."""
+    trainer, validates = config.trainer, bool(config.data.val_files)
+    if trainer.val_only and not validates:
+        yield "<trainer.val_only>: there is nothing to validate on; set data.val_files"
+    if trainer.keep_best_metric is not None and not (validates and trainer.test_freq > 0):
+        why = "the best checkpoint is found by validating; set data.val_files and trainer.test_freq"
+        yield f"<trainer.keep_best_metric>, <trainer.test_freq>: {why}"
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        why = "set resume_from_path to a global_step_N folder, or resume_mode=auto"
+        yield f"<trainer.resume_mode>, <trainer.resume_from_path>: {why}"
+
+
+@between_keys
+def job_notes(config: JobConfig) -> Iterator[str]:
+    """Yield what may surprise of keys that all commands have."""
+    trainer = config.trainer
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield "<trainer.resume_from_path>, <trainer.resume_mode>: the run does not resume from there"
+    if trainer.keep_best_metric is not None and trainer.save_freq > 0 and trainer.save_freq % trainer.test_freq:
+        why = "only checkpoints of validated steps can be the best, and some steps are saved without validation"
+        yield f"<trainer.keep_best_metric>, <trainer.save_freq>, <trainer.test_freq>: {why}"
+
+
+@between_keys
+def method_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong between the keys of estimators, losses and corrections."""
+    algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    estimator, loss, correction = algorithm.adv_estimator, actor.policy_loss.loss_mode, algorithm.rollout_correction
+    own_bypass, reinforce = "<algorithm.rollout_correction.bypass_mode>", correction.loss_type == "reinforce"
+    if estimator in GROUP_ADV_ESTIMATORS and config.actor_rollout_ref.rollout.n < 2:
+        why = "the estimator compares the responses of one prompt; set rollout.n to 2 or more"
+        yield f"<rollout.n>, <algorithm.adv_estimator>: {why}"
+    if config.critic.enable and estimator in ADV_ESTIMATORS and estimator != "gae":
+        why = f"{estimator} reads no values; set the first to null, or the second to gae"
+        yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
+    if correction.bypass_mode and config.rollout_is is not None and not reinforce:
+        why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
+        yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is>: {why}"
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        why = "these weights change during the update, so there is no mean over the batch; set one of the two"
+        yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is_batch_normalize>: {why}"
+    if reinforce and not correction.bypass_mode:
+        why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
+        yield f"<algorithm.rollout_correction.loss_type>, {own_bypass}: {why}"
+    if reinforce and loss != "vanilla":
+        why = "two losses; leave one of them at its default"
+        yield f"<algorithm.rollout_correction.loss_type>, <actor.policy_loss.loss_mode>: {why}"
+    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
+        keys = "<algorithm.rollout_correction.rollout_rs>, <algorithm.rollout_correction.rollout_rs_threshold>"
+        yield f"{keys}: set both or none"
+    if actor.top_entropy_quantile < 1 and correction.bypass_mode:
+        yield f"<actor.top_entropy_quantile>, {own_bypass}: entropies come from the pass that bypass_mode leaves out"
+    if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
+        why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
+        yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
+    if model.lora_rank and actor.use_kl_loss and actor.kl_loss_type == "full" and targets_output_layer(model):
+        why = "the exact KL needs an output layer without factors; choose low_var_kl or leave lm_head out"
+        yield f"<actor.kl_loss_type>, <model.target_modules>: {why}"
+
+
+@between_keys
+def gdpo_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with gdpo, which compares the components of the reward, and nothing that is no component."""
+    algorithm, buffer = config.algorithm, config.reward.overlong_buffer
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator != "gdpo":
+        return
+    if algorithm.use_kl_in_reward:
+        why = "gdpo compares the reward's components, and the KL is none; set it to false"
+        yield f"<algorithm.use_kl_in_reward>, <algorithm.adv_estimator>: {why} and {_USE_KL}=true"
+    if keys is None and config.custom_reward_function.path is None:
+        why = (
+            "the built-in scorers declare no components; name those of their values that gdpo is to compare, or set "
+            "the path to grpo_dist.rewards.weighted"
+        )
+        yield f"<algorithm.adv_estimator>, <algorithm.gdpo_reward_keys>, <custom_reward_function.path>: {why}"
+    if keys is not None and buffer.enable and OVERLONG_PENALTY not in keys:
+        why = f"the penalty would have no effect; add {OVERLONG_PENALTY} to the keys, or set the second to false"
+        yield f"<algorithm.gdpo_reward_keys>, <reward.overlong_buffer.enable>: {why}"
+    if keys is not None and weights is not None and len(keys) != len(weights):
+        why = "one weight for each of the keys, or null"
+        yield f"<algorithm.gdpo_reward_weights>, <algorithm.gdpo_reward_keys>: {why}"
+
+
+@between_keys
+def sampling_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong between the keys of prompts, samples and their lengths."""
+    data, rollout, filters = config.data, config.actor_rollout_ref.rollout, config.algorithm.filter_groups.enable
+    longest, val = data.max_prompt_length + data.max_response_length, rollout.val_kwargs
+    if data.prompt_template is not None and data.prompt_key != "prompt":
+        why = "both say what the prompt is; set the first to null, or leave out the second"
+        yield f"<data.prompt_template>, <data.prompt_key>: {why}"
+    if data.gen_batch_size not in (None, data.train_batch_size) and not filters:
+        why = "without algorithm.filter_groups.enable=true a step samples the prompts that it trains on; set it to null"
+        yield f"<data.gen_batch_size>, <data.train_batch_size>: {why}"
+    if rollout.over_sample_rate and filters:
+        why = "dynamic sampling has data.gen_batch_size for that; set the rate to 0"
+        yield f"<rollout.over_sample_rate>, <algorithm.filter_groups.enable>: {why}"
+    if config.reward.overlong_buffer.enable and config.overlong_buffer_len > data.max_response_length:
+        why = "the buffer is part of the longest response"
+        yield f"<reward.overlong_buffer.len>, <data.max_response_length>: {why}"
+    if rollout.min_tokens > data.max_response_length:
+        yield "<rollout.min_tokens>, <data.max_response_length>: no response can be that long"
+    if config.max_model_len < longest:
+        why = f"must be at least prompt + response = {longest}, or null"
+        yield f"<rollout.max_model_len>, <data.max_prompt_length>, <data.max_response_length>: {why}"
+    if val.n > 1 and not val.do_sample:
+        why = "greedy responses are all the same; set do_sample=true or n=1"
+        yield f"<rollout.val_kwargs.n>, <rollout.val_kwargs.do_sample>: {why}"
+    if val.do_sample and val.temperature == 0:
+        why = "sampling needs a positive temperature; for greedy set do_sample=false"
+        yield f"<rollout.val_kwargs.do_sample>, <rollout.val_kwargs.temperature>: {why}"
+
+
+@between_keys
+def reference_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with a reference that moves, or is a teacher."""
+    ref, moves = config.actor_rollout_ref.ref, config.actor_rollout_ref.ref.ref_model_sync_steps > 0
+    if moves and config.trainer.max_staleness and config.needs_reference:
+        why = "groups sampled ahead would be compared with different references; set one of the two to its default"
+        yield f"<trainer.max_staleness>, <ref.ref_model_sync_steps>: {why}"
+    if moves and config.has_teacher:
+        why = "a teacher does not move towards the policy; set the first to -1, or leave the path out"
+        yield f"<ref.ref_model_sync_steps>, <ref.model.path>: {why}"
+    elif moves and config.actor_rollout_ref.model.lora_rank:
+        why = "with LoRA the reference is the model without its factors and cannot move; set it to -1"
+        yield f"<ref.ref_model_sync_steps>, <model.lora_rank>: {why}"
+    if ref.model.path is None and not config.trains_on_scores:
+        why = "the KL to a teacher is all that trains the policy; name the teacher: a folder, or a model of the hub"
+        yield f"<ref.model.path>, <algorithm.adv_estimator>: {why}"
+    if config.has_teacher and not config.needs_reference:
+        why = "without a KL nothing is compared with the teacher; set one of the two to true, or leave the path out"
+        yield f"<ref.model.path>, <actor.use_kl_loss>, <algorithm.use_kl_in_reward>: {why}"
+
+
+@between_keys
+def reward_model_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with a reward model, which has a path, is asked, and judges whole responses or steps."""
+    section, process = config.reward_model, config.reward_model.process
+    if section.enable and section.model.path is None:
+        why = "name the reward model: a folder, or a model of the Hugging Face hub"
+        yield f"<reward_model.model.path>, <reward_model.enable>: {why}"
+    if process.enable and not section.enable:
+        why = "there is no reward model that could judge steps; set the second to true, or the first to false"
+        yield f"<reward_model.process.enable>, <reward_model.enable>: {why}"
+    for name in ("step_tag", "good", "bad"):
+        if getattr(process, name) is not None and not process.enable:
+            why = "it is for a model that judges steps; set the second to true, or the first to null"
+            yield f"<reward_model.process.{name}>, <reward_model.process.enable>: {why}"
+    if (process.good is None) != (process.bad is None):
+        why = "the model chooses between two tokens; name both or none"
+        yield f"<reward_model.process.good>, <reward_model.process.bad>: {why}"
+    if not section.enable and REWARD_MODEL_FUNCTION in config.reward_paths:
+        why = f"{REWARD_MODEL_FUNCTION} returns the reward model's score; set enable to true, or leave the function out"
+        yield f"<reward_model.enable>, <custom_reward_function.path>: {why}"
+
+
+@between_keys
+def retraining_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with retraining, which needs a model, labels, and batches that meet one model."""
+    section, steps = config.reward_model, config.reward_model.process.enable
+    splits = config.algorithm.adv_estimator == "grpo_process"
+    if not section.retrain.enable:
+        return
+    if not section.enable:
+        why = "there is no reward model to retrain; set the second to true, or the first to -1"
+        yield f"<reward_model.retrain.freq>, <reward_model.enable>: {why}"
+    elif config.custom_reward_function.path is None:
+        why = (
+            "the reward model's own score is no label for it; set the path to grpo_dist.rewards.weighted, with the "
+            "rule among its functions, or to a function of yours that returns reward_model.retrain.label"
+        )
+        yield f"<reward_model.retrain.freq>, <custom_reward_function.path>: {why}"
+    if config.trainer.max_staleness:
+        why = "groups sampled ahead would be scored by different reward models; set one of the two to its default"
+        yield f"<trainer.max_staleness>, <reward_model.retrain.freq>: {why}"
+    if steps and not splits:
+        why = "only grpo_process splits responses into steps, whose labels are needed; set the estimator to it"
+        yield f"<reward_model.retrain.freq>, <algorithm.adv_estimator>: {why}"
+    if splits and section.enable and not steps:
+        why = "a whole response has no labels of steps; set the last to true, or the first to -1"
+        yield f"<reward_model.retrain.freq>, <algorithm.adv_estimator>, <reward_model.process.enable>: {why}"
+
+
+@between_keys
+def naming_rules(config: RunConfig) -> Iterator[str]:
+    """Yield names that are missing or twice: a sampler and a function have one, of several each has its own."""
+    sampler, custom = config.data.sampler, config.custom_reward_function
+    code, functions, weights = sampler.code, custom.listed, custom.weights
+    if (sampler.class_name is not None) if code is None else not code.attribute:
+        why = "set both or none, or write the first as file.py:Class"
+        yield f"<data.sampler.class_path>, <data.sampler.class_name>: {why}"
+    elif code is not None and sampler.class_name not in (None, code.attribute):
+        yield "<data.sampler.class_path>, <data.sampler.class_name>: two names of a class; set the second to null"
+    if functions is None:
+        named = parse_code(custom.path).attribute if isinstance(custom.path, str) else ""
+        if named and custom.name not in ("compute_score", named):
+            why = "two names of a function; leave out the second"
+            yield f"<custom_reward_function.path>, <custom_reward_function.name>: {why}"
+        if weights is not None:
+            why = "weights are for a list of functions; write path=[...]"
+            yield f"<custom_reward_function.weights>, <custom_reward_function.path>: {why}"
+        return
+    if custom.name != "compute_score":
+        why = "write the name of each function behind its file, as file.py:function"
+        yield f"<custom_reward_function.name>, <custom_reward_function.path>: {why}"
+    if custom.reward_kwargs:
+        why = "write the arguments of a function beside it, as [{path: file.py:function, reward_kwargs: {...}}]"
+        yield f"<custom_reward_function.reward_kwargs>, <custom_reward_function.path>: {why}"
+    if weights is not None and len(weights) != len(functions):
+        why = f"write {len(functions)} weights, one for each function"
+        yield f"<custom_reward_function.weights>, <custom_reward_function.path>: {why}"
+    if weights is not None and any(isinstance(entry, dict) and "weight" in entry for entry in custom.path or ()):
+        why = "weights twice; write them in one of the two"
+        yield f"<custom_reward_function.weights>, <custom_reward_function.path>: {why}"
+
+
+@between_keys
+def stopping_rules(config: RunConfig) -> Iterator[str]:
+    """Yield health rules that are to stop the run, and whose metric this run does not compute."""
+    health, bypass = config.trainer.health, config.algorithm.rollout_correction.bypass_mode
+    if health.kl.action == "stop" and not config.needs_reference:
+        why = f"without a reference there is no KL to it; set the action to off, or {_USE_KL}=true"
+        yield f"<trainer.health.kl.action>, <actor.use_kl_loss>: {why}"
+    if health.rollout_mismatch.action == "stop" and bypass:
+        why = "this mode computes no log-probs to compare the sampler's with; set the action to off"
+        yield f"<trainer.health.rollout_mismatch.action>, <algorithm.rollout_correction.bypass_mode>: {why}"
+    if health.entropy.action == "stop" and bypass and not config.actor_rollout_ref.actor.entropy_coeff:
+        why = "entropy is not known in this mode; set the action to off, or entropy_coeff above 0"
+        keys = "<trainer.health.entropy.action>, <algorithm.rollout_correction.bypass_mode>, <actor.entropy_coeff>"
+        yield f"{keys}: {why}"
+
+
+@between_keys
+def run_notes(config: RunConfig) -> Iterator[str]:
+    """Yield what may surprise of valid values."""
+    actor, rollout, stale = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.trainer.max_staleness,
+    )
+    if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
+        why = "as a loss its gradient has mean zero, so it does not regularise; use k2 or k3 (low_var_kl)"
+        yield f"<actor.kl_loss_type>: {why}"
+    if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
+        why = "the loss is published with seq-mean-token-mean; this one weighs long responses differently"
+        yield f"<actor.policy_loss.loss_mode>, <actor.loss_agg_mode>: {why}"
+    if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
+        yield "<actor.optim.min_lr_ratio>, <actor.optim.lr_scheduler_type>: this schedule never lowers the rate"
+    if config.algorithm.adv_estimator == "gae" and not config.needs_critic:
+        yield "<algorithm.adv_estimator>, <critic.enable>: there is no critic, so all values are 0"
+    if config.reward_model.model.path is not None and not config.reward_model.enable:
+        yield "<reward_model.model.path>, <reward_model.enable>: this reward model is not asked"
+    if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
+        yield "<custom_reward_function.reward_kwargs>, <custom_reward_function.path>: no function gets them"
+    cuts = {
+        "top_p": rollout.top_p < 1,
+        "top_k": rollout.top_k > 0,
+        "min_p": rollout.min_p > 0,
+        "min_tokens": rollout.min_tokens > 0,
+        "bad_words": bool(rollout.bad_words),
+    }
+    if cut := [f"<rollout.{name}>" for name, cuts_off in cuts.items() if cuts_off]:
+        yield (
+            f"{', '.join(cut)}: responses are sampled from a truncated distribution, but the trainer's log-probs are "
+            "of the full one; training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction "
+            "corrects for it"
+        )
+    if stale and config.rollout_is is None and not config.algorithm.rollout_correction.bypass_mode:
+        why = f"responses may be {stale} updates old, and nothing corrects for it; set the second to auto"
+        yield f"<trainer.max_staleness>, <algorithm.rollout_correction.rollout_is>: {why}"
+    if rollout.over_sample_rate:
+        yield (
+            "<rollout.over_sample_rate>: the slowest groups are aborted, so batches are biased towards short "
+            "responses, and a run cannot be repeated exactly with the same seed"
+        )
+    if placement(config).shares_gpu and rollout.gpu_memory_utilization > 0.5 and not rollout.free_cache_engine:
+        why = "the actor shares the GPU; set the first to 0.5 or less, or the second to true"
+        yield f"<rollout.gpu_memory_utilization>, <rollout.free_cache_engine>: {why}"
+
+
+KEY_RULES = (
+    method_rules,
+    gdpo_rules,
+    sampling_rules,
+    reference_rules,
+    reward_model_rules,
+    retraining_rules,
+    naming_rules,
+    stopping_rules,
+)

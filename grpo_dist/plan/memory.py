@@ -1,0 +1,307 @@
+"""Estimates the memory of each process by one formula, from the model's sizes and the settings of its row in the table.
+
+The estimate is for the largest passes that the settings allow, with every sequence at its maximum length.
+tests/plan/test_memory.py compares it with torch's memory tracker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, log2
+from typing import Any
+
+from grpo_dist.config.problems import value_of
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_roles import Device, FSDPConfig
+from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
+from grpo_dist.plan.placement import placement
+from grpo_dist.plan.role_models import Model, Pass
+from grpo_dist.plan.roles import Role, models_of, roles_of
+from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB
+
+# GiB of GPU memory per process besides its tensors: CUDA context, NCCL buffers, fragmentation.
+CUDA_GIB = 1.0
+# GiB of CPU memory per process besides its tensors: Python and its libraries, on GPU machines also CUDA.
+PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
+# Bytes of a number, by the name of its type.
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+
+# Shares of what a layer keeps for its backward pass: all of it where it is recomputed, and half as much of gradients on
+# their way; these alone where it is not recomputed; and half of it in a pass that trains nothing.
+_RECOMPUTED, _GRADIENTS, _FORWARD = 1.5, 0.5, 0.5
+
+Parts = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Memory of one process of a role, in GiB.
+
+    Args:
+        role: name of its row.
+        parts: peak memory on the device, by purpose.
+        states: what no smaller pass makes smaller: weights, gradients and optimizer states.
+        waiting: what stays on the device while other roles compute.
+        host: CPU memory, by purpose; without GPUs this comes on top of `parts`.
+        saved: what all processes of the role together write into a checkpoint.
+        share: of a GPU, which an engine takes when it starts; 0: it takes what it needs.
+    """
+
+    role: str
+    parts: Mapping[str, float]
+    states: Mapping[str, float] = field(default_factory=dict)
+    waiting: float = 0.0
+    host: Mapping[str, float] = field(default_factory=dict)
+    saved: float = 0.0
+    share: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Sum of `parts`, GiB."""
+        return sum(self.parts.values())
+
+
+# --- the formula ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a sharded model. Sizes are in bytes.
+
+    Args:
+        shape: sizes of the model.
+        device: "cpu" or "cuda".
+        held: of a stored weight.
+        compute: of a number in forward and backward passes.
+        shards: ranks that hold one copy of the weights together.
+        reshards: whether gathered weights are freed after each layer.
+        trained: number of parameters that are trained: all, or LoRA's; 0: the role has no optimizer.
+        defers: whether gradients stay whole until the last pass of a mini-batch.
+        offloads: whether the optimizer's states are on the device only during its step.
+        recomputes: whether layers keep only their inputs for the backward pass.
+        saves_on_cpu: whether these wait in CPU memory.
+    """
+
+    shape: ModelShape
+    device: Device
+    held: int
+    compute: int
+    shards: int = 1
+    reshards: bool = True
+    trained: int = 0
+    defers: bool = False
+    offloads: bool = False
+    recomputes: bool = False
+    saves_on_cpu: bool = False
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained."""
+        return self.trained == self.shape.num_parameters
+
+    @property
+    def weights(self) -> float:
+        """The rank's shard of the weights, and of LoRA's factors beside them."""
+        return (self.shape.num_parameters + self.trained * (not self.trains_all)) * self.held / self.shards
+
+    @property
+    def step(self) -> Parts:
+        """What an optimizer step needs: AdamW's states are on the device."""
+        gradients = self.trained * self.held / self.shards
+        return {"weights": self.weights, "gradients": gradients, "optimizer": ADAM_STATES * gradients}
+
+    @property
+    def kept(self) -> Parts:
+        """What a pass of an update finds on the device; gradients that are not reduced are whole, in float32."""
+        whole = {"gradients": 4.0 * self.trained} if self.defers or self.shards == 1 else {}
+        return self.step | whole | ({"optimizer": 0.0} if self.offloads else {})
+
+    @property
+    def gathered(self) -> float:
+        """Gathered weights: embedding, output layer and two layers, or all of them where they stay.
+
+        A rank that is alone has a copy in the type of its passes, unless it trains nothing and has that type already.
+        """
+        if self.shards > 1 and self.reshards:
+            return (self.shape.root + 2.0 * self.shape.layer) * self.compute
+        copies = self.shards > 1 or self.trained > 0 or self.held != self.compute
+        return float(self.shape.num_parameters * self.compute * copies)
+
+    def inputs(self, tokens: int) -> float:
+        """Hidden states, which are the inputs of a layer."""
+        return float(tokens * self.shape.hidden * self.compute)
+
+    def layer(self, tokens: int) -> float:
+        """What a layer keeps for its backward pass: outputs of norms, inputs of matrices and of attention."""
+        shape = self.shape
+        attention = 8 * shape.hidden + 5 * (shape.query_width + shape.key_width)
+        return float(tokens * self.compute * (attention + 4 * shape.width + 2 * shape.copies))
+
+    def logits(self, tokens: int) -> float:
+        """A chunk of logits and its softmax, in float32."""
+        rows = max(1, CHUNK_LOGITS[self.device] // self.shape.vocabulary) if self.shape.output_layer else 0
+        return 2 * 4.0 * min(rows, tokens) * self.shape.vocabulary
+
+    def saved_on_cpu(self, tokens: int) -> float:
+        """Activations that wait in CPU memory; a pinned block's size is a power of two."""
+        return self.shape.num_layers * 2.0 ** ceil(log2(self.inputs(tokens))) if self.saves_on_cpu else 0.0
+
+    def update(self, tokens: int) -> Parts:
+        """The peak of a mini-batch: backwards through a layer or the output layer, with its gradients in float32, or in
+        the optimizer's step.
+        """
+        shape, kept, gradients = self.shape, self.layer(tokens), 4.0 * self.trains_all
+        saved = self.inputs(tokens) if self.recomputes else kept
+        activations = saved * (1 if self.saves_on_cpu else shape.num_layers)
+        layer = (_RECOMPUTED if self.recomputes else _GRADIENTS) * kept + gradients * shape.layer
+        head = self.logits(tokens) + gradients * shape.output_layer
+        parts = {"gathered weights": self.gathered, "activations": activations, "layer or logits": max(layer, head)}
+        return largest(self.kept | parts, self.step)
+
+    def forward(self, tokens: int) -> Parts:
+        """The peak of a pass that trains nothing."""
+        activations = max(_FORWARD * self.layer(tokens), self.inputs(tokens) + self.logits(tokens))
+        return self.kept | {"gradients": 0.0, "gathered weights": self.gathered, "activations": activations}
+
+
+def largest(*moments: Parts) -> Parts:
+    """Return the moment whose parts are the most."""
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+# --- roles ---------------------------------------------------------------------------------------------------------
+def memory_estimate(
+    config: JobConfig, model_config: Mapping[str, Any] | None, num_parameters: int = 0
+) -> list[RoleMemory] | None:
+    """Return the memory of one process of each role; None if the sizes of the trained model are unknown.
+
+    Other models are left out if their config.json is not on this machine.
+
+    Args:
+        config: the run's config.
+        model_config: config.json of the model that is trained.
+        num_parameters: parameters in its weight files; 0: unknown, so they are computed from config.json.
+    """
+    first, roles = models_of(config)[0], []
+    policy = _shape(first, model_config, num_parameters)
+    if policy is None:
+        return None
+    for row in roles_of(config):
+        model = None if row.model is None else row.model(config)
+        if row.name == "rollout":
+            assert isinstance(config, RunConfig)
+            roles.append(_engine(config, policy))
+        elif model is not None:
+            shape = policy if model.key == first.key else _shape(model, model_config_at_hand(model.path))
+            roles += [] if shape is None else [_role(config, row, model, shape)]
+    return roles
+
+
+def _shape(model: Model, found: Mapping[str, Any] | None, num_parameters: int = 0) -> ModelShape | None:
+    """Return the sizes of a model; one with a head of its own has no output layer to speak of."""
+    if found is None:
+        return None
+    shape = model_shape({**found, **(model.override_config or {})}, num_parameters)
+    return shape.without_output_layer() if shape is not None and model.outputs else shape
+
+
+def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> RoleMemory:
+    """Return the memory of a rank of a row that holds a model; one that trains nothing gathers as the first does."""
+    passes = [each for each in (*row.passes(config), *row.own_passes(config)) if not each.none]
+    update = next((each for each in passes if each.updates and not config.trainer.val_only), None)
+    layers = None if update is None else value_of(config, update.updates)
+    fsdp, first = value_of(config, row.fsdp), value_of(config, roles_of(config)[0].fsdp)
+    ranks, adapted = placement(config).world_sizes[row.name], value_of(config, model.key.removesuffix(".path"))
+    factors = shape.lora_parameters(adapted) if getattr(adapted, "lora_rank", 0) else 0
+    rank = Rank(
+        shape,
+        config.device,
+        held=DTYPE_BYTES[model.held],
+        compute=DTYPE_BYTES[model.compute],
+        shards=fsdp.num_shards(ranks) if isinstance(fsdp, FSDPConfig) else ranks,
+        reshards=getattr(fsdp, "reshard_after_forward", first.reshard_after_forward),
+        trained=0 if update is None else factors or shape.num_parameters,
+        defers=getattr(fsdp, "defer_grad_sync", False),
+        offloads=getattr(fsdp, "optimizer_offload", getattr(layers, "optimizer_offload", False)),
+        recomputes=getattr(layers, "enable_gradient_checkpointing", False),
+        saves_on_cpu=getattr(layers, "enable_activation_offload", False) and config.device == "cuda",
+    )
+    peaks = [rank.forward(_tokens(config, row, each)) for each in passes if not each.updates]
+    peaks += [] if update is None else [rank.update(_tokens(config, row, update))]
+    states, optimizer = rank.weights + rank.step["optimizer"], rank.kept["optimizer"]
+    waiting = rank.weights * (not fsdp.param_offload) + optimizer
+    host = {
+        "process": PROCESS_GIB[config.device] * GIB,
+        "offloaded": (states - waiting) * (config.device == "cuda"),
+        "activations": 0.0 if update is None else rank.saved_on_cpu(_tokens(config, row, update)),
+        "a copy for a checkpoint": 0.0 if update is None else states,
+    }
+    return RoleMemory(
+        row.name,
+        _gib(largest(rank.kept, *peaks)),
+        _gib(largest(rank.kept, rank.step)),
+        waiting=waiting / GIB,
+        host=_gib(host),
+        saved=0.0 if update is None else states * rank.shards / GIB,
+    )
+
+
+def _tokens(config: JobConfig, row: Role, limits: Pass) -> int:
+    """Return the tokens on a rank of the largest pass, of which each rank of a group that splits it has its share."""
+    if isinstance(config, SupervisedConfig):
+        return limits.max_token_len or limits.size * config.data.max_length
+    assert isinstance(config, RunConfig)
+    prompts = -(-limits.size // config.actor_rollout_ref.rollout.n)
+    if not config.actor_rollout_ref.shares_prompts:
+        prompts = limits.size
+    tokens = prompts * config.data.max_prompt_length + limits.size * config.data.max_response_length
+    return -(-(limits.max_token_len or tokens) // config.sequence_parallel_size(row.name))
+
+
+# --- engines -------------------------------------------------------------------------------------------------------
+def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
+    """Return the memory of a process of a rollout engine: its share of the weights, KV cache and a pass."""
+    rollout, place = config.actor_rollout_ref.rollout, placement(config)
+    size, cache = DTYPE_BYTES[rollout.resolved_dtype(config.default_dtype)], _kv_cache_gib(config)
+    weights = shape.num_parameters * size / place.tensor_parallel
+    states = {"weights": weights, "KV cache": (cache or 0.0) * GIB}
+    parts = {} if cache else {"KV cache of one sequence": config.max_model_len * _kv_bytes(config, shape)}
+    if config.device == "cuda":
+        whole = 0 if rollout.enable_chunked_prefill else config.max_model_len  # a pass then holds the longest sequence
+        tokens, sampled = max(rollout.max_num_batched_tokens, whole), rollout.max_num_seqs * shape.vocabulary
+        per_token = (4 * shape.hidden + 3 * shape.width / place.tensor_parallel + shape.copies) * size
+        parts["pass"] = tokens * per_token + 3 * 4.0 * sampled
+    sleeps = rollout.free_cache_engine and place.shares_gpu
+    host = {"process": PROCESS_GIB[config.device] * GIB, "weights while it sleeps": weights * sleeps}
+    return RoleMemory(
+        "rollout",
+        _gib(states | parts),
+        _gib(states),
+        waiting=0.0 if sleeps else sum((states | parts).values()) / GIB,
+        host=_gib(host),
+        share=0.0 if cache else rollout.gpu_memory_utilization,
+    )
+
+
+def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -> int | None:
+    """Return the tokens that fit in the KV cache of one engine; None if vLLM decides its size when it starts."""
+    shape = None if model_config is None else model_shape(model_config)
+    gib = _kv_cache_gib(config)
+    return None if shape is None or gib is None else int(gib * GIB / _kv_bytes(config, shape))
+
+
+def _kv_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Return the bytes of KV cache that one token takes on one GPU of an engine."""
+    size = DTYPE_BYTES[config.actor_rollout_ref.rollout.resolved_dtype(config.default_dtype)]
+    return shape.kv_values_per_token * size / placement(config).tensor_parallel
+
+
+def _kv_cache_gib(config: RunConfig) -> float | None:
+    asked = config.actor_rollout_ref.rollout.kv_cache_memory_gib
+    return CPU_KV_CACHE_GIB if asked is None and config.device == "cpu" else asked
+
+
+def _gib(parts: Mapping[str, float]) -> Parts:
+    """Return bytes as GiB, without the parts that take nothing."""
+    return {name: size / GIB for name, size in parts.items() if size}

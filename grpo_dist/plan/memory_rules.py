@@ -1,0 +1,138 @@
+"""Checks the memory estimate against GPUs and machines: what cannot fit is refused, what may not fit is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_dist.config.problems import Problem
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.plan.memory import CUDA_GIB, RoleMemory, largest, memory_estimate
+from grpo_dist.plan.model_shape import model_config_at_hand
+from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import models_of
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+# What makes room, those that cost least first. The first lists are of what passes need, the others help in any case.
+_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes", "a smaller model")
+_PASSES = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    f"{_ACTOR}.fsdp_config.optimizer_offload=true",
+    "actor_rollout_ref.model.enable_activation_offload=true",
+    f"{_ACTOR}.ulysses_sequence_parallel_size",
+)
+_STATES = (
+    "fsdp_config.param_offload=true of a role that waits",
+    f"{_ACTOR}.fsdp_config.defer_grad_sync=false",
+    f"{_ROLLOUT}.free_cache_engine=true",
+    f"{_ROLLOUT}.gpu_memory_utilization",
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    "actor_rollout_ref.model.lora_rank=32",
+    "cluster.*_world_size",
+    *_GPUS,
+)
+_SUPERVISED_PASSES = (
+    "model.enable_gradient_checkpointing=true",
+    "data.micro_batch_size_per_gpu",
+    "data.max_token_len_per_gpu",
+    "engine.optimizer_offload=true",
+)
+_SUPERVISED_STATES = ("engine.defer_grad_sync=false", "model.lora_rank=32 (sft)", *_GPUS)
+
+
+def memory_problems(
+    config: JobConfig,
+    model_config: Mapping[str, Any] | None,
+    gib: float | None,
+    host_gib: float | None,
+    num_parameters: int = 0,
+    *,
+    certain: bool = True,
+) -> Iterator[Problem]:
+    """Report processes that need more memory than there is.
+
+    Args:
+        config: the run's config.
+        model_config: config.json of the model that is trained; None: unknown, so nothing is checked.
+        gib: memory of one GPU, GiB; None: unknown.
+        host_gib: CPU memory of the machine that runs all processes, GiB; None: unknown.
+        num_parameters: see `memory_estimate`.
+        certain: whether only weights, gradients, optimizer states and what engines take count, without which a run
+            cannot be; false: the whole estimate, of which a note is made.
+    """
+    roles, model = memory_estimate(config, model_config, num_parameters) or [], models_of(config)[0]
+    supervised = isinstance(config, SupervisedConfig)
+    ways = _SUPERVISED_STATES if supervised else _STATES
+    if not certain:
+        ways = (*(_SUPERVISED_PASSES if supervised else _PASSES), *ways)
+    found = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib, certain=certain)]
+    if host_gib is not None and (config.device == "cpu" or not certain):
+        found += _in_machines(config, roles, host_gib, certain=certain)
+    for text in found:
+        advice = f"what makes room, in this order: {', '.join(ways)}"
+        estimate = "" if certain else "by the estimate "
+        yield Problem(f"{model.setting}: {estimate}{text}; {advice}", (model.key, *_GPUS[:2], "cluster.gpu_memory_gib"))
+
+
+def memory_notes(config: JobConfig) -> Iterator[Problem]:
+    """Note what by the estimate does not fit, where no checks follow: these note it of the machine that they find."""
+    if config.trainer.dry_run == "config":
+        model, gib = model_config_at_hand(config.model_path), config.cluster.gpu_memory_gib
+        yield from memory_problems(config, model, gib, None, certain=False)
+
+
+def _on_gpus(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool) -> Iterator[str]:
+    """Yield what is more than a GPU has: at the worst moment of roles that share one, or of a role alone."""
+    sharing, asked = placement(config).sharing, config.cluster.gpu_memory_gib
+    has = f"a GPU of this machine has {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
+    groups = [[role for role in roles if role.role in sharing], *([role] for role in roles if role.role not in sharing)]
+    for group in filter(None, groups):
+        worst = largest(*(_moment(config, role, group, gib, certain=certain) for role in group))
+        yield from _over(f"a GPU with {' and '.join(role.role for role in group)} holds", worst, gib, has)
+    for role in roles:
+        if role.share:
+            of = f"{_ROLLOUT}.gpu_memory_utilization={role.share:g} of {has} is {role.share * gib:.3g} GiB"
+            yield from _over(
+                f"a {role.role} process needs", role.states if certain else role.parts, role.share * gib, of
+            )
+
+
+def _moment(
+    config: JobConfig, active: RoleMemory, group: list[RoleMemory], gib: float, *, certain: bool
+) -> dict[str, float]:
+    """Return the GiB of a GPU that roles have which share it, while one of them computes and the others wait.
+
+    An engine has its share all the time, of which CUDA's is a part, unless it sleeps while a role trains.
+    """
+    parts, context = {}, 0.0 if certain else CUDA_GIB
+    sleeps = isinstance(config, RunConfig) and config.actor_rollout_ref.rollout.free_cache_engine
+    for role in group:
+        own = role.states if certain else role.parts
+        if role.share:
+            parts[role.role] = context if sleeps and "optimizer" in active.states else role.share * gib
+        elif role is active:
+            parts |= {f"{role.role}'s {name}": size for name, size in (*own.items(), ("CUDA", context))}
+        else:
+            parts[role.role] = role.waiting + context
+    return parts
+
+
+def _in_machines(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool) -> Iterator[str]:
+    """Yield that the processes of a machine need more CPU memory than it has; without GPUs tensors are in it too."""
+    counts, needed = placement(config).world_sizes, {}
+    for role in roles:
+        size = sum((role.states if certain else role.parts).values()) if config.device == "cpu" else 0.0
+        size += 0.0 if certain else sum(role.host.values())
+        needed[f"{counts[role.role]} {role.role}"] = size * counts[role.role] / config.trainer.nnodes
+    yield from _over("the processes of a machine hold", needed, gib, f"it has {gib:.3g} GiB of CPU memory")
+
+
+def _over(what: str, parts: Mapping[str, float], limit: float, has: str) -> Iterator[str]:
+    """Yield the sum if the parts are more than the limit."""
+    if sum(parts.values()) > limit:
+        listed = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
+        yield f"{what} {listed} = {sum(parts.values()):.3g} GiB, and {has}"

@@ -1,0 +1,171 @@
+"""Sizes of a model, read from its config.json if that is available locally. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_dist.assets import BUILTIN, expanded, is_folder, resolve_model_path
+from grpo_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_dist.config.schema_roles import ModelConfig
+    from grpo_dist.config.schema_supervised import SFTModelConfig
+
+# Model types whose MLP has two matrices; that of the others has three, one of them a gate.
+_UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Number of parameters of a model, and the sizes that its memory depends on.
+
+    Args:
+        num_layers: decoder layers.
+        hidden: hidden size.
+        width: intermediate size of the MLP; with experts, that of one expert times the experts per token.
+        copies: experts per token * hidden size, the dispatched hidden states of a token; 0 without experts.
+        query_width: attention heads * head size.
+        key_width: key-value heads * head size.
+        layer: parameters of a decoder layer, which is one FSDP unit.
+        matrix: parameters of the embedding: vocabulary * hidden size.
+        output_layer: parameters of the output layer, also if it is the embedding; 0: the model has a small head.
+        vocabulary: vocabulary size.
+        tied: whether embedding and output layer share their weights, or there is no output layer.
+        linears: inputs + outputs of each linear layer, by its name in LoRA's target_modules; without experts.
+        counted: parameters in the model's files; 0: unknown.
+    """
+
+    num_layers: int
+    hidden: int
+    width: int
+    copies: int
+    query_width: int
+    key_width: int
+    layer: int
+    matrix: int
+    output_layer: int
+    vocabulary: int
+    tied: bool
+    linears: Mapping[str, int]
+    counted: int = 0
+
+    @property
+    def root(self) -> int:
+        """Parameters of the root FSDP unit: embedding, output layer and final norm."""
+        return self.matrix * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters of the model; tied embeddings count once."""
+        return self.counted or self.num_layers * self.layer + self.root
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Elements of the KV cache for one token, in all layers."""
+        return 2 * self.num_layers * self.key_width
+
+    def without_output_layer(self) -> ModelShape:
+        """Return the sizes of such a model with a small head; its weight files were counted with what they have."""
+        return replace(self, tied=True, output_layer=0, counted=0)
+
+    def lora_parameters(self, model: ModelConfig | SFTModelConfig) -> int:
+        """Number of parameters of the LoRA adapters."""
+        chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
+        names = set(chosen) - set(model.exclude_modules or ())
+        return self.num_layers * model.lora_rank * sum(self.linears.get(name, 0) for name in names)
+
+
+def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> ModelShape | None:
+    """Sizes of a Llama-like decoder (grouped-query attention, gated or plain MLP, also experts); None for others.
+
+    Args:
+        model_config: its config.json.
+        num_parameters: parameters in its weight files; 0: unknown.
+    """
+    text = text_config(model_config)
+    needed = [count(text, name) for name in _SIZES]
+    if not all(needed):
+        return None
+    hidden, layers, heads, width, vocabulary = needed
+    head_dim = count(text, "head_dim") or hidden // heads
+    query, key = heads * head_dim, (count(text, "num_key_value_heads") or heads) * head_dim
+    experts = num_experts(text)
+    expert_width = (count(text, "moe_intermediate_size") if experts else 0) or width
+    chosen = (count(text, "num_experts_per_tok") or 1) if experts else 0
+    attention = 2 * hidden * (query + key)
+    matrices = 2 if str(text.get("model_type")) in _UNGATED else 3
+    expert, router = matrices * hidden * expert_width, hidden * experts
+    return ModelShape(
+        num_layers=layers,
+        hidden=hidden,
+        width=expert_width * max(1, chosen),
+        copies=chosen * hidden,
+        query_width=query,
+        key_width=key,
+        layer=attention + expert * max(1, experts) + router + 2 * hidden,
+        matrix=vocabulary * hidden,
+        output_layer=vocabulary * hidden,
+        vocabulary=vocabulary,
+        tied=bool(text.get("tie_word_embeddings", True)),  # the families that leave it out tie them
+        linears={
+            "q_proj": hidden + query,
+            "k_proj": hidden + key,
+            "v_proj": hidden + key,
+            "o_proj": query + hidden,
+            **dict.fromkeys(() if experts else MLP_NAMES, hidden + width),
+        },
+        counted=num_parameters,
+    )
+
+
+def num_experts(text: Mapping[str, Any]) -> int:
+    """Routed experts per layer, by config.json; 0 if the model has none."""
+    found = next(filter(None, (count(text, name) for name in _EXPERTS)), 0)
+    return found if found > 1 else 0
+
+
+def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model: `text_config` in multimodal models."""
+    text = model_config.get("text_config")
+    return text if isinstance(text, Mapping) else model_config
+
+
+def count(text: Mapping[str, Any], name: str) -> int:
+    """The positive integer called `name` in config.json; 0 if there is none."""
+    value = text.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def model_config_at_hand(path: str) -> dict[str, Any] | None:
+    """The model's config.json: from a built-in model, a local folder, the Hugging Face cache, or known_models.json.
+
+    known_models.json holds only what `model_shape` needs, and ignores the owner in OWNER/NAME. None if not found.
+    """
+    try:
+        folder = expanded(resolve_model_path(path) if path.startswith(BUILTIN) else path)
+    except ConfigError:
+        return None
+    for candidate in (folder, *_cached_snapshots(path)):
+        try:
+            found = json.loads((candidate / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
+    return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
+
+
+def _cached_snapshots(path: str) -> list[Path]:
+    home = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    folder = cache / f"models--{path.replace('/', '--')}" / "snapshots"
+    return sorted(folder.iterdir()) if path.count("/") == 1 and is_folder(folder) else []

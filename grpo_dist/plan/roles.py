@@ -1,0 +1,186 @@
+"""The table of roles: a row says all that placement, plan, checks, build, checkpoints and metrics ask about a role.
+
+They loop over the table and name no role, so that a new one is a worker class, a section of the config and a row. Code
+is named here and loaded by whoever needs it (`registry.load_attribute`): this module needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_roles import Colocation
+from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
+from grpo_dist.plan import role_models
+from grpo_dist.plan.role_models import Model, Pass
+
+_ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+_ROLES, _BUILDS = "grpo_dist.roles", "grpo_dist.trainer.settings"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A row of the table.
+
+    Attributes:
+        name: of the role, in metrics and messages, and of its folder in a checkpoint.
+        worker: `module:Class` of a process.
+        group: `module:Class` of all its processes: a pool, or a gang whose ranks hold one model.
+        present: whether a run with this config has it.
+        section: the key of its section; "": it has none.
+        size_key: the key of its number of processes.
+        fsdp: the key of the section that says how its weights are sharded.
+        settings: `module:function` that returns what ranks are built from: (config, placement, training steps) ->
+            `PolicySettings`; "": it is no gang.
+        model: the model that ranks hold; None: the policy's.
+        trains: whether it has an optimizer: its state is in every checkpoint, and without one a lost rank ends the run.
+        resumes: whether it loads the state that a checkpoint may have of it.
+        shares: the values of `cluster.colocate` with which it lies on the actor's GPUs.
+        adds: stage in which its gang adds columns to a batch, and the time limit of that; None: it adds none.
+        passes: its passes, for the plan, its memory and the rules on their sizes.
+        own_passes: passes over batches that are not those of a step, for its memory.
+        absent: why a run lacks it, as the plan says it; "": the plan does not say it.
+    """
+
+    name: str
+    worker: str
+    group: str
+    present: Callable[[Any], bool]
+    section: str = ""
+    size_key: str = ""
+    fsdp: str = ""
+    settings: str = ""
+    model: Callable[[Any], Model | None] | None = None
+    trains: bool = False
+    resumes: Callable[[Any], bool] = lambda config: True
+    shares: tuple[Colocation, ...] = ()
+    adds: tuple[str, str] | None = None
+    passes: Callable[[Any], tuple[Pass, ...]] = lambda config: ()
+    own_passes: Callable[[Any], tuple[Pass, ...]] = lambda config: ()
+    absent: Callable[[Any], str] = lambda config: ""
+
+    @property
+    def follows(self) -> bool:
+        """Tell if its ranks may lie beside those of the actor, as many on the same GPUs."""
+        return bool(self.settings) and self.name != "actor" and bool(self.shares)
+
+
+def _by_name(*rows: Role) -> dict[str, Role]:
+    return {row.name: row for row in rows}
+
+
+_BESIDE: tuple[Colocation, ...] = ("actor_ref", "all")
+ROLES: dict[str, Role] = _by_name(
+    Role(
+        "actor",
+        f"{_ROLES}.policy:ActorWorker",
+        f"{_ROLES}.gang:ActorGroup",
+        lambda config: True,
+        section=_ACTOR,
+        size_key="cluster.actor_world_size",
+        fsdp=f"{_ACTOR}.fsdp_config",
+        settings=f"{_BUILDS}:policy_settings",
+        model=role_models.policy,
+        trains=True,
+        shares=_BESIDE,
+        passes=role_models.policy_passes,
+    ),
+    Role(
+        "rollout",
+        f"{_ROLES}.rollout:RolloutWorker",
+        f"{_ROLES}.rollout_group:RolloutGroup",
+        lambda config: True,
+        section="actor_rollout_ref.rollout",
+        size_key="cluster.rollout_world_size",
+        shares=("all",),
+    ),
+    Role(
+        "ref",
+        f"{_ROLES}.policy:PolicyWorker",
+        f"{_ROLES}.gang:ReferenceGroup",
+        lambda config: config.needs_reference_workers,
+        section=_REF,
+        size_key="cluster.ref_world_size",
+        fsdp=f"{_REF}.fsdp_config",
+        settings=f"{_BUILDS}:reference_settings",
+        model=role_models.reference,
+        resumes=lambda config: not config.has_teacher,  # which takes the place of one that has moved
+        shares=_BESIDE,
+        adds=("ref", "ref_log_prob"),
+        passes=role_models.reference_passes,
+        absent=role_models.why_no_reference,
+    ),
+    Role(
+        "reward_model",
+        f"{_ROLES}.reward_model:RewardModelWorker",
+        f"{_ROLES}.reward_model:RewardModelGroup",
+        lambda config: config.reward_model.enable,
+        section="reward_model",
+        size_key="cluster.reward_model_world_size",
+        fsdp="reward_model.model.fsdp_config",
+        settings=f"{_BUILDS}:reward_model_settings",
+        model=role_models.scorer,
+        shares=_BESIDE,
+        passes=role_models.scorer_passes,
+        own_passes=role_models.retraining_passes,
+    ),
+    Role(
+        "critic",
+        f"{_ROLES}.policy:CriticWorker",
+        f"{_ROLES}.gang:TrainedGroup",
+        lambda config: config.needs_critic,
+        section="critic",
+        size_key="cluster.critic_world_size",
+        fsdp="critic.model.fsdp_config",
+        settings=f"{_BUILDS}:critic_settings",
+        model=role_models.critic,
+        trains=True,
+        shares=_BESIDE,
+        adds=("values", "values"),
+        passes=role_models.critic_passes,
+    ),
+    Role(
+        "reward",
+        f"{_ROLES}.reward:RewardWorker",
+        f"{_ROLES}.reward_pool:RewardPool",
+        lambda config: True,
+        section="reward",
+        size_key="reward.num_workers",
+    ),
+)
+
+
+def _supervised(schema: type[SupervisedConfig]) -> Role:
+    return Role(
+        schema.role,
+        f"{_ROLES}.supervised:SupervisedWorker",
+        f"{_ROLES}.supervised:SupervisedGroup",
+        lambda config: isinstance(config, schema),
+        section="model",
+        size_key="cluster.world_size",
+        fsdp="engine",
+        settings=f"{_BUILDS}:supervised_settings",
+        model=role_models.trained_model,
+        trains=True,
+        passes=role_models.supervised_passes,
+    )
+
+
+SUPERVISED_ROLES: dict[str, Role] = _by_name(_supervised(SFTConfig), _supervised(RewardModelTrainingConfig))
+
+
+def table_of(config: JobConfig) -> Mapping[str, Role]:
+    """Return the rows of the roles that runs of this command may have, by name."""
+    return SUPERVISED_ROLES if isinstance(config, SupervisedConfig) else ROLES
+
+
+def roles_of(config: JobConfig) -> list[Role]:
+    """Return the rows of the roles that a run has; the first is trained."""
+    return [row for row in table_of(config).values() if row.present(config)]
+
+
+def models_of(config: JobConfig) -> list[Model]:
+    """Return the rows of a run's models; the first is trained, and has the tokenizer."""
+    return [model for row in roles_of(config) if row.model is not None and (model := row.model(config)) is not None]

@@ -1,0 +1,231 @@
+"""Looks up functions by name.
+
+A `Registry` holds the built-in functions of one kind, all with the same signature. A name with a colon,
+`pkg.module:attr` or `path/to/file.py:attr` (`parse_code`), is imported on demand in each process that uses it, so
+custom code needs neither registration nor a fork. Where custom code raises, or returns what would be an error of the
+package later, the message names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.plugins.function_files import ENDING, read_function
+from grpo_dist.plugins.names import parse_code
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SHOWN_FRAMES = 3  # of a failing function, in messages: where it was called, and the innermost ones
+SHOWN_TRACEBACK = 2000  # characters of those frames and of what was raised
+SHOWN_VALUE = 100  # characters of a value
+
+# (what was returned, what must be), in words.
+Fault = tuple[str, str]
+
+
+class Registry(Generic[F]):
+    """Functions of one kind by name.
+
+    Args:
+        kind: what the functions are, for messages ("advantage estimator").
+        key: the config key that names one, for messages ("algorithm.adv_estimator").
+        parameters: the positional arguments that functions of the kind are called with.
+        fault: from what a custom function returned, and its arguments, what is wrong; None: nothing is. Without `fault`
+            custom code is not looked at.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        key: str,
+        parameters: tuple[str, ...] = (),
+        fault: Callable[..., Fault | None] | None = None,
+    ) -> None:
+        self.kind, self.key, self.parameters, self.fault = kind, key, parameters, fault
+        self._functions: dict[str, F] = {}
+        self._needs: dict[str, tuple[str, ...]] = {}
+        self._custom: dict[tuple[str, str], F] = {}
+
+    def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+        """Decorator: register a function under one or more names, each of which must be new.
+
+        Args:
+            names: the function's names.
+            needs: names of the inputs that the function needs besides those of all functions of its kind.
+        """
+
+        def add(function: F) -> F:
+            for name in names:
+                if name in self._functions:
+                    other = self._functions[name]
+                    raise ValueError(
+                        f"{self.kind} {name!r} is registered twice: {other.__module__}, {function.__module__}"
+                    )
+                self._functions[name] = function
+                self._needs[name] = needs
+            return function
+
+        return add
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        return sorted(self._functions)
+
+    def needs(self, name: str) -> tuple[str, ...]:
+        """The additional inputs of a function; a custom function lists them in its attribute `needs`.
+
+        Raises:
+            ConfigError: no such name.
+        """
+        return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
+
+    def get(self, name: str, key: str | None = None) -> F:
+        """The function called `name`, or the attribute that `module:attr` points to; `key` names it in place of the
+        registry's.
+
+        A custom function raises a ConfigError where it raises anything else, and where what it returns has a fault.
+
+        Raises:
+            ConfigError: there is no such name; the message lists the names and suggests the closest one. Or a custom
+                function does not take the arguments of its kind.
+        """
+        if name in self._functions:
+            return self._functions[name]
+        key = key or self.key
+        if ":" in name:
+            # cached, because the policy looks up its KL estimator in every micro-batch
+            if (name, key) not in self._custom:
+                loaded = load_attribute(name, key=key)
+                self._custom[name, key] = loaded if self.fault is None else self._held(name, key, loaded, self.fault)
+            return self._custom[name, key]
+        nearest = difflib.get_close_matches(name, self._functions, n=1)
+        hint = f"; did you mean {nearest[0]!r}" if nearest else ""
+        raise ConfigError(f"{key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
+
+    def _held(self, name: str, key: str, function: Any, look: Callable[..., Fault | None]) -> Any:
+        """The function, with a look at what it returns."""
+        wanted = ", ".join(self.parameters)
+        if not callable(function):
+            raise ConfigError(f"{key}={name}: must be a function of ({wanted}), is {described(function)}")
+        if not takes(function, *self.parameters):
+            has = inspect.signature(function)
+            raise ConfigError(f"{key}={name}: the {self.kind} is called with ({wanted}), and takes {has}")
+
+        @functools.wraps(function)
+        def held(*arguments: Any) -> Any:
+            try:
+                returned = function(*arguments)
+            except GrpoDistError:
+                raise
+            except (Exception, SystemExit) as error:
+                if type(error).__name__ == "OutOfMemoryError":  # torch's: the passes are too large, not the code wrong
+                    raise
+                text = f"{key}={name}: the {self.kind} raised {type(error).__name__}"
+                raise ConfigError(f"{text}\n{traceback_tail(error)}") from error
+            if fault := look(returned, *arguments):
+                raise wrong_return(key, name, self.kind, fault)
+            return returned
+
+        held.needs = getattr(function, "needs", ())  # type: ignore[attr-defined]  # one of a class is not copied
+        return held
+
+
+def wrong_return(key: str, name: str, kind: str, fault: Fault) -> ConfigError:
+    """The error of custom code that returned what it must not.
+
+    Args:
+        key: the config key that names it.
+        name: its name there.
+        kind: what it is.
+        fault: what it returned, and what it must.
+    """
+    got, expected = fault
+    return ConfigError(f"{key}={name}: the {kind} returned {got}; it must return {expected}")
+
+
+def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Tell if a function can be called with these arguments; True where it does not say."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # builtins may have no signature
+        return True
+    return True
+
+
+def described(value: Any) -> str:
+    """A value in a few words, for messages: of arrays and tensors dtype and shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of length {len(value)}"
+    text = repr(value)
+    shown = text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
+    return shown if value is None else f"{shown} ({type(value).__name__})"
+
+
+def traceback_tail(error: BaseException) -> str:
+    """Return what custom code raised, with its own frames: the first behind the caller's, and the innermost ones."""
+    tail = traceback.TracebackException.from_exception(error)
+    first, inner = list(tail.stack)[1:2], list(tail.stack)[2:]  # an error in the call itself has none
+    tail.stack = traceback.StackSummary.from_list(first + inner[-(SHOWN_FRAMES - 1) :])
+    return "".join(tail.format(chain=False)).rstrip()[-SHOWN_TRACEBACK:]
+
+
+def load_attribute(spec: str, *, key: str) -> Any:
+    """Import `pkg.module:attr` or `path/to/file.py:attr`.
+
+    Args:
+        spec: module or file, and attribute.
+        key: the config key that names it, for messages.
+
+    Raises:
+        ConfigError: the module cannot be imported or has no such attribute.
+    """
+    source, attribute = parse_code(spec)
+    try:
+        if source.endswith(ENDING):  # one function, as it was given to grpo_dist.train
+            return read_function(Path(source))
+        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except Exception as error:
+        raise ConfigError(f"{key}={spec}: cannot import {source}: {type(error).__name__}: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        nearest = difflib.get_close_matches(attribute, public, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it has {', '.join(public) or 'no functions'}"
+        raise ConfigError(f"{key}={spec}: {source} has no {attribute!r}{hint}") from None
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path} (looked in {Path.cwd()})")
+    module = _executed(path.absolute(), path.read_bytes())
+    sys.modules[module.__name__] = module
+    return module
+
+
+@cache
+def _executed(path: Path, text: bytes) -> Any:
+    """The module of a file with this text: several functions of one file share it."""
+    name = f"grpo_dist_custom_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    module_spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,382 @@
+"""Workers that hold a model: the actor and the critic train it; the reference keeps the weights of its start."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.algorithms.settings import TrainingSettings
+from grpo_dist.assets.model_folder import Usage
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
+from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
+from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings
+from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
+from grpo_dist.engines.train.torch_profile import TorchProfile
+from grpo_dist.engines.weights.broadcast import WeightGroup, send
+from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
+from grpo_dist.errors import TrainingDiverged
+from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.protocol import DataProto, Metric, Ragged
+from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.runtime.freed_memory import FreedMemory
+from grpo_dist.runtime.process import Process, use_threads
+
+if TYPE_CHECKING:
+    from grpo_dist.engines.train.durable_files import FileDigest
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy worker is built from.
+
+    Attributes:
+        model: what to load; the worker resolves a `builtin:` path on its own node.
+        device: "cpu" or "cuda".
+        num_threads: compute threads on CPU.
+        temperature: the sampling temperature.
+        columns: what a log-prob pass computes: a name of `TrainEngine.compute_columns`, with `old_` or `ref_` before it
+            where it is one of log-probs.
+        log_prob_micro_batch_size: sequences per forward pass.
+        log_prob_max_token_len: tokens per forward pass, of the ranks that split it together; None: the number of
+            sequences is the limit.
+        seed: of torch's random state.
+        collective_timeout_s: how long a rank waits for the others in one operation.
+        optimizer: the config's section; None for the reference.
+        total_steps: optimizer steps of the whole run.
+        train_micro_batch_size: sequences per forward and backward pass.
+        train_max_token_len: tokens per forward and backward pass, likewise.
+        grad_clip: largest gradient norm.
+        keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
+            layer a copy is kept.
+        reference_columns: of the actor with LoRA: what a pass without its factors computes.
+        sends_factors: whether rollout engines get LoRA's factors alone, not the whole weights with factors merged.
+        weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
+        engine: the class of the train engine, as `pkg.module:Class`.
+    """
+
+    model: ModelSettings
+    device: str
+    num_threads: int
+    temperature: float
+    columns: tuple[str, ...]
+    log_prob_micro_batch_size: int
+    seed: int
+    collective_timeout_s: float
+    log_prob_max_token_len: int | None = None
+    optimizer: AdamWConfig | None = None
+    total_steps: int = 1
+    train_micro_batch_size: int = 0
+    train_max_token_len: int | None = None
+    grad_clip: float = float("inf")
+    keeps_output_layer: bool = False
+    reference_columns: tuple[str, ...] = ()
+    sends_factors: bool = False
+    weight_bucket_bytes: int = 256 << 20
+    engine: str = FSDP
+
+
+def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
+
+    If the device's memory is not enough, the error names a setting that takes less of it.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: PolicyWorker, *args: Any) -> Any:
+            with (
+                remedied(self.settings.model.room),
+                within_memory(method.__name__),
+                self.engine.on_device(optimizer=optimizer),
+                torch.profiler.record_function(method.__name__),
+            ):
+                return method(self, *args)
+
+        return run
+
+    return decorate
+
+
+class PolicyWorker(Process):
+    """One rank of a sharded model that computes log-probs: the reference, and the base of the actor.
+
+    Every method is collective over the ranks of the role.
+    """
+
+    settings: PolicySettings
+    engine: TrainEngine
+    freed_memory: FreedMemory | None = None
+    _profile: TorchProfile | None = None
+    forward_keys = "actor_rollout_ref.ref.log_prob_"  # what the keys of its passes begin with
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        import_transformers()
+
+    def open_store(self, host: str) -> int:
+        """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
+        self._store = open_store(host)
+        return self._store.port
+
+    def start(self, settings: PolicySettings, host: str, port: int) -> None:
+        """Join the role's process group, at rank 0's store, and load the model."""
+        self.check_build(settings.device)
+        self.settings = settings
+        use_threads(settings.num_threads)
+        if settings.device == "cpu":
+            self.freed_memory = FreedMemory()
+        torch.manual_seed(settings.seed)
+        store = self._store if self.rank == 0 else dist.TCPStore(host, port, timeout=START_TIMEOUT)
+        init_process_group(
+            device=settings.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            store=store,
+            timeout_s=settings.collective_timeout_s,
+        )
+        model = replace(settings.model, path=self.find_model(settings.model.path, settings.model.key))
+        with remedied(model.room), within_memory("the weights of the model"):
+            self.engine = load_attribute(settings.engine, key="PolicySettings.engine")(
+                model,
+                device=settings.device,
+                temperature=settings.temperature,
+                optimizer=settings.optimizer,
+                total_steps=settings.total_steps,
+                grad_clip=settings.grad_clip,
+            )
+        with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
+            if settings.keeps_output_layer:
+                # before the first step, and before a checkpoint is read, the policy is the reference
+                self.engine.reference_head = self.engine.output_layer(settings.device)
+
+    @on_device()
+    def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
+        """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
+        found = self._columns(rows, self.settings.columns, self.engine.compute_columns)
+        if self.freed_memory is not None and self.settings.optimizer is None:  # else updates decide
+            self.freed_memory.after_pass()
+        return found
+
+    def _columns(
+        self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
+    ) -> tuple[Label, DataProto]:
+        plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
+        size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
+        try:
+            with smaller_passes(self.forward_keys, size, tokens, ranks=self.settings.model.sequence_parallel_size):
+                found = compute(
+                    rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), micro_batch_size=size, max_token_len=tokens
+                )
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
+        if self.rank % self.settings.model.sequence_parallel_size:  # the first rank of the group returns the same
+            found = {}
+        return _labelled({plain[name]: values for name, values in found.items()})
+
+    def forward_report(self) -> str:
+        """One sentence on how sequences are laid out, and why; "" before the first pass."""
+        return self.engine.report
+
+    @on_device()
+    def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
+        """Move this role's weights towards those in the buckets: w = share * theirs + (1 - share) * w."""
+        found = ray.get(list(buckets))
+        check_buckets(found)
+        for bucket in found:
+            self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
+
+    @on_device()
+    def export_output_layer(self) -> list[ray.ObjectRef]:
+        """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
+        head = self.engine.output_layer("cpu")
+        return [ray.put(head)] if self.rank == 0 else []
+
+    def start_profile(self) -> None:
+        """Begin to record this process's operators and kernels."""
+        self._profile = TorchProfile()
+
+    def stop_profile(self, path: str) -> None:
+        """Write what was recorded since `start_profile`, as a gzip'ed trace."""
+        profile, self._profile = self._profile, None
+        assert profile is not None, "start_profile comes before"
+        profile.write(Path(path))
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors that the ranks together write into a checkpoint."""
+        return self.engine.checkpoint_bytes()
+
+    @on_device(optimizer=True)
+    def begin_save(self, folder: str) -> None:
+        """Copy this rank's shard of the state to CPU memory, and begin to write it into `folder`."""
+        self.engine.begin_save(Path(folder))
+
+    def finished_save(self, wait: bool) -> dict[str, FileDigest] | None:
+        """The files that this rank has written since `begin_save`; None while it writes, unless `wait`.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        return self.engine.finished_save(wait=wait)
+
+    @on_device(optimizer=True)
+    def load_checkpoint(self, folder: str) -> None:
+        """Read the state from `folder`; the number of ranks may differ."""
+        self.engine.load_checkpoint(Path(folder))
+
+    @on_device()
+    def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
+        """Write the model in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
+        self.engine.export_hf_model(Path(folder), dtype, usage)
+
+
+def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
+    data = DataProto.from_dict(columns)
+    return Label.of(data, ()), data
+
+
+def import_transformers() -> None:
+    """Make the slow import of a policy worker early: while the driver still reads the prompts."""
+    import transformers.modeling_utils  # noqa: F401
+
+
+class TrainedWorker(PolicyWorker):
+    """One rank of a model that trains on responses: the base of the actor and the critic."""
+
+    role: ClassVar[str]
+    update_keys: ClassVar[str]  # what the keys of its training passes begin with
+
+    @on_device()
+    def update(
+        self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
+    ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
+        """Take one optimizer step per mini-batch.
+
+        Args:
+            rows: this rank's rows of the whole batch.
+            mini_batches: for each mini-batch, the positions in `rows` that belong to it.
+            objective: the loss.
+            step: training step, for messages.
+
+        Returns:
+            ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
+        """
+        data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
+        results = []
+        for number, mini_batch in enumerate(mini_batches):
+            size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
+            try:
+                ranks = self.settings.model.sequence_parallel_size
+                with smaller_passes(self.update_keys, size, tokens, ranks=ranks), printing_to(self.printed):
+                    results.append(
+                        self.engine.train_mini_batch(
+                            data.index(mini_batch), micro_batch_size=size, max_token_len=tokens, objective=objective
+                        )
+                    )
+            except TrainingDiverged as error:
+                where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}"
+                raise TrainingDiverged(f"{where}: {error}") from None
+        if self.freed_memory is not None:
+            self.freed_memory.after_pass()
+        metrics, log_probs = [result.metrics for result in results], results[0].log_probs
+        if log_probs is None:
+            return (metrics, None), None
+        label, old = _labelled({"old_log_probs": log_probs})  # on policy: one mini-batch
+        return (metrics, label), old
+
+
+class CriticWorker(TrainedWorker):
+    """One rank of the critic, whose passes compute `values`."""
+
+    role, forward_keys, update_keys = "critic", "critic.forward_", "critic.ppo_"
+
+
+class ActorWorker(TrainedWorker):
+    """One rank of the policy."""
+
+    role, forward_keys = "actor", "actor_rollout_ref.rollout.log_prob_"
+    update_keys = "actor_rollout_ref.actor.ppo_"
+    _weight_store: dist.TCPStore | None = None
+    _weight_group: WeightGroup | None = None
+
+    @on_device()
+    def compute_reference(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
+        """Compute `settings.reference_columns` with LoRA: by the model without its factors."""
+        return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
+
+    def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
+        """Take the reference's present output layer for the exact KL."""
+        self.engine.reference_head = ray.get(head[0]).to(self.settings.device)
+
+    @on_device()
+    def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
+        """Put what rollout engines get into the object store, bucket by bucket; rank 0 returns them."""
+        return self._put(self._sent(dtype, "cpu", sends=self.rank == 0))
+
+    @on_device()
+    def export_parameters(self) -> list[ray.ObjectRef]:
+        """Put the whole weights into the object store for a reference, in float32 under the names of the model."""
+        return self._put(self.engine.full_parameters("float32"))
+
+    def _sent(self, dtype: str, device: str, *, sends: bool) -> Iterator[tuple[str, Tensor]]:
+        """Return what rollout engines get: the whole weights under the names of the model's files, or LoRA's factors.
+
+        Gathering is collective; ranks that do not send drop it.
+        """
+        if self.settings.sends_factors:
+            return self.engine.lora_factors(dtype, device)
+        return self.engine.full_parameters(dtype, device, as_in_files=sends)
+
+    def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[ray.ObjectRef]:
+        if self.rank != 0:
+            _use_up(tensors)
+            return []
+        return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
+
+    def open_weight_store(self, others: Sequence[str]) -> tuple[str, int]:
+        """Rank 0: open the store at which weight groups meet, unless it is open; on loopback if all are on this node.
+
+        Args:
+            others: addresses of the receivers' nodes.
+
+        Returns:
+            (host of the store, its port).
+        """
+        own = self.address().ip
+        host = LOOPBACK if set(others) == {own} else own
+        if self._weight_store is None or self._weight_store.host != host:
+            self._weight_store = open_store(host)
+        return host, self._weight_store.port
+
+    def join_weight_group(self, address: GroupAddress) -> None:
+        """A sender: join the weight group to which it will send, and leave the one before."""
+        if self._weight_group is not None:
+            self._weight_group.close()
+        store = self._weight_store if self.rank == SENDER else None
+        self._weight_group = WeightGroup(address, self.rank, torch.device(self.settings.device), store)
+
+    @on_device()
+    def broadcast_weights(self, dtype: str, version: int) -> None:
+        """Send what rollout engines get to the weight group, bucket by bucket."""
+        group = self._weight_group
+        if group is None or not group.sends:
+            _use_up(self._sent(dtype, self.settings.device, sends=False))
+        else:
+            tensors = self._sent(dtype, self.settings.device, sends=True)
+            send(group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
+
+
+def _use_up(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Take part in gathering tensors, which is collective, and drop them."""
+    for _ in tensors:
+        pass

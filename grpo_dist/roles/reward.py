@@ -1,0 +1,292 @@
+"""The reward worker: scores the responses to a prompt. Its other work, on whole batches, is in batch_work.py."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_dist.algorithms.validation import pred_ids
+from grpo_dist.data.step_tokens import split_steps, step_ends
+from grpo_dist.errors import RewardError
+from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
+from grpo_dist.roles.batch_work import BatchWork
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.runtime.process import use_threads
+
+EPISODE_STEPS = frozenset({"episode_step_rewards"})  # a column that only episodes have
+TEXT_CONTEXT = 4  # tokens before one that can change how it is written
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths in tokens.
+
+    Nothing up to `max_length - buffer`, then linearly down to `-factor` at `max_length`.
+    """
+
+    max_length: int
+    buffer: int
+    factor: float
+
+    def __call__(self, lengths: torch.Tensor) -> torch.Tensor:
+        """(N,) lengths -> (N,) float32, at most 0."""
+        excess = (lengths - (self.max_length - self.buffer)).clamp_min(0)
+        return -self.factor * excess.float() / self.buffer
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
+
+    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it
+    has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
+    score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
+    rewards of their own (rewards/steps.py). `label` names the value of the function that says which responses, or
+    which of their steps, are good: for a reward model that is retrained.
+    """
+
+    tokenizer_path: str
+    trust_remote_code: bool
+    function_path: str | None
+    function_name: str
+    reward_kwargs: dict[str, Any]
+    timeout_s: float = 60.0
+    failure_score: float | None = None
+    function_weight: float = 0.0
+    overlong_penalty: OverlongPenalty | None = None
+    step_separator: str | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the reward function is told about a prompt. In validation there is no overlong penalty.
+
+    `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
+    Those of steps are an array of lists. `columns` and `is_text` are those of the `Prompt`.
+    """
+
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    validation: bool = False
+    model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    is_text: bool = False
+
+
+class RewardWorker(BatchWork):
+    """One process of the pool: it has the tokenizer, and the reward function in a child process of its own."""
+
+    def start(self, settings: RewardSettings) -> None:
+        """Load tokenizer and reward function, the latter in a process of its own.
+
+        Raises:
+            ConfigError: the function cannot be imported.
+            RewardError: importing it hangs, or ends its process.
+        """
+        from grpo_dist.assets.tokenizer import load_tokenizer
+        from grpo_dist.rewards.scorer import Scorer
+
+        use_threads(1)
+        self.tokenizer = load_tokenizer(
+            self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
+        )
+        self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
+        self.label, self.function_weight = settings.label, settings.function_weight
+        self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
+        self.function_name = settings.function_name
+        self.scorer = Scorer(
+            settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
+        )
+        self.scorer.start()
+        self.components = self.scorer.components
+
+    def score(
+        self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
+    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple[list[str], int], float], DataProto]:
+        """Score the responses to some prompts.
+
+        Args:
+            batch: the groups, one after another.
+            sizes: responses of each.
+            tasks: what the reward function is told of each; all of training, or all of validation.
+
+        Returns:
+            ((found, printed, seconds), data).
+            found: (label, failures) of each group. The label has `score`, the numbers of the reward model and the
+                function's other values as `reward_extra/NAME`, and for validation `failed` and, if the function finds
+                answers, `pred_id`. Failures say why responses could not be scored, one text for each of them.
+            printed: the first lines that the function printed, and the number of further lines.
+            seconds: that it took.
+            data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
+                last token of each step, where `step_mask` is 1. With a `label` also `rule_labels`. `failure`: why the
+                function failed on a response.
+
+        Raises:
+            RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
+        """
+        started = time.monotonic()
+        data = batch.fetch(("responses", "response_mask", *EPISODE_STEPS.intersection(batch.columns)))
+        given = batch.small.get("episode_reward", np.full(len(data), np.nan, np.float32))
+        ends = np.cumsum(sizes)
+        parts = [
+            self.score_group(data.index(np.arange(end - size, end)), task, given[end - size : end])
+            for size, end, task in zip(sizes, ends, tasks, strict=True)
+        ]
+        found = [(label, failures) for label, failures, _ in parts]
+        scored = DataProto.concat([each for *_, each in parts])
+        return (found, self.scorer.printed.take(), time.monotonic() - started), scored
+
+    def score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
+        """Score a group whose episodes have brought the rewards `given`, nan where one has brought none.
+
+        Returns:
+            (label, failures and data of `score`, of this group).
+        """
+        responses, mask = data["responses"], data["response_mask"]
+        texts = self._decode(responses)
+        results = self._with_rewards(texts, task, given)
+        failures = [result.failure for result in results]
+        scores = torch.tensor([result.score for result in results], dtype=torch.float32)
+        penalties = torch.zeros_like(scores)
+        names = dict.fromkeys(name for result in results for name in result.extra)
+        extras = {EXTRA + name: np.array([r.extra.get(name, np.nan) for r in results], np.float32) for name in names}
+        extras |= {EXTRA + name: values for name, values in task.model_scores.items() if name != RM_STEP_SCORES}
+        if self.overlong_penalty is not None and not task.validation:
+            penalties = self.overlong_penalty(responses.lengths)
+            extras[EXTRA + OVERLONG_PENALTY] = penalties.numpy()
+        if task.validation and any(result.pred is not None for result in results):
+            extras["pred_id"] = pred_ids([result.pred for result in results])
+        if task.validation:
+            extras["failed"] = np.array([bool(failure) for failure in failures])
+        columns: dict[str, Any] = {"score": scores + penalties}
+        if self.step_separator is None:
+            columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
+        else:
+            given_steps = data["episode_step_rewards"].rows() if "episode_step_rewards" in data.columns() else ()
+            steps, columns["step_mask"] = self._on_steps(results, responses, given_steps)
+            penalty = on_last_token(penalties, responses)
+            columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
+        if self.label is not None and not task.validation:
+            columns["rule_labels"] = self._labels(self.label, texts, results)
+        scored = DataProto.from_dict(columns, {"failure": failures})
+        label = Label.of(scored, ("score",))
+        label = Label(label.columns, label.small | extras, label.num_rows)
+        return label, [failure for failure in failures if failure], scored
+
+    def _with_rewards(self, texts: Sequence[str], task: Task, given: np.ndarray) -> list[RewardResult]:
+        """The results of the reward function, where it is asked, and of the episodes."""
+        asked = [i for i in range(len(texts)) if self.function_weight or np.isnan(given[i])]
+        results = [RewardResult(float(reward), {}) for reward in given]
+        for i, found in zip(asked, self._score_texts([texts[i] for i in asked], task, asked), strict=True):
+            own = not np.isnan(given[i])
+            results[i] = replace(found, score=float(given[i]) + self.function_weight * found.score) if own else found
+        return results
+
+    def _score_texts(self, texts: Sequence[str], task: Task, rows: Sequence[int]) -> list[RewardResult]:
+        """Call the function for the texts of these rows of a group."""
+        if not texts:
+            return []
+        from grpo_dist.rewards.forms import Failure, Sample
+
+        said = task.model_scores.items()
+        model_scores = [
+            {name: list(values[i]) if name == RM_STEP_SCORES else float(values[i]) for name, values in said}
+            for i in rows
+        ]
+        samples = [
+            Sample(text, task.data_source, task.ground_truth, extra, task.messages, task.columns, task.is_text)
+            for text, extra in zip(texts, (task.extra_info | scores for scores in model_scores), strict=True)
+        ]
+        asked = shown_prompt(task.messages)
+        results: list[RewardResult] = []
+        for found in self.scorer.score(samples):
+            if isinstance(found, Failure):
+                found = RewardResult(self.failure_score, {}, failure=f"{found.text}\n{asked}")
+            results.append(found)
+        return results
+
+    def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
+        """Return where the value `name` is above 0.5: of each step, or of the whole response; none of failures."""
+        rows: list[list[bool]] = []
+        for text, result in zip(texts, results, strict=True):
+            found = result.judged_steps.get(name)
+            count = 1 if self.step_separator is None else len(split_steps(text, self.step_separator))
+            if self.step_separator is None:
+                found = (result.extra[name],) if name in result.extra else None
+            if not result.failure and (found is None or len(found) != count):
+                what = f"{name}{STEPS_OF}" if self.step_separator is not None else name
+                given = "none" if found is None else f"{len(found)} of them"
+                raise RewardError(
+                    f"reward_model.retrain.label={name}: reward function {self.function_name} must return {what!r}, "
+                    f"{count} numbers for this response, and returned {given}: {text[:200]!r}"
+                )
+            rows.append([value > 0.5 for value in found or ()])
+        return Ragged.from_rows(rows, torch.int8)
+
+    def _on_steps(
+        self, results: Sequence[RewardResult], responses: Ragged, given: Sequence[torch.Tensor]
+    ) -> tuple[Ragged, Ragged]:
+        """Each step's score on its last token, and their mask; without `step_scores` the response is one step.
+
+        `given` are the rewards that the episodes gave their steps, nan elsewhere; they stand as they are.
+        """
+        assert self.step_separator is not None
+        scores, mask = (torch.zeros(len(responses.values), dtype=dtype) for dtype in (torch.float32, torch.int8))
+        starts = responses.offsets.tolist()
+        for i, (result, row, start) in enumerate(zip(results, responses.rows(), starts, strict=False)):
+            if not len(row):  # no token to carry a score
+                continue
+            if len(given) and not given[i].isnan().all():
+                rewarded = (~given[i].isnan()).nonzero().flatten()
+                scores[start + rewarded], mask[start + rewarded] = given[i][rewarded], 1
+                continue
+            texts = self._token_texts(row.tolist())
+            ends = step_ends(texts, self.step_separator) if result.step_scores is not None else [len(row) - 1]
+            values = (result.score,) if result.step_scores is None else result.step_scores
+            if len(ends) != len(values):
+                raise RewardError(
+                    f"reward function {self.function_name} returned {len(values)} step_scores for a response of "
+                    f"{len(ends)} steps (reward.step_separator={self.step_separator!r}): {''.join(texts)[:200]!r}"
+                )
+            for end, value in zip(ends, values, strict=True):  # steps that end in one token add up
+                scores[start + end] += value
+                mask[start + end] = 1
+        return Ragged(scores, responses.offsets), Ragged(mask, responses.offsets)
+
+    def _token_texts(self, token_ids: list[int]) -> list[str]:
+        """Return what each token adds to the text. The tokens before it decide about spaces and split characters."""
+        windows = [token_ids[max(0, i - TEXT_CONTEXT) : i + 1] for i in range(len(token_ids))]
+        with_token = self.tokenizer.batch_decode(windows, skip_special_tokens=True)
+        without = self.tokenizer.batch_decode([window[:-1] for window in windows], skip_special_tokens=True)
+        return [text[len(before) :] for text, before in zip(with_token, without, strict=True)]
+
+
+def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None = None) -> Ragged:
+    """Put each response's score on its last token; the other tokens get 0.
+
+    With a mask the score goes on the last token that trains, since estimators that pass rewards from token to token
+    skip the others. Where no token trains it stays on the last one, and still counts in the mean of its group.
+    """
+    positions = torch.arange(len(responses.values))
+    nonempty = responses.lengths > 0
+    last = responses.offsets[1:] - 1
+    if mask is not None:
+        rows = torch.repeat_interleave(torch.arange(len(responses.lengths)), responses.lengths)
+        trained = positions.where(mask.values.bool(), -1)
+        found = torch.full_like(last, -1).scatter_reduce(0, rows, trained, "amax")
+        last = found.where(found >= 0, last)
+    values = torch.zeros(len(responses.values), dtype=torch.float32)
+    values[last[nonempty]] = scores[nonempty]
+    return Ragged(values, responses.offsets)

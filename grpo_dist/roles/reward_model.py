@@ -1,0 +1,248 @@
+"""Workers of the reward model.
+
+An outcome reward model's score is its value at the token where `conversations.without_padding` has a conversation
+judged. A process reward model judges every step: sigmoid(value), the probability that the step is good; the score of
+the response is that of its worst step, as in Math-Shepherd (arXiv 2312.08935).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from os.path import commonprefix
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from grpo_dist.algorithms.settings import TrainingSettings
+from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
+from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.classifier import with_score_token
+from grpo_dist.engines.train.memory_errors import smaller_passes
+from grpo_dist.errors import TrainingDiverged
+from grpo_dist.plan.model_rules import max_positions
+from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
+from grpo_dist.protocol import DataProto, Metric, Ragged
+from grpo_dist.roles.gang import FrozenGroup
+from grpo_dist.roles.policy import PolicySettings, on_device
+from grpo_dist.roles.supervised import SupervisedGroup, SupervisedWorker
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.call import Call
+
+# The messages of a prompt, its token ids and those of a response.
+Text = tuple[Sequence[Mapping[str, Any]], list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class RewardModelSettings(PolicySettings):
+    """What a worker of the reward model is built from.
+
+    Attributes:
+        input_tokenizer: the folder or hub name of the responses' tokenizer; None: the reward model has the same tokens.
+        trust_input_tokenizer: whether Python code that comes with it may run.
+        max_length: longest conversation in tokens; None: the positions of the reward model.
+        steps: how a process reward model reads steps; None: it judges whole responses.
+        judging_tokens: texts of the tokens for bad and good of a causal LM that judges by its next token; None: the
+            model has a head.
+    """
+
+    input_tokenizer: str | None = None
+    trust_input_tokenizer: bool = False
+    max_length: int | None = None
+    steps: StepForm | None = None
+    judging_tokens: tuple[str, str] | None = None
+
+
+class RewardModelWorker(SupervisedWorker):
+    """One rank of the reward model. Every method is collective over its ranks."""
+
+    pass_keys, length_key = "reward_model.retrain.", "reward_model.max_length"
+
+    settings: RewardModelSettings
+    render: ConversationRenderer
+    judge: StepRenderer
+
+    def start(self, settings: PolicySettings, host: str, port: int) -> None:
+        """See `PolicyWorker.start`; also `read_folders`."""
+        self.settings = settings  # type: ignore[assignment]
+        self.read_folders()
+        super().start(self.settings, host, port)
+
+    def read_folders(self) -> None:
+        """Load the tokenizers that a conversation is rendered with, and read from config.json where a score may be.
+
+        Raises:
+            ConfigError: the folder of a tokenizer is not on this node.
+            DataError: a tokenizer cannot be loaded.
+        """
+        model, theirs, path = self.settings.model, None, self.settings.input_tokenizer
+        if path is not None:
+            folder = self.find_model(path, INPUT_KEY, weights=False)
+            theirs = load_tokenizer(folder, trust_remote_code=self.settings.trust_input_tokenizer, key=INPUT_KEY)
+        folder = self.find_model(model.path, model.key)
+        own = load_tokenizer(folder, trust_remote_code=model.trust_remote_code, key=model.key)
+        config, setting = transformers.AutoConfig.from_pretrained(folder), f"{model.key}={model.path}"
+        if self.settings.steps is None:
+            self.render = ConversationRenderer(own, setting, theirs)
+        else:
+            self.judge = StepRenderer(own, setting, self.settings.steps, padding_id(config), theirs)
+            self.settings = replace(self.settings, model=judging_model(model, config, own, self.settings))
+        positions = max_positions(config.to_dict())
+        self.max_length = self.settings.max_length or (positions and positions[1])
+        self.padding_id = padding_id(config)
+
+    @on_device()
+    def score(
+        self, rows: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, np.ndarray]:
+        """Score this rank's rows.
+
+        Args:
+            rows: the responses.
+            conversations: the messages of each prompt, by uid.
+
+        Returns:
+            (N,) float32 each: `rm_score`, and `rm_clipped`, 1 where the conversation was longer than `max_length`. By
+            a process reward model also `rm_step_scores`, (N,) lists with a number in [0, 1] for each step.
+
+        Raises:
+            TrainingDiverged: a score is not finite.
+        """
+        data = rows.fetch(("prompts", "responses", "uid"))
+        uids = [str(uid) for uid in data.non_tensor_batch["uid"]] if len(data) else []
+        pairs = zip(data["prompts"].rows(), data["responses"].rows(), strict=True) if len(data) else ()
+        texts = [
+            (conversations[uid], prompt.tolist(), response.tolist())
+            for uid, (prompt, response) in zip(uids, pairs, strict=True)
+        ]
+        return self._judged(texts, uids) if self.settings.steps is not None else self._scored(texts, uids)
+
+    def _scored(self, texts: Sequence[Text], uids: Sequence[str]) -> dict[str, np.ndarray]:
+        """`rm_score` and `rm_clipped` of whole responses."""
+        whole = [without_padding(self.render(*text), self.padding_id) for text in texts]
+        clipped = [self._is_clipped(token_ids) for token_ids in whole]
+        sequences = [without_padding(token_ids[: self.max_length], self.padding_id) for token_ids in whole]
+        found = self._values(scored_rows(sequences, uids))
+        return {
+            RM_SCORE: np.array([values[-1] for values in found], np.float32),
+            RM_CLIPPED: np.array(clipped, np.float32),
+        }
+
+    def _judged(self, texts: Sequence[Text], uids: Sequence[str]) -> dict[str, np.ndarray]:
+        """`rm_score`, `rm_clipped` and `rm_step_scores` of responses of several steps."""
+        judged = [self.judge(messages, response) for messages, _, response in texts]
+        clipped = [self._is_clipped(tokens.token_ids.tolist()) for tokens, _ in judged]
+        sequences = [tokens.token_ids[: self.max_length].tolist() for tokens, _ in judged]
+        ends = [
+            np.minimum(tokens.ends, len(sequence) - 1) for (tokens, _), sequence in zip(judged, sequences, strict=True)
+        ]
+        data = scored_rows(sequences, uids, [int(each[0]) for each in ends])
+        starts = data["prompts"].lengths.tolist() if len(data) else []
+        steps = np.empty(len(texts), object)
+        score = np.empty(len(texts), np.float32)
+        for i, values in enumerate(self._values(data)):
+            # the value at a token is read at the response token behind it
+            good = 1 / (1 + np.exp(-values[ends[i] + 1 - starts[i]].astype(np.float64)))
+            steps[i], score[i] = good[: judged[i][1]].tolist(), good.min()
+        return {RM_SCORE: score, RM_CLIPPED: np.array(clipped, np.float32), RM_STEP_SCORES: steps}
+
+    def _is_clipped(self, token_ids: Sequence[int]) -> bool:
+        return self.max_length is not None and len(token_ids) > self.max_length
+
+    def _values(self, data: DataProto) -> list[np.ndarray]:
+        """The values at the response tokens of each row."""
+        size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
+        try:
+            with smaller_passes("reward_model.", size, tokens, budget="forward_max_token_len"):
+                found = self.engine.compute_columns(data, ("values",), micro_batch_size=size, max_token_len=tokens)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"reward_model, {error}") from None
+        return [row.numpy() for row in found["values"].rows()]
+
+
+def judging_model(model: ModelSettings, config: Any, tokenizer: Any, settings: RewardModelSettings) -> ModelSettings:
+    """A process reward model with the outputs of its head: those in its files, or two rows of its output layer.
+
+    Args:
+        model: without the number of outputs.
+        config: its config.json.
+        tokenizer: of the model.
+        settings: of the worker.
+
+    Raises:
+        ConfigError: a text is not one token.
+    """
+    if settings.judging_tokens is None:
+        return replace(model, num_labels=config.num_labels)
+    bad, good = (
+        judging_token(tokenizer, text, key) for text, key in zip(settings.judging_tokens, JUDGING_KEYS, strict=True)
+    )
+    return replace(model, num_labels=2, judging_tokens=(bad, good))
+
+
+def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Sequence[int] = ()) -> DataProto:
+    """The rows whose values are the scores of sequences. What all sequences of a uid begin with is their prompt, so
+    that it is computed once.
+
+    Args:
+        sequences: token ids.
+        uids: of each sequence.
+        ends: the first position of each sequence whose value is wanted, at least 1: the prompt ends before. (): only
+            the last ones are.
+    """
+    if not sequences:
+        return DataProto()
+    groups: dict[str, list[list[int]]] = {}
+    for uid, sequence in zip(uids, sequences, strict=True):
+        groups.setdefault(uid, []).append(sequence)
+    lengths = {uid: max(1, len(commonprefix(group))) for uid, group in groups.items()}
+    for uid, end in zip(uids, ends, strict=False):
+        lengths[uid] = min(lengths[uid], end)
+    parts = [
+        (sequence[: lengths[uid]], sequence[lengths[uid] :]) for uid, sequence in zip(uids, sequences, strict=True)
+    ]
+    columns = {
+        "prompts": Ragged.from_rows([prompt for prompt, _ in parts], torch.int32),
+        "responses": Ragged.from_rows([response for _, response in parts], torch.int32),
+    }
+    return with_score_token(DataProto.from_dict(columns, {"uid": list(uids)}))
+
+
+class RewardModelGroup(FrozenGroup, SupervisedGroup):
+    """The reward model. Its weights change only where it is retrained (`train`)."""
+
+    train_stage = "update_reward_model"
+
+    async def score(
+        self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, np.ndarray]:
+        """Score all rows.
+
+        Args:
+            batch: the responses.
+            conversations: the messages of each prompt, by uid.
+
+        Returns:
+            What `RewardModelWorker.score` returns, (N,) each, in the order of the batch.
+        """
+        rows, parts = self._parts(batch, ("uid", "prompts", "responses"))
+        asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
+
+        def send() -> list[Call]:
+            calls = enumerate(zip(parts, asked, strict=True))
+            return [self.workers.submit(rank, "reward_model", "score", *arguments) for rank, arguments in calls]
+
+        async with self._free:
+            _, found = await self._ask(send)
+        order = np.argsort(np.concatenate(rows))
+        return {name: np.concatenate([each[name] for each in found])[order] for name in found[0]}
+
+    async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """Take one optimizer step. From then on only a checkpoint has the weights; see `SupervisedGroup.train`."""
+        self.has_moved = True
+        async with self._free:
+            return await super().train(parts, objective, step)

@@ -1,0 +1,198 @@
+"""The reward processes as the driver sees them: a pool whose workers score groups and process whole batches.
+
+A lost process is replaced (pool.py). An error of the reward function is not a lost process: rewards/scorer.py reports
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.rewards.output_lines import PrintedLines
+from grpo_dist.roles.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
+from grpo_dist.roles.reward import EPISODE_STEPS, Task
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import give
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.nodes import RestartBudget
+from grpo_dist.runtime.pool import Pool
+from grpo_dist.tracking.rollouts import is_recorded
+
+# Groups that come together are scored in one call, as many as take about this long, and at most so many: a Ray call
+# takes as long as a quick reward function needs for some groups.
+SCORED_AT_ONCE_S, SCORED_AT_ONCE = 0.05, 32
+
+
+@dataclass(eq=False)
+class _Unscored:
+    """A group that waits for its scores."""
+
+    group: DataProtoRef
+    task: Task
+    limit_s: float
+    scored: asyncio.Future[tuple[DataProtoRef, list[str]]]
+
+
+class RewardPool(Pool):
+    """The reward processes. Each has one call at a time: a queued one would use up its time limit while waiting.
+
+    Attributes:
+        printed: what custom code has printed, in these processes and in others of the run.
+
+    Args:
+        workers: the processes.
+        restarts: how many workers may be replaced.
+    """
+
+    def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
+        super().__init__(workers, restarts or RestartBudget())
+        self.printed = PrintedLines()
+        self._unscored: list[_Unscored] = []
+        self._seconds = math.inf  # that a group takes, lately
+
+    # --- scores ------------------------------------------------------------------------------------------------
+    async def score(self, group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+        """Score one group on a free process.
+
+        Args:
+            group: the group with its responses.
+            task: the arguments of the reward function besides the response.
+            limit_s: seconds after which the process counts as hung.
+
+        Returns:
+            (a handle to the group's scores, an error message for each response that could not be scored).
+
+        Raises:
+            GrpoDistError: an error that would occur in every process, or the restart budget is used up.
+        """
+        inputs = group.select(("responses", "response_mask", *EPISODE_STEPS.intersection(group.columns)))
+        loop = asyncio.get_running_loop()
+        if not self._unscored:
+            loop.call_soon(self._score_waiting)
+        self._unscored.append(_Unscored(inputs, task, limit_s, loop.create_future()))
+        return await self._unscored[-1].scored
+
+    def _score_waiting(self) -> None:
+        """Share the groups that have come in this turn of the loop among the processes."""
+        waiting = [each for each in self._unscored if not each.scored.cancelled()]
+        self._unscored = []
+        for validation in (False, True):  # the two have different columns
+            groups = [each for each in waiting if each.task.validation == validation]
+            share = math.ceil(len(groups) / len(self.workers))
+            size = max(min(share, int(SCORED_AT_ONCE_S / self._seconds), SCORED_AT_ONCE), 1)
+            for start in range(0, len(groups), size):
+                part = groups[start : start + size]
+                scoring = self.spawn(self._score_together(part))
+                for each in part:
+                    each.scored.add_done_callback(functools.partial(_unwanted, part, scoring))
+
+    async def _score_together(self, groups: Sequence[_Unscored]) -> None:
+        """Have one process score some groups."""
+        inputs = DataProtoRef.concat([each.group for each in groups])
+        tasks, sizes = [each.task for each in groups], [len(each.group) for each in groups]
+        limit_s = sum(each.limit_s for each in groups)
+
+        def send(rank: int) -> Call:
+            return self.workers.submit_for_data(rank, "score", "score", inputs, sizes, tasks, limit_s=limit_s)
+
+        def take_in(call: Call, answer: Any) -> list[tuple[DataProtoRef, list[str]]]:
+            found, printed, seconds = answer
+            self._seconds = max(seconds / len(groups), 1e-6)
+            self.printed.note("reward function", *printed)
+            rows = np.cumsum([0, *sizes])
+            return [(call.handle(label, row), failures) for (label, failures), row in zip(found, rows, strict=False)]
+
+        try:
+            found = await self.ask(send, take_in)
+        except GrpoDistError as error:
+            for each in groups:
+                give(each.scored, error)
+        else:
+            for each, one in zip(groups, found, strict=True):
+                give(each.scored, one)
+
+    # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------
+    async def compute_targets(
+        self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
+    ) -> tuple[DataProtoRef, dict[str, float]]:
+        """Advantages and the other inputs of the update, from the whole batch; and metrics."""
+        arguments = batch.select(("uid", *TARGET_COLUMNS, *settings.columns)), settings, kl_coef, seed
+
+        def send(rank: int) -> Call:
+            return self.workers.submit_for_data(rank, "targets", "compute_targets", *arguments)
+
+        def take_in(call: Call, answer: Any) -> tuple[DataProtoRef, dict[str, float]]:
+            label, metrics, printed = answer
+            self.printed.note("advantage or KL estimator", *printed)
+            return call.handle(label), metrics
+
+        return await self.ask_now(send, take_in)
+
+    async def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of the difference between rollout and training policy, and of the importance weights."""
+        inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
+        return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", inputs, correction)
+
+    async def read_samples(
+        self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The batch as text, one dict per row; meant for a few rows that are shown."""
+        return await self._ask_any("read_samples", "read_samples", batch.select(SAMPLE_COLUMNS), step, ground_truths)
+
+    def write_samples(
+        self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]
+    ) -> asyncio.Task[None]:
+        """Start writing the batch as text to `path`."""
+        arguments = batch.select(SAMPLE_COLUMNS), path, step, ground_truths
+        return self.spawn(self._ask_any("write_samples", "write_samples", *arguments))
+
+    def write_rollouts(
+        self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any], most_bytes: float
+    ) -> asyncio.Task[None]:
+        """Start writing a training batch to `path`, as text, and all of its recorded columns beside it."""
+        columns = batch.select(name for name in batch.columns if is_recorded(name))
+        arguments = columns, path, step, ground_truths, most_bytes
+        return self.spawn(self._ask_any("write_samples", "write_rollouts", *arguments))
+
+    def write_judged(
+        self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> asyncio.Task[None]:
+        """Start writing the batch as text with the labels of the reward function to `path`."""
+        arguments = batch.select(("uid", "responses", "rule_labels")), path, conversations
+        return self.spawn(self._ask_any("write_judged", "write_judged", *arguments))
+
+    def write_groups(self, groups: DataProtoRef, path: str) -> asyncio.Task[dict[str, FileDigest]]:
+        """Start writing scored groups into a checkpoint, as `path`.safetensors and `path`.json."""
+        return self.spawn(self._ask_any("save_checkpoint", "write_groups", groups, path))
+
+    async def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], ray.ObjectRef]:
+        """Read what `write_groups` wrote: (the columns named in `small`, a reference to all columns)."""
+
+        def send(rank: int) -> Call:
+            return self.workers.submit_for_data(rank, "load_checkpoint", "read_groups", path, list(small))
+
+        return await self.ask_now(send, lambda call, columns: (columns, call.data))
+
+    async def _ask_any(self, stage: str, method: str, *arguments: Any) -> Any:
+        def send(rank: int) -> Call:
+            return self.workers.submit(rank, stage, method, *arguments)
+
+        return await self.ask_now(send, lambda call, answer: answer)
+
+
+def _unwanted(groups: Sequence[_Unscored], scoring: asyncio.Task[None], *_: Any) -> None:
+    """Do not ask for scores that nobody waits for any more."""
+    if all(each.scored.cancelled() for each in groups):
+        scoring.cancel()

@@ -1,0 +1,96 @@
+"""The worker groups of a run, by role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.roles.gang import Gang
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.nodes import RestartBudget
+
+if TYPE_CHECKING:
+    from grpo_dist.roles.gang import ActorGroup, ReferenceGroup, TrainedGroup
+    from grpo_dist.roles.reward_model import RewardModelGroup
+    from grpo_dist.roles.reward_pool import RewardPool
+    from grpo_dist.roles.rollout_group import RolloutGroup
+
+
+@dataclass
+class Roles:
+    """The worker groups of a run.
+
+    Those that the training loop itself calls are here under their names, for the types.
+
+    Attributes:
+        groups: the groups by role, those that the run lacks left out; the keys are rows of `plan.roles`.
+        restarts: how many workers may be replaced.
+    """
+
+    groups: dict[str, Gang | RolloutGroup | RewardPool]
+    restarts: RestartBudget = field(default_factory=RestartBudget)
+
+    @property
+    def actor(self) -> ActorGroup:
+        """The policy that trains."""
+        return cast("ActorGroup", self.groups["actor"])
+
+    @property
+    def rollout(self) -> RolloutGroup:
+        """The rollout engines."""
+        return cast("RolloutGroup", self.groups["rollout"])
+
+    @property
+    def reward(self) -> RewardPool:
+        """The processes that score."""
+        return cast("RewardPool", self.groups["reward"])
+
+    @property
+    def ref(self) -> ReferenceGroup | None:
+        """The frozen reference; None if no KL term needs reference workers."""
+        return cast("ReferenceGroup | None", self.groups.get("ref"))
+
+    @property
+    def reward_model(self) -> RewardModelGroup | None:
+        """The model that scores; None if there is none."""
+        return cast("RewardModelGroup | None", self.groups.get("reward_model"))
+
+    @property
+    def critic(self) -> TrainedGroup | None:
+        """The model that foresees returns; None if there is none."""
+        return cast("TrainedGroup | None", self.groups.get("critic"))
+
+    @property
+    def workers(self) -> list[WorkerGroup]:
+        """The processes of all roles."""
+        return [group.workers for group in self.groups.values()]
+
+    @property
+    def gangs(self) -> dict[str, Gang]:
+        """The roles whose ranks hold one model."""
+        return {name: group for name, group in self.groups.items() if isinstance(group, Gang)}
+
+    def holders(self) -> dict[str, Gang]:
+        """Return the roles whose state only a checkpoint can restore, by name: those that train, a reference that has
+        moved, and a reward model that was retrained.
+        """
+        return {name: gang for name, gang in self.gangs.items() if gang.has_moved}
+
+    async def take_printed(self, config: RunConfig) -> list[str]:
+        """Return what custom code of the config has printed since the last call: a message for each kind that has."""
+        actor, agent = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.agent
+        if ":" in actor.policy_loss.loss_mode or ":" in actor.kl_loss_type:
+            await self._collect("policy loss or KL estimator", self.actor.workers, range(len(self.actor.workers)))
+        if not agent.is_single_turn:
+            workers = self.rollout.workers
+            ranks = [rank for rank in range(len(workers)) if not self.rollout.is_starting(rank)]
+            await self._collect("agent loop", workers, ranks)
+        return self.reward.printed.take()
+
+    async def _collect(self, kind: str, workers: WorkerGroup, ranks: Sequence[int]) -> None:
+        for found in await workers.outcomes([workers.submit(rank, "report", "take_printed") for rank in ranks]):
+            if not isinstance(found, GrpoDistError):  # a lost process is told by its other calls
+                self.reward.printed.note(kind, *found)

@@ -1,0 +1,87 @@
+"""The role that trains on rows with known answers: the worker of a rank, and the group of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+from grpo_dist.algorithms.settings import TrainingSettings
+from grpo_dist.engines.train.memory_errors import smaller_passes
+from grpo_dist.errors import TrainingDiverged
+from grpo_dist.protocol import DataProto, Metric, merge_metrics
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.policy import PolicyWorker, on_device
+from grpo_dist.runtime.batch_ref import DataProtoRef
+
+T = TypeVar("T")
+
+
+class SupervisedWorker(PolicyWorker):
+    """One rank of the model. Every method is collective over the ranks."""
+
+    pass_keys, length_key = "data.", "data.max_length"  # for messages: the size of its passes, the longest sequence
+
+    @on_device()
+    def train(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """Take one optimizer step.
+
+        Args:
+            rows: this rank's rows of the batch, with the columns that the objective reads.
+            objective: the loss.
+            step: training step, for messages.
+
+        Returns:
+            This rank's metrics.
+        """
+        return self._over(rows, objective, f"step {step}", self.engine.train_mini_batch).metrics
+
+    @on_device()
+    def evaluate(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """Return the metrics of this rank's rows after a step, without another one; see `train`."""
+        return self._over(rows, objective, f"validation after step {step}", self.engine.evaluate)
+
+    def _over(self, rows: DataProtoRef, objective: TrainingSettings, where: str, compute: Callable[..., T]) -> T:
+        """Return what the engine computes in passes over rows; `where` begins the message of a loss that diverged."""
+        size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
+        try:
+            with smaller_passes(self.pass_keys, size, tokens, lengths=self.length_key):
+                data = rows.fetch(rows.columns)
+                return compute(data, micro_batch_size=size, max_token_len=tokens, objective=objective)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"{where}: {error}") from None
+
+
+class SupervisedGroup(Gang):
+    """All ranks of the model.
+
+    Attributes:
+        train_stage: name of the time limit of an optimizer step.
+    """
+
+    train_stage: ClassVar[str] = "train"
+
+    async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """Take one optimizer step on a batch.
+
+        Args:
+            parts: the rows of each rank; rows that the objective compares are on the same one.
+            objective: the loss.
+            step: training step, for messages.
+
+        Returns:
+            The metrics, merged over ranks.
+        """
+        return await self._on_all("train", parts, objective, step, self.train_stage)
+
+    async def evaluate(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """The metrics of rows, merged over ranks, without a step. Takes the arguments of `train`."""
+        return await self._on_all("evaluate", parts, objective, step, "evaluate")
+
+    async def _on_all(
+        self, method: str, parts: Sequence[DataProto], objective: TrainingSettings, step: int, stage: str
+    ) -> dict[str, Metric]:
+        handles = [DataProtoRef.put(part, ()) if len(part) else DataProtoRef() for part in parts]
+        calls = [
+            self.workers.submit(rank, stage, method, handle, objective, step) for rank, handle in enumerate(handles)
+        ]
+        return merge_metrics(await self.workers.answers(calls))

@@ -1,0 +1,222 @@
+"""The composition root: starts the roles of a config, and makes their trainer.
+
+All that can be checked without Ray has been checked before (checks/). The roles start at the same time, except
+engines that share GPUs with other roles: these start first, because vLLM measures the free memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.checks.result import Ready
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.plan.commands import command_of
+from grpo_dist.plan.node_layout import slots
+from grpo_dist.plan.placement import Placement, placement
+from grpo_dist.plan.roles import models_of, roles_of
+from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.roles.gang import find_model
+from grpo_dist.roles.policy import PolicyWorker
+from grpo_dist.roles.roles import Roles
+from grpo_dist.runtime.cluster import is_own
+from grpo_dist.runtime.event_loop import blocking, run
+from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
+from grpo_dist.runtime.node_questions import check_shared
+from grpo_dist.runtime.nodes import Nodes, RestartBudget
+from grpo_dist.runtime.process import Address, shared_environment
+from grpo_dist.runtime.resources import nodes_of, release, reserve
+from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
+from grpo_dist.trainer.checkpoint.resume import Resumed, find_resumed, load_checkpoint
+from grpo_dist.trainer.loop import TrainingLoop
+from grpo_dist.trainer.loss_settings import objective_settings
+from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.record import open_record, say
+from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
+from grpo_dist.trainer.settings import engine_settings, reward_settings, time_limits
+
+# Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
+MAX_PROMPTS_IN_FLIGHT = 10_000
+
+
+def start_run(
+    config: JobConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready[Any]
+) -> TrainingLoop:
+    """Start the roles, resume from a checkpoint if there is one, and make the trainer.
+
+    Args:
+        config: the run's config.
+        run_dir: where its record is.
+        stack: ends the processes, and closes the record.
+        preemption: whether a signal has come to end the run.
+        ready: what it trains on, and for how many steps.
+    """
+    started = time.monotonic()
+    roles = spawn_roles(config, stack, again=ready.again)
+    counts = ", ".join(f"{len(group.present)} {group.role}" for group in roles.workers)
+    say(config, f"starting workers: {counts}")
+    resumed = find_resumed(config, ready.data.identity)
+    start_roles(config, roles, ready.steps)
+    finished = restore_roles(config, roles, resumed)  # before trackers drop the rows after the checkpoint
+    progress, trackers = open_record(config, run_dir, resumed, ready.steps, stack)
+    trainer: TrainingLoop = _load(command_of(config).trainer)(
+        config, roles, ready.data, ready.steps, trackers, progress, preemption
+    )
+    if resumed is not None:
+        trainer.restore(resumed, finished)
+    say(config, f"workers ready after {time.monotonic() - started:.1f} s")
+    return trainer
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+def spawn_roles(config: JobConfig, stack: ExitStack, *, again: bool = False) -> Roles:
+    """Reserve and start the processes of all roles; they import what they need while the driver looks for a checkpoint.
+
+    Args:
+        config: the run's config.
+        stack: ends the processes.
+        again: whether the run has had all processes before: then a machine may be lost, for which another one may come.
+
+    Raises:
+        ConfigError: the cluster does not have the resources, or its nodes do not share the run directory.
+    """
+    nodes, place = Nodes(config.trainer.node_wait_minutes, functools.partial(say, config), own=is_own()), slots(config)
+    reserved, bundles = run(nodes.reserve_again(place)) if again else reserve(place)
+    stack.callback(release, reserved)
+    required = {bundle.group for part in bundles.values() for bundle in part if bundle.required}
+    check_shared(config.trainer.record_dir.absolute(), nodes_of(required))
+    replaced = config.trainer.max_worker_restarts if isinstance(config, RunConfig) else 0
+    roles = Roles({}, RestartBudget(replaced, nodes))
+    stack.callback(end_roles, roles)
+    shared = shared_environment(os.environ)
+    for row in roles_of(config):
+        worker, size, is_rollout = _load(row.worker), len(bundles[row.name]), row.name == "rollout"
+        # only engines take many calls at a time, and read the number of threads from their environment
+        workers = WorkerGroup.spawn(
+            row.name,
+            worker,
+            bundles[row.name],
+            args=[(rank, size) if issubclass(worker, PolicyWorker) else () for rank in range(size)],
+            limits=time_limits(config),
+            env=DATA_STAYS_IN_STORE | (_thread_environment(placement(config)) if is_rollout else {}),
+            shared=shared,
+            max_concurrency=MAX_PROMPTS_IN_FLIGHT if is_rollout else 1,
+        )
+        # one that trains cannot replace its processes
+        roles.groups[row.name] = _load(row.group)(workers, *(() if row.trains else (roles.restarts,)))
+    return roles
+
+
+def end_roles(roles: Roles) -> None:
+    """Stop the engines politely, then end every process."""
+    if "rollout" in roles.groups:
+        workers = roles.rollout.workers
+        with contextlib.suppress(GrpoDistError):  # an engine that is dead or hangs is killed below
+            workers.gather(workers.submit_all("shutdown", "shutdown"), timeout_s=10)
+    roles.restarts.nodes.close()
+    for group in roles.workers:
+        group.kill()
+
+
+# --- models and engines --------------------------------------------------------------------------------------------
+@blocking
+async def start_roles(config: JobConfig, roles: Roles, num_steps: int) -> None:
+    """Load models and engines, and wait until every process is ready.
+
+    Args:
+        config: the run's config.
+        roles: whose processes have been spawned.
+        num_steps: training steps of the run.
+    """
+    place = placement(config)
+    if config.trainer.nnodes > 1:
+        await _find_models(config, roles)
+    gangs = functools.partial(_start_gangs, config, roles, num_steps)
+    if not isinstance(config, RunConfig):
+        await asyncio.gather(*gangs())
+        return
+    loop, count = (workers_agent(config), template_kwargs(config)), place.num_engines + place.extra_engines
+    engines = [engine_settings(config, place, index, *loop) for index in range(count)]
+    if place.shares_gpu and place.tensor_parallel > 1:
+        engines = on_gpus_of(engines, await roles.actor.workers.call_home())
+    starting = asyncio.ensure_future(roles.rollout.start(engines))
+    if place.shares_gpu:  # vLLM would count the memory of roles that load meanwhile as its own
+        await starting
+    reward = roles.reward.start([reward_settings(config)] * len(roles.reward.workers))
+    footprints, *_ = await asyncio.gather(starting, reward, *gangs())
+    roles.rollout.note_started(footprints)
+    if roles.ref is not None and config.has_teacher and objective_settings(config).exact_kl:
+        await roles.actor.take_reference_head(roles.ref)
+
+
+def _start_gangs(config: JobConfig, roles: Roles, num_steps: int) -> list[Coroutine[Any, Any, None]]:
+    """Return what loads each model that ranks hold together."""
+    starting = []
+    for row in roles_of(config):
+        if row.settings:
+            steps = (num_steps,) if row.trains else ()
+            starting.append(roles.gangs[row.name].start(_load(row.settings)(config, placement(config), *steps)))
+    return starting
+
+
+async def _find_models(config: JobConfig, roles: Roles) -> None:
+    """Find or download every model once per node."""
+    policy, *_ = models_of(config)
+    readers: dict[tuple[str, str], list[WorkerGroup]] = {}
+    for row in roles_of(config):
+        model = policy if row.model is None else row.model(config) or policy
+        readers.setdefault((model.path, model.key), []).append(roles.groups[row.name].workers)
+    for (path, key), groups in readers.items():
+        await find_model(groups, path, key)
+
+
+def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> list[EngineSettings]:
+    """The engines, each on the GPUs of as many actor ranks as it has processes: Ray gives it a share of the first."""
+    size = engines[0].rollout.tensor_model_parallel_size
+    gpus = [gpu for address in actor for gpu in address.gpus]
+    return [replace(each, gpus=tuple(gpus[i * size : (i + 1) * size])) for i, each in enumerate(engines)]
+
+
+def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> dict[str, Group]:
+    """Have started workers load the checkpoint from which the run resumes, if there is one.
+
+    Returns:
+        The finished groups of later steps, by uid; none if the config has changed.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    if resumed is None:
+        return {}
+    run(load_checkpoint(resumed, config, roles.gangs))
+    if not isinstance(config, RunConfig):
+        return {}
+    if roles.ref is not None and roles.ref.has_moved and objective_settings(config).exact_kl:
+        run(roles.actor.take_reference_head(roles.ref))
+    if resumed.changes:
+        return {}
+    return run(read_finished(resumed.folder.absolute(), resumed.state.finished, roles.reward))
+
+
+def _load(name: str) -> Any:
+    """Return the class or function that a row of a table names."""
+    return load_attribute(name, key="a row of plan/roles.py or plan/commands.py")
+
+
+def _thread_environment(place: Placement) -> dict[str, str]:
+    """Return what must be set before an engine's process starts. vLLM's kernels ask OpenMP, and Ray itself sets
+    OMP_NUM_THREADS=1 for workers of up to one CPU.
+    """
+    threads = place.num_threads.get("rollout", 1)
+    return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}

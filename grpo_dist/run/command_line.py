@@ -1,0 +1,112 @@
+"""What the commands have in common: the config is checked, the plan is shown, the job is run, and errors are reported.
+
+Exit codes: 0 success; 1 the run failed; 2 an error in the config, a file or a model; 3 Ray itself was lost; 130 and 143
+interrupted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.documented import usage
+from grpo_dist.config.load import load_command
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
+from grpo_dist.plan.plan import format_plan, format_summary
+from grpo_dist.redact import redact_text, without_environment
+from grpo_dist.terminal import show
+
+QUIET = "--quiet"
+"""Short for `trainer.console=false`."""
+
+
+def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
+    """Run a command with these overrides, or those of the command line; returns the exit code."""
+    overrides = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(overrides):
+        show(usage(command) + "\n")
+        return 0
+    if QUIET in overrides:
+        overrides = [*(each for each in overrides if each != QUIET), "trainer.console=false"]
+    try:
+        config, notes = load_command(overrides, command)
+        if config.trainer.dry_run:
+            dry_run(config, notes)
+            return 0
+        if config.trainer.console:
+            show(format_summary(config, notes) + "\n")
+        from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
+
+        def on_forced_end(error: RayLost | Interrupted) -> None:
+            _report(error)
+            if isinstance(error, RayLost) or error.checkpoint is not None:
+                _tell_how_to_go_on(command, overrides, error.checkpoint, config)
+
+        run(config, on_forced_end=on_forced_end)
+    except Interrupted as interrupt:
+        on_forced_end(interrupt)
+        return interrupt.exit_code
+    except GrpoDistError as error:
+        _report(error)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the run listens to signals
+        _report(Interrupted())
+        return Interrupted.exit_code
+    return 0
+
+
+def dry_run(config: JobConfig, notes: list[str]) -> None:
+    """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
+
+    Args:
+        config: of the run.
+        notes: on the config.
+
+    Raises:
+        ConfigError: everything that is wrong.
+        DataError: a model cannot be built of its files.
+    """
+    show(format_plan(config, notes) + "\n")
+    if config.trainer.dry_run != "config":
+        _check(config)
+
+
+def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Path | None, config: JobConfig) -> None:
+    """Print the command line that resumes from a checkpoint: the same one, without where that run was to start from."""
+    start = ("trainer.resume_mode=disable", "trainer.resume_mode=resume_path", "trainer.resume_from_path=")
+    run_dir = Path(config.trainer.default_local_dir).absolute()
+    of_this_run = checkpoint is not None and checkpoint.parent.absolute() == run_dir
+    kept = [each for each in overrides if not (of_this_run and each.startswith(start))]
+    text = redact_text(shlex.join(["grpo-dist", command.name, *kept]))
+    where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
+    show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)
+
+
+def _check(config: JobConfig) -> None:
+    """Run all checks that a run makes before it starts Ray, and those that its ranks make before they read weights."""
+
+    def tell(line: str) -> None:
+        show(f"  {line}\n")
+
+    show("\nchecked on this machine\n")
+    from grpo_dist.assets import is_on_the_hub
+    from grpo_dist.checks.all_checks import check_all
+    from grpo_dist.checks.models import build_models, checked_models
+
+    check_all(config, tell, dry_run=True)
+    here = [
+        row for row in checked_models(config) if not is_on_the_hub(row.settings.path)
+    ]  # a run downloads the weights
+    build_models(here, config.device, tell)
+
+
+def _report(error: GrpoDistError | Interrupted) -> None:
+    """Print what ended the run and where, with the traceback of a worker's exception."""
+    kind = "" if isinstance(error, Interrupted) else "error: "
+    text = "\n".join([f"{kind}{error}", *(f"  {note}" for note in getattr(error, "__notes__", []))])
+    show(f"\n{redact_text(text)}\n", sys.stderr)
+    if isinstance(error, WorkerError) and error.remote_traceback:
+        show(f"\n{without_environment(error.remote_traceback.strip())}\n", sys.stderr)

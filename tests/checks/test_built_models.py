@@ -1,0 +1,104 @@
+"""A dry run builds the models as the ranks of a run do, and refuses what they would refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.main import main, sft
+from tests.messages import says
+from tests.models import another_builtin_model
+
+MODEL = "actor_rollout_ref.model"
+COUNT = 476_224  # parameters of the built-in model
+FACTORS = 3 * 4 * (128 + 128)  # of rank 4, of a projection from 128 to 128, in three layers
+Command = Callable[..., str]
+ROWS = ("data.train_max_samples=64", "data.val_files=null", "trainer.total_training_steps=1", "trainer.test_freq=-1")
+
+
+@pytest.fixture
+def dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.chdir(tmp_path)
+
+    def command(*overrides: str, code: int = 0, main: Callable[[list[str]], int] = main) -> str:
+        assert main([*overrides, "trainer.dry_run=true"]) == code
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err
+        return shown.err if code else shown.out
+
+    return command
+
+
+def test_every_model_of_a_run_is_built(dry_run: Command, tmp_path: Path) -> None:
+    said = dry_run()
+    says(said, f"{MODEL}.path", f"{COUNT:,}")
+    assert "critic.model.path" not in said
+    says(
+        dry_run("recipe=ppo", "algorithm.adv_estimator=gae"),
+        f"{MODEL}.path",
+        "critic.model.path: built",
+        f"{COUNT + 128:,}",
+    )
+    teacher = another_builtin_model(tmp_path / "teacher")
+    says(
+        dry_run("recipe=distill", f"actor_rollout_ref.ref.model.path={teacher}"),
+        "actor_rollout_ref.ref.model.path: built",
+    )
+
+
+def test_factors_of_lora_are_counted(dry_run: Command) -> None:
+    lora = (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[q_proj]")
+    says(dry_run(*lora), f"{COUNT + FACTORS:,}", f"{FACTORS:,} of them")
+    says(dry_run(*ROWS, "model.lora_rank=4", "model.target_modules=[q_proj]", main=sft), f"{FACTORS:,} of them")
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "setting"),
+    [
+        (main, ["actor_rollout_ref.model.lora_rank=4"], "actor_rollout_ref.model.target_modules"),
+        (sft, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
+    ],
+    ids=["main", "sft"],
+)
+def test_layers_that_the_model_has_not_are_refused(
+    dry_run: Command, command: Callable[[list[str]], int], overrides: list[str], setting: str
+) -> None:
+    told = dry_run(*overrides, f"{setting}=[query]", code=2, main=command)
+    says(told, setting, "query", "all-linear")
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "setting"),
+    [
+        (main, ["actor_rollout_ref.model.lora_rank=4"], "actor_rollout_ref.model.target_modules"),
+        (sft, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
+    ],
+    ids=["main", "sft"],
+)
+def test_factors_that_do_not_fit_the_layers_are_refused_before_ray_starts(
+    command: Callable[[list[str]], int],
+    overrides: list[str],
+    setting: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without a dry run too; here those of an output layer that is tied to the embedding."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("grpo_dist.run.run.connect", lambda *arguments: pytest.fail("Ray starts"))
+    assert command([*overrides, f"{setting}=[q_proj,lm_head]"]) == 2
+    says(capsys.readouterr().err, setting, "lm_head", "model.embed_tokens", "tie_word_embeddings")
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_another_model_are_refused(dry_run: Command, tmp_path: Path) -> None:
+    """Their names fit, and one shape does not."""
+    folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
+    says(dry_run(f"{MODEL}.path={folder}", code=2), f"{MODEL}.path={folder}", "(512, 128)")

@@ -1,0 +1,234 @@
+"""The checks that the commands share: errors become one, and a checkpoint must fit the config."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
+from grpo_dist.assets.model_folder import FILE, read_usage
+from grpo_dist.checks.earlier_runs import check_resume, is_finished, nothing_to_train
+from grpo_dist.checks.result import Checks
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.load import load_command
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import CheckpointError, ConfigError, DataError
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
+from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST
+from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest, write_manifest
+from grpo_dist.trainer.record import EXPORTED
+from tests.messages import refuses, says
+from tests.trainer.checkpoints import finished_run, names, save, unverified
+
+COMMANDS = pytest.mark.parametrize("command", [GRPO, REWARD_MODEL], ids=lambda command: command.name)
+
+
+def load(command: AnyCommand, tmp_path: Path, *overrides: str) -> JobConfig:
+    return load_command([f"trainer.default_local_dir={tmp_path}/run", *overrides], command)[0]
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+def test_nothing_wrong_raises_nothing() -> None:
+    checks = Checks()
+    with checks:
+        pass
+    checks.end()
+
+
+def test_one_error_is_told_as_it_is_and_ends_with_exit_code_2() -> None:
+    checks = Checks()
+    with checks:
+        raise DataError("rows.jsonl: line 3")
+    with refuses(ConfigError, "rows.jsonl: line 3") as caught:
+        checks.end()
+    assert str(caught.value) == "rows.jsonl: line 3"
+    assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+
+
+def test_all_errors_are_told_at_once_in_their_order() -> None:
+    checks = Checks()
+    for text in ("a=1", "b=2"):
+        with checks:
+            raise DataError(text)
+    with refuses(ConfigError, "2 problems", "a=1", "b=2") as caught:
+        checks.end()
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == ["a=1", "b=2"]
+
+
+def test_a_bug_is_not_collected() -> None:
+    checks = Checks()
+    with pytest.raises(ZeroDivisionError), checks:
+        raise ZeroDivisionError
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+@COMMANDS
+def test_without_a_checkpoint_a_run_begins_anew(command: AnyCommand, tmp_path: Path) -> None:
+    for verify in (True, False):
+        assert check_resume(load(command, tmp_path), {}, 9, verify=verify) == ""
+
+
+@COMMANDS
+def test_a_checkpoint_of_another_config_is_refused_unless_the_run_begins_anew(
+    command: AnyCommand, tmp_path: Path
+) -> None:
+    folder = unverified(load(command, tmp_path))
+    with refuses(CheckpointError, "trainer.seed: 1 -> 7", "trainer.resume_mode=disable"):
+        check_resume(load(command, tmp_path, "trainer.seed=7"), {}, 9, verify=False)
+    anew = load(command, tmp_path, "trainer.seed=7", "trainer.resume_mode=disable")
+    assert check_resume(anew, {}, 9, verify=True) == ""
+    says(check_resume(load(command, tmp_path), {}, 9, verify=False), str(folder.absolute()))
+
+
+@COMMANDS
+@pytest.mark.parametrize("text", [None, "trainer: [", "3"])
+def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(
+    command: AnyCommand, tmp_path: Path, text: str | None
+) -> None:
+    """It goes on from the one before, which it finds when it looks at the files."""
+    file = unverified(load(command, tmp_path, "trainer.seed=7")) / CONFIG  # this one would be refused
+    file.unlink() if text is None else file.write_text(text)
+    assert check_resume(load(command, tmp_path), {}, 9, verify=False) == ""
+
+
+@COMMANDS
+def test_the_files_are_verified_where_that_is_asked_for(command: AnyCommand, tmp_path: Path) -> None:
+    config = load(command, tmp_path)
+    unverified(config)
+    with refuses(CheckpointError, f"{tmp_path}/run", "intact checkpoint"):
+        check_resume(config, {}, 9, verify=True)
+
+
+def test_the_named_checkpoint_is_the_one_that_is_checked(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    named = save(elsewhere, 3)
+    assert "global_step_3" in names(elsewhere)
+    config = load(
+        REWARD_MODEL, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}", "trainer.seed=7"
+    )
+    for verify in (True, False):
+        with refuses(CheckpointError, str(named), "trainer.seed: 1 -> 7"):
+            check_resume(config, {}, 9, verify=verify)
+
+
+# --- runs that are finished ----------------------------------------------------------------------------------------
+LAST = 3
+OTHER_RATE = {GRPO.name: "actor_rollout_ref.actor.optim.lr=0.5", REWARD_MODEL.name: "optim.lr=0.5"}
+
+
+def finished(command: AnyCommand, tmp_path: Path) -> JobConfig:
+    config = load(command, tmp_path)
+    finished_run(config, LAST)
+    return config
+
+
+@COMMANDS
+def test_a_finished_run_says_where_its_model_is_and_how_to_train_longer(command: AnyCommand, tmp_path: Path) -> None:
+    config, run_dir = finished(command, tmp_path), tmp_path / "run"
+    assert is_finished(config, LAST)
+    told = check_resume(config, {}, LAST, verify=False)
+    says(told, "step 3 of 3", run_dir / "global_step_3", run_dir / EXPORTED)
+    for length, key in (("3", "trainer.total_training_steps"), ("null", "trainer.total_epochs")):
+        says(nothing_to_train(load(command, tmp_path, f"trainer.total_training_steps={length}"), 3), key)
+    assert not is_finished(config, LAST + 1), "more steps are more to do"
+
+
+def test_a_run_that_was_stopped_before_its_model_was_written_is_not_finished(tmp_path: Path) -> None:
+    """Nor one whose model was wanted in another dtype, or says nothing of itself, as those of older versions."""
+    config, run_dir = finished(GRPO, tmp_path), tmp_path / "run"
+    assert not is_finished(load(GRPO, tmp_path, "trainer.export_dtype=bf16"), LAST)
+    usage = run_dir / EXPORTED / FILE
+    for text in ('{"step": 3}', "{", None):
+        usage.unlink() if text is None else usage.write_text(text)
+        assert not is_finished(config, LAST)
+    shutil.rmtree(run_dir / EXPORTED)
+    assert not is_finished(config, LAST)
+    without = load(GRPO, tmp_path, "trainer.export_hf_model=false")
+    assert is_finished(without, LAST)
+    assert EXPORTED not in nothing_to_train(without, LAST)
+
+
+@COMMANDS
+def test_the_model_must_be_of_the_checkpoint_whatever_the_clock_says(command: AnyCommand, tmp_path: Path) -> None:
+    """One of another step, or of the same step of a run before, is not, also where its files are newer; and a copy of
+    all files is finished, in whatever order they were copied.
+    """
+    config, run_dir = finished(command, tmp_path), tmp_path / "run"
+    model, ahead = run_dir / EXPORTED, time.time() + 3600
+    before = read_usage(model)
+    for step in (2, 3):
+        folder = unverified(config, step) if step == 2 else run_dir / "global_step_3"
+        (folder / MANIFEST).unlink(missing_ok=True)
+        write_manifest(folder, step, {})  # the same files, written at another time
+        (run_dir / LATEST).write_text(str(step))
+        os.utime(model / "config.json", (ahead, ahead))
+        assert not is_finished(config, step)
+        replace(before, checkpoint=checkpoint_digest(folder)).write(model)
+        assert is_finished(config, step)
+    copy = tmp_path / "copy"
+    for path in sorted(run_dir.rglob("*")):
+        if path.is_file():
+            (copy / path.relative_to(run_dir)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path.relative_to(run_dir)).write_bytes(path.read_bytes())
+    (copy / LATEST).write_text("3")
+    assert is_finished(load(command, tmp_path, f"trainer.default_local_dir={copy}"), LAST)
+
+
+@pytest.mark.parametrize(("command", "section"), [(GRPO, "actor_rollout_ref.model"), (SFT, "model")])
+def test_with_lora_the_adapter_belongs_to_it(command: AnyCommand, section: str, tmp_path: Path) -> None:
+    config = load(command, tmp_path, f"{section}.lora_rank=4", f"{section}.lora_alpha=8")
+    finished_run(config, LAST)
+    run_dir = tmp_path / "run"
+    assert not is_finished(config, LAST), "there is no adapter"
+    (run_dir / ADAPTER_FOLDER).mkdir()
+    assert not is_finished(config, LAST), "it may be of a run before"
+    read_usage(run_dir / EXPORTED).write(run_dir / ADAPTER_FOLDER)
+    assert is_finished(config, LAST)
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.val_only=true", "trainer.resume_mode=disable", "trainer.resume_mode=resume_path"]
+)
+def test_what_is_asked_for_beside_training_is_done(tmp_path: Path, override: str) -> None:
+    finished(GRPO, tmp_path)
+    path = [f"trainer.resume_from_path={tmp_path}"] if override.endswith("resume_path") else []
+    assert not is_finished(load(GRPO, tmp_path, override, *path), LAST)
+
+
+@COMMANDS
+def test_another_experiment_does_not_pass_for_the_finished_run(command: AnyCommand, tmp_path: Path) -> None:
+    """Neither by accident nor on demand: no step is left for it."""
+    finished(command, tmp_path)
+    key, _, value = OTHER_RATE[command.name].partition("=")
+    with refuses(CheckpointError, key, value, "trainer.resume_mode=force"):
+        check_resume(load(command, tmp_path, OTHER_RATE[command.name]), {}, LAST, verify=False)
+    forced = load(command, tmp_path, OTHER_RATE[command.name], "trainer.resume_mode=force")
+    with refuses(ConfigError, "trainer.resume_mode=force", key, "step 3 of 3", "trainer.total_training_steps"):
+        check_resume(forced, {}, LAST, verify=False)
+    says(check_resume(forced, {}, LAST + 1, verify=False), "global_step_3")
+    same = load(command, tmp_path, "trainer.resume_mode=force")
+    says(check_resume(same, {}, LAST, verify=False), "step 3 of 3")
+
+
+@COMMANDS
+def test_the_model_of_another_experiment_without_a_checkpoint_is_not_replaced_by_accident(
+    command: AnyCommand, tmp_path: Path
+) -> None:
+    other = OTHER_RATE[command.name]
+    key, _, value = other.partition("=")
+    finished(command, tmp_path)
+    shutil.rmtree(tmp_path / "run/global_step_3")
+    (tmp_path / "run" / LATEST).unlink()
+    for verify in (True, False):
+        with refuses(ConfigError, f"{tmp_path}/run/huggingface", key, value, "trainer.resume_mode=disable"):
+            check_resume(load(command, tmp_path, other), {}, LAST, verify=verify)
+        assert check_resume(load(command, tmp_path), {}, LAST, verify=verify) == "", "the same one begins anew"
+        asked = load(command, tmp_path, other, "trainer.resume_mode=disable")
+        assert check_resume(asked, {}, LAST, verify=verify) == ""
+    (tmp_path / "run" / CONFIG).unlink()
+    assert check_resume(load(command, tmp_path, other), {}, LAST, verify=False) == "", "of whatever it was"

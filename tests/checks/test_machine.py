@@ -1,0 +1,97 @@
+"""CPUs, GPUs and memory of this machine, against what a run here would need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_dist.checks.machine import check_machine, gpu_memory_gib, memory_gib
+from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.node_layout import slots
+from grpo_dist.runtime import cluster
+from grpo_dist.sizes import GIB
+from tests.messages import refuses, says
+from tests.roles.services import Service
+
+GPU4 = ("cluster=node8", "trainer.n_gpus_per_node=4")
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "running_cluster", lambda: None)
+
+
+def check(*overrides: str):
+    config, _ = load_config(list(overrides))
+    return check_machine(config, slots(config))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *gib: float) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = [SimpleNamespace(total_memory=int(size * GIB)) for size in gib]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found[number])
+
+
+def test_a_machine_without_gpus_gives_its_own_memory() -> None:
+    assert check().host_gib == memory_gib()
+    assert check().gpu_gib is None
+    assert 0 < memory_gib() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+
+
+def test_the_smallest_gpu_counts_and_the_key_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    gpus(monkeypatch, 80, 40, 80, 80)
+    assert gpu_memory_gib() == [80, 40, 80, 80]
+    assert check(*GPU4).gpu_gib == 40
+    assert check(*GPU4).host_gib == memory_gib()
+    assert check(*GPU4, "cluster.gpu_memory_gib=24").gpu_gib == 24
+
+
+def test_fewer_gpus_than_the_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    gpus(monkeypatch, 80, 80, 80)
+    with pytest.raises(ConfigError) as caught:
+        check(*GPU4)
+    told = str(caught.value)
+    says(told, "trainer.nnodes=1", "trainer.n_gpus_per_node=4", "3 GPUs", "trainer.dry_run=config")
+
+
+def test_gpus_asked_of_the_build_for_cpu() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(*GPU4)
+    told = str(caught.value)
+    says(told, "trainer.n_gpus_per_node=4", "torch", "make setup DEVICE=gpu", "trainer.dry_run=config")
+
+
+def test_fewer_cpus_than_ray_would_reserve() -> None:
+    """Two actor ranks, an engine, a reference and the reward process with 10 each."""
+    config, _ = load_config([])
+    count = 4 + config.reward.num_workers
+    with pytest.raises(ConfigError) as caught:
+        check("cluster.num_cpus_per_worker=10", "ray_kwargs.ray_init.num_cpus=12")
+    told = str(caught.value)
+    says(told, "cluster.num_cpus_per_worker=10", 10 * count, "ray_kwargs.ray_init.num_cpus=12")
+    check(
+        "cluster.num_cpus_per_worker=10",
+        f"ray_kwargs.ray_init.num_cpus={10 * count}",
+        "cluster.max_rollout_world_size=9",
+    )
+
+
+def test_a_cluster_that_does_not_answer_and_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that answers nothing more is known: neither its CPUs nor its GPUs are those of this machine."""
+    with contextlib.closing(Service()) as service:
+        address = f"127.0.0.1:{service.place[1]}"
+        there = (f"ray_kwargs.ray_init.address={address}", "cluster=node8")
+        assert check(*there).gpu_gib is None
+        assert check(*there, "cluster.gpu_memory_gib=80").gpu_gib == 80
+    with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "Ray cluster"):
+        check(*there)

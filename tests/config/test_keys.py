@@ -1,0 +1,187 @@
+"""verl's scripts run with the module name changed: keys of ours, renamed ones, ones without effect, refused ones."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config.keys import FOREIGN_KEYS, RENAMED, foreign_key, is_free_form, leaf_keys, section_keys
+from grpo_dist.config.load import load_command
+from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import REWARD_MODEL, SFT, load_config
+from tests.messages import refuses, says
+
+# Keys of 75 GRPO-like example scripts of verl 0.9.1, with how many scripts use each, most used first.
+KEYS = [line.split("\t") for line in (Path(__file__).parents[1] / "golden/verl_grpo_keys.tsv").read_text().splitlines()]
+USES = {key: int(count) for key, count, _ in KEYS[1:]}
+
+
+def is_known(key: str) -> bool:
+    return key in leaf_keys() or key in section_keys() or is_free_form(key)
+
+
+def notes(*overrides: str) -> list[str]:
+    return load_config([*overrides, "trainer.dry_run=config"])[1]
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(overrides))
+    return str(caught.value)
+
+
+def test_every_key_of_verls_scripts_has_an_answer() -> None:
+    assert [key for key in USES if not (is_known(key) or key in RENAMED or foreign_key(key))] == []
+
+
+def test_the_37_most_used_keys_have_an_effect() -> None:
+    assert all(is_known(key) for key in list(USES)[:37])
+
+
+def test_no_key_is_both_ours_and_foreign() -> None:
+    assert not set(leaf_keys()) & {*FOREIGN_KEYS, *RENAMED}
+    assert all(is_known(key) for key in RENAMED.values())
+
+
+def test_a_renamed_key_takes_effect() -> None:
+    key = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    config, said = load_config([f"+{key}.enable=true", f"+{key}.len=16", f"+{key}.penalty_factor=0.5"])
+    buffer = config.reward.overlong_buffer
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 16, 0.5)
+    says(said, f"{key}.len", "reward.overlong_buffer.len")
+
+
+def test_verls_steps_to_profile_are_ours() -> None:
+    config, said = load_config(["+global_profiler.steps=[2,5]", "+global_profiler.tool=nsys"])
+    assert config.trainer.profile_steps == (2, 5)
+    says(said, "global_profiler.tool", "trainer.profile_steps")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.max_critic_ckpt_to_keep=2",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "reward_model.ulysses_sequence_parallel_size=1",
+        "+actor_rollout_ref.actor.profiler.enable=true",
+        "critic.model.tokenizer_path=some/policy",
+        "critic.model.lora_rank=0",
+        "+critic.model.fsdp_config.wrap_policy.min_num_params=0",
+        "reward_model.model.use_remove_padding=True",
+        "trainer.default_hdfs_dir=null",
+        "trainer.default_hdfs_dir=None",
+        "reward_model.reward_manager=dapo",
+        "trainer.save_on_sigterm=true",
+    ],
+)
+def test_keys_without_a_meaning_are_said_once(override: str) -> None:
+    said = [note for note in notes(override) if note.startswith("no effect here: ")]
+    assert len(said) == 1
+    assert override.lstrip("+") in said[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "strategy=fsdp2"),
+        ("actor_rollout_ref.actor.strategy=megatron", "fsdp or fsdp2"),
+        ("actor_rollout_ref.rollout.name=sglang", "vllm"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "object_store, broadcast, ipc"),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "engine_kwargs.vllm"),
+        ("data.image_key=images", "text"),
+        ("reward_model.ulysses_sequence_parallel_size=4", "1"),
+        ("reward_model.rollout.name=vllm", "http_reward"),
+        ("critic.strategy=megatron", "fsdp or fsdp2"),
+        ("critic.model.lora_rank=8", "0"),
+        ("critic.megatron.x=1", "critic.strategy=fsdp2"),
+        ("distillation.distillation_loss.loss_mode=k1", "actor_rollout_ref.ref.model.path"),
+        ("reward_model.enable_resource_pool=true", "cluster.reward_model_world_size"),
+        ("reward_model.reward_manager=mine", "naive or dapo or prime or batch"),
+        ("trainer.save_on_sigterm=false", "true"),
+        ("async_training.staleness_threshold=0.5", "trainer.max_staleness"),
+        ("algorithm.rollout_is_threshold=2", "algorithm.rollout_correction.rollout_is_threshold"),
+        ("data.custom_cls.path=mine.py", "verl's schema"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=true", "rollout.agent.default_agent_loop"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "rollout.agent.agent_kwargs.tools"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml", "default_agent_loop"),
+        ("--config-name=ppo_megatron_trainer.yaml", "out"),
+    ],
+)
+def test_what_is_not_here_is_refused_by_name(override: str, advice: str) -> None:
+    message = refused(override)
+    says(message, override, advice)
+
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model"))
+LOGGER = "trainer.logger=[console,wandb]"
+# What people write who come from TRL, OpenRLHF or elsewhere -> what the message tells them to write.
+TYPED = {
+    "reward_funcs=[mine]": "custom_reward_function.path=reward.py",
+    "reward_weights=[1,2]": "grpo_dist.rewards.weighted",
+    "batch_size=64": "data.train_batch_size",
+    "run_name=first": "trainer.experiment_name",
+    "lora=true": f"{MODEL}.lora_rank=32",
+    "peft_config=lora.json": f"{MODEL}.lora_rank=32",
+    "group_size=16": f"{ROLLOUT}.n",
+    "num_generations=16": f"{ROLLOUT}.n",
+    "n_samples_per_prompt=16": f"{ROLLOUT}.n",
+    "wandb=true": LOGGER,
+    "report_to=wandb": LOGGER,
+    "dataset=rows.jsonl": "data.train_files=rows.jsonl",
+    "train_dataset=rows.jsonl": "data.train_files=rows.jsonl",
+    "eval_dataset=rows.jsonl": "data.val_files=rows.jsonl",
+    "prompt_data=rows.jsonl": "data.train_files=rows.jsonl",
+    "bf16=true": f"{ACTOR}.fsdp_config.dtype=bf16",
+    "learning_rate=1e-6": f"{ACTOR}.optim.lr",
+    "actor_learning_rate=1e-6": f"{ACTOR}.optim.lr",
+    "beta=0.04": f"{ACTOR}.kl_loss_coef",
+    "epsilon=0.2": f"{ACTOR}.clip_ratio",
+    "eps_clip=0.2": f"{ACTOR}.clip_ratio",
+    "max_completion_length=256": "data.max_response_length",
+    "generate_max_len=256": "data.max_response_length",
+    "max_prompt_length=256": "data.max_prompt_length",
+    "pretrain=Qwen/Qwen3-0.6B": f"{MODEL}.path",
+    "model_name_or_path=Qwen/Qwen3-0.6B": f"{MODEL}.path",
+    "per_device_train_batch_size=4": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "micro_train_batch_size=4": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps=4": f"{ACTOR}.ppo_mini_batch_size",
+    "gradient_checkpointing=true": f"{MODEL}.enable_gradient_checkpointing",
+    "num_train_epochs=3": "trainer.total_epochs",
+    "num_episodes=3": "trainer.total_epochs",
+    "max_steps=100": "trainer.total_training_steps",
+    "output_dir=out": "trainer.default_local_dir",
+    "save_steps=10": "trainer.save_freq",
+    "logging_steps=1": "out",
+    "use_vllm=true": "vLLM",
+    "advantage_estimator=rloo": "algorithm.adv_estimator",
+    "remote_rm_url=http://here": "grpo_dist.rewards.http_reward",
+    "vllm_num_engines=2": "cluster.rollout_world_size",
+    "init_kl_coef=0.01": "algorithm.kl_ctrl.kl_coef",
+    "zero_stage=3": "FSDP2",
+    "trainer.project=mine": "trainer.project_name",
+    "actor.lr=1e-6": f"{ACTOR}.optim.lr",
+    "rollout.tp=2": f"{ROLLOUT}.tensor_model_parallel_size",
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_names_of_other_libraries_are_answered_with_what_to_write(typed: str) -> None:
+    message = refused(typed)
+    says(message, typed.partition("=")[0], TYPED[typed])
+    assert ("did you mean" in message) == (not message.endswith("leave it out"))
+    if TYPED[typed] in leaf_keys():
+        assert f"did you mean {TYPED[typed]}?" in message
+
+
+def test_a_command_is_told_of_its_own_keys() -> None:
+    for command, path in ((SFT, "model.path"), (REWARD_MODEL, "model.path")):
+        with refuses(ConfigError, "pretrain", path, "bf16", "engine.dtype=bf16"):
+            load_command(["pretrain=x", "bf16=true"], command)
+    with refuses(ConfigError, "lora", "model.lora_rank=32"):
+        load_command(["lora=true"], SFT)
+
+
+def test_the_longest_section_answers() -> None:
+    assert foreign_key("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype") is not None
+    assert foreign_key("critic.checkpoint.save_contents") is FOREIGN_KEYS["critic.checkpoint.*"]
+    assert foreign_key("critic.megatron.x") is FOREIGN_KEYS["critic.megatron.*"]
+    assert foreign_key("data.train_batch_size") is None

@@ -1,0 +1,282 @@
+"""Engines without a model, for tests of what surrounds them: they answer at once, slowly or not at all, as told.
+
+Their values are well formed and easy to foresee. The whole job runs without vLLM with
+`actor_rollout_ref.rollout.name=tests/engines/fakes.py:FakeRolloutEngine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.algorithms.settings import ObjectiveSettings, TrainingSettings
+from grpo_dist.assets.model_folder import Usage
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.base import EngineLoad, MiniBatchResult, Response
+from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, SamplingSettings
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file
+from grpo_dist.engines.weights.buckets import Bucket, check_buckets
+from grpo_dist.errors import CheckpointError
+from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum
+
+TOKEN = 5  # of every response
+LOG_PROB = -1.25
+
+
+class FakeWeights:
+    """Weights that are a version number.
+
+    Attributes:
+        version: of those in force.
+        failure: raised by the next load or receipt; None: they succeed.
+    """
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.failure: Exception | None = None
+
+    async def pause(self) -> None:
+        """Nothing waits: responses have the version at their end."""
+
+    async def sleep(self) -> None:
+        """There is no memory to release."""
+
+    async def load(self, buckets: Sequence[Bucket], version: int) -> None:
+        """Check the buckets, if there are any, and take their version."""
+        if buckets:
+            check_buckets(buckets)
+        await self.receive(version)
+
+    async def join(self, address: GroupAddress, first_rank: int) -> None:
+        """There is no group."""
+
+    async def receive(self, version: int) -> None:
+        """Take the version."""
+        if self.failure is not None:
+            raise self.failure
+        self.version = version
+
+
+class FakeRolloutEngine:
+    """Answers every prompt with `length` tokens; response i of a group is longer by i * `growth`.
+
+    Attributes:
+        length: tokens of the first response.
+        growth: tokens by which the next one is longer; none is longer than `sampling.max_tokens`.
+        seconds: that a group takes.
+        held: names of requests that take until `release`.
+        failure: raised by `generate`; None: it succeeds.
+        running: requests that wait, by name; the result says whether they are answered.
+    """
+
+    def __init__(self, settings: EngineSettings | None = None, *, length: int = 8, growth: int = 1) -> None:
+        self.settings: Any = settings
+        self.load, self.weights = EngineLoad(), FakeWeights()
+        self.length, self.growth, self.seconds = length, growth, 0.0
+        self.held: set[str | None] = set()
+        self.failure: Exception | None = None
+        self.running: dict[str | None, asyncio.Future[bool]] = {}
+
+    async def start(self) -> None:
+        """There is nothing to load."""
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+    ) -> list[Response] | None:
+        """`sampling.n` responses of the token `TOKEN`; None if the request was aborted."""
+        if self.failure is not None:
+            raise self.failure
+        if (self.seconds or request_id in self.held) and not await self._answered(request_id):
+            return None
+        lengths = [min(self.length + i * self.growth, sampling.max_tokens) for i in range(sampling.n)]
+        version = self.weights.version
+        return [Response([TOKEN] * k, [LOG_PROB] * k, k == sampling.max_tokens, [version] * k) for k in lengths]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request that waits."""
+        if request_id in self.running:
+            self._end(request_id, answered=False)
+
+    def release(self) -> None:
+        """Answer all requests that wait."""
+        for request_id in self.running:
+            self._end(request_id, answered=True)
+
+    def shutdown(self) -> None:
+        """There is nothing to stop."""
+
+    async def _answered(self, request_id: str | None) -> bool:
+        """Wait until a request is over; whether it was not aborted."""
+        loop = asyncio.get_running_loop()
+        self.running[request_id] = loop.create_future()
+        self.load = EngineLoad(running=len(self.running))
+        if request_id not in self.held:
+            loop.call_later(self.seconds, self._end, request_id)
+        try:
+            return await self.running[request_id]
+        finally:
+            del self.running[request_id]
+            self.load = EngineLoad(running=len(self.running))
+
+    def _end(self, request_id: str | None, answered: bool = True) -> None:
+        request = self.running.get(request_id)
+        if request is not None and not request.done():
+            request.set_result(answered)
+
+
+class FakeOutputLayer:
+    """An output layer without weights."""
+
+    def to(self, device: str) -> FakeOutputLayer:
+        """It is on every device."""
+        return self
+
+
+class FakeTrainEngine:
+    """Every log-prob is `LOG_PROB`; the loss of a mini-batch is its number of rows, and a step adds 1 to the weights.
+
+    Attributes:
+        rank: of the process group, if there is one.
+        weights: (4,) float32, 0 at first.
+        steps: the `uid` of every row of each optimizer step.
+        shares: of each `mix_parameters`.
+        seconds: that a pass takes.
+        failure: raised by a pass; None: it succeeds.
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings | None = None,
+        *,
+        device: str = "cpu",
+        temperature: float = 1.0,
+        optimizer: AdamWConfig | None = None,
+        total_steps: int = 1,
+        grad_clip: float = float("inf"),
+    ) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.reference_head: Any = None
+        self.report = "no model"
+        self.weights = torch.zeros(4)
+        self.steps: list[list[str]] = []
+        self.shares: list[float] = []
+        self.seconds = 0.0
+        self.failure: Exception | None = None
+        self._saved: Path | None = None
+
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Nothing moves."""
+        return contextlib.nullcontext()
+
+    def compute_columns(
+        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
+    ) -> dict[str, Ragged]:
+        """`LOG_PROB`, entropies of 1, values of 0 and hidden states of four zeros."""
+        self._pass()
+        values = {"log_probs": torch.tensor(LOG_PROB), "entropies": torch.tensor(1.0), "hidden_states": torch.zeros(4)}
+        values["values"] = torch.tensor(0.0)
+        lengths = data["responses"].lengths.tolist()
+        rows = {name: [values[name].expand(k, *values[name].shape) for k in lengths] for name in names}
+        return {name: Ragged.from_rows(rows[name], torch.float32) for name in names}
+
+    def compute_reference_columns(
+        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
+    ) -> dict[str, Ragged]:
+        """Return what `compute_columns` returns."""
+        return self.compute_columns(data, names, micro_batch_size=micro_batch_size, max_token_len=max_token_len)
+
+    def train_mini_batch(
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int,
+        objective: TrainingSettings,
+        max_token_len: int | None = None,
+    ) -> MiniBatchResult:
+        """Note the rows and move the weights."""
+        limits: dict[str, Any] = {"micro_batch_size": micro_batch_size, "max_token_len": max_token_len}
+        log_probs = self.compute_columns(data, ("log_probs",), **limits)["log_probs"]
+        self.steps.append(list(data["uid"]))
+        self.weights += 1
+        metrics: dict[str, Metric] = {"actor/loss": Sum(len(data)), "actor/grad_norm": Mean(1.0, 1)}
+        on_policy = isinstance(objective, ObjectiveSettings) and objective.on_policy
+        return MiniBatchResult(metrics, log_probs if on_policy else None)
+
+    def evaluate(
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int,
+        objective: TrainingSettings,
+        max_token_len: int | None = None,
+    ) -> dict[str, Metric]:
+        """The number of rows."""
+        return {"actor/loss": Sum(len(data))}
+
+    def full_parameters(
+        self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights, under one name."""
+        yield "weights", self.weights.to(device, getattr(torch, dtype))
+
+    def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """The first of the weights, under another name."""
+        yield "factor", self.weights[:1].to(device, getattr(torch, dtype))
+
+    def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """Move the weights, and note the share."""
+        self.shares.append(share)
+        for _, tensor in tensors:
+            self.weights = share * tensor.float() + (1 - share) * self.weights
+
+    def output_layer(self, device: str) -> FakeOutputLayer:
+        """An output layer without weights."""
+        return FakeOutputLayer()
+
+    def checkpoint_bytes(self) -> int:
+        """Return the bytes of the weights."""
+        return self.weights.nbytes
+
+    def begin_save(self, folder: Path) -> None:
+        """Write the weights as text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._saved = folder / f"rank{self.rank}.json"
+        self._saved.write_text(json.dumps(self.weights.tolist()))
+
+    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """The file that was written."""
+        assert self._saved is not None, "begin_save comes first"
+        return {self._saved.name: digest_file(self._saved)}
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read the weights that a rank has written.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        file = next(iter(sorted(folder.glob("rank*.json"))), None)
+        if file is None:
+            raise CheckpointError(f"{folder} cannot be read as a checkpoint of this model: there is no rank*.json")
+        self.weights = torch.tensor(json.loads(file.read_text()))
+
+    def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
+        """Write the weights as text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if usage is not None:
+            usage.write(folder)
+        (folder / "weights.json").write_text(json.dumps({"dtype": dtype, "weights": self.weights.tolist()}))
+
+    def _pass(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        time.sleep(self.seconds)

@@ -1,0 +1,238 @@
+"""The memory estimate: by hand, and against torch's tracker, which follows the engine's own code over fake tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.config.load import load_command
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
+from grpo_dist.plan.memory import RoleMemory, memory_estimate
+from grpo_dist.sizes import GIB
+from tests.memory_cells import CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL, TEACHER = "actor_rollout_ref.model", "actor_rollout_ref.ref.model.path"
+# 2 layers of 4 * 8^2 + 3 * 8 * 16 + 2 * 8 = 656 numbers; an embedding and an output layer of 100 * 8, a norm of 8.
+SHAPE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+         "intermediate_size": 16, "vocab_size": 100, "tie_word_embeddings": False}  # fmt: skip
+LAYER, MATRIX = 656, 800
+ROOT = 2 * MATRIX + 8
+PARAMETERS = 2 * LAYER + ROOT
+# A group of 8 responses of 4 tokens after a prompt of 4, which they share.
+TOKENS = 36
+INPUTS, KEPT = TOKENS * 8 * 2, TOKENS * 2 * (8 * 8 + 5 * (8 + 8) + 4 * 16)
+LOGITS = 2 * TOKENS * 100 * 4
+SMALL = ("data.max_prompt_length=4", "data.max_response_length=4", "cluster=node8", "data.train_batch_size=32")
+TWO = "cluster.actor_world_size=2"
+
+
+def plan(tmp_path: Path, *overrides: str) -> dict[str, RoleMemory]:
+    return _plan(tmp_path, GRPO, f"{MODEL}.path={tmp_path}", *SMALL, *overrides)
+
+
+def supervised(tmp_path: Path, command: Any, *overrides: str) -> RoleMemory:
+    small = ("trainer.n_gpus_per_node=2", "data.max_length=16", "data.micro_batch_size_per_gpu=2")
+    return _plan(tmp_path, command, f"model.path={tmp_path}", *small, *overrides)[command.schema.role]
+
+
+def _plan(tmp_path: Path, command: Any, *overrides: str) -> dict[str, RoleMemory]:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    config, _ = load_command(list(overrides), command)
+    return {role.role: role for role in memory_estimate(config, SHAPE) or []}
+
+
+def numbers(role: RoleMemory) -> dict[str, Any]:
+    return {name: pytest.approx(gib * GIB) for name, gib in role.parts.items()}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CELLS]
+)
+def test_the_plan_is_what_the_tracker_sees(name: str, tmp_path: Path) -> None:
+    config = run_config(CELLS[name], tmp_path)
+    plan, found = planned(CELLS[name], config), measured(CELLS[name], config)
+    assert plan.total == pytest.approx(found["Total"], rel=0.15), (dict(plan.parts), found)
+
+
+def test_two_ranks_halve_weights_gradients_and_states(tmp_path: Path) -> None:
+    """Beside them: two layers and the root in bf16, a layer's inputs, and at the output layer, the largest, logits and
+    gradients in float32.
+    """
+    assert numbers(plan(tmp_path, TWO)["actor"]) == {
+        "weights": PARAMETERS * 4 / 2,
+        "gradients": PARAMETERS * 4 / 2,
+        "optimizer": PARAMETERS * 8 / 2,
+        "gathered weights": (ROOT + 2 * LAYER) * 2,
+        "activations": 2 * INPUTS,
+        "layer or logits": MATRIX * 4 + LOGITS,
+    }
+
+
+def test_without_checkpointing_layers_keep_more(tmp_path: Path) -> None:
+    actor = plan(tmp_path, TWO, f"{MODEL}.enable_gradient_checkpointing=false")["actor"]
+    assert numbers(actor)["activations"] == 2 * KEPT
+
+
+def test_ranks_that_split_sequences_have_their_share_of_the_activations(tmp_path: Path) -> None:
+    """A half of the tokens each; where a budget fills a pass, it is twice as large and a rank has what it had."""
+    actor = "actor_rollout_ref.actor"
+    split = f"{actor}.ulysses_sequence_parallel_size=2"
+    for role in ("actor", "ref", "critic"):
+        whole, half = (plan(tmp_path, "recipe=ppo", TWO, *more)[role] for more in ((), (split,)))
+        assert half.parts["activations"] == pytest.approx(whole.parts["activations"] / 2), role
+        assert half.states == whole.states
+    budget = (f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu=4096")
+    assert plan(tmp_path, TWO, *budget)["actor"] == plan(tmp_path, TWO, *budget, split)["actor"]
+
+
+def test_offloaded_activations_are_in_cpu_memory(tmp_path: Path) -> None:
+    """Of two layers the inputs of one are on the GPU; each waits in a pinned block, whose size is a power of two."""
+    offload = f"{MODEL}.enable_activation_offload=true"
+    away = plan(tmp_path, TWO, offload)["actor"]
+    assert numbers(away)["activations"] == INPUTS == 576
+    assert away.host["activations"] * GIB == pytest.approx(2 * 1024)
+    assert "activations" not in plan(tmp_path, TWO)["actor"].host
+    assert plan(tmp_path, "cluster=cpu", offload) == plan(tmp_path, "cluster=cpu")
+    critic = plan(tmp_path, "recipe=ppo", f"critic.model.path={tmp_path}", offload)["critic"]
+    assert critic.host["activations"] * GIB == pytest.approx(2 * 1024), "as the actor, unless it is set"
+
+
+def test_a_pass_of_an_engine_that_cuts_no_prompts_holds_the_longest_sequence(tmp_path: Path) -> None:
+    budget = (f"{ROLLOUT}.max_num_batched_tokens=8", f"{ROLLOUT}.max_num_seqs=8", "data.max_response_length=60")
+    cut, whole = (
+        plan(tmp_path, *budget, f"{ROLLOUT}.enable_chunked_prefill={value}")["rollout"].parts["pass"] * GIB
+        for value in ("true", "false")
+    )
+    assert whole - cut == pytest.approx((64 - 8) * (4 * 8 + 3 * 16) * 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_wait_are_whole(tmp_path: Path, ranks: int) -> None:
+    """Reduced, a rank keeps its shard of 4 bytes a parameter; deferred all of it, as does a rank that is alone."""
+    size = f"cluster.actor_world_size={ranks}"
+    reduced, deferred = (
+        numbers(plan(tmp_path, size, f"{FSDP}.defer_grad_sync={value}")["actor"])["gradients"]
+        for value in ("false", "true")
+    )
+    assert reduced == PARAMETERS * 4 / ranks
+    assert deferred == PARAMETERS * 4
+
+
+def test_offloaded_states_are_there_for_the_step_alone(tmp_path: Path) -> None:
+    kept = plan(tmp_path, "cluster=single_gpu", f"{FSDP}.optimizer_offload=false")["actor"]
+    away = plan(tmp_path, "cluster=single_gpu")["actor"]
+    assert kept.total - away.total == pytest.approx(PARAMETERS * 8 / GIB), "they are not there in the backward pass"
+    assert away.states == kept.states, "and there in the step"
+    assert away.waiting * GIB == pytest.approx(PARAMETERS * 4), "weights alone stay"
+    assert kept.waiting * GIB == pytest.approx(PARAMETERS * 12)
+    assert away.host["offloaded"] * GIB == pytest.approx(PARAMETERS * 8)
+    assert away.host["a copy for a checkpoint"] * GIB == pytest.approx(PARAMETERS * 12)
+
+
+def test_the_reference_waits_in_cpu_memory(tmp_path: Path) -> None:
+    keeps = "actor_rollout_ref.ref.fsdp_config.param_offload=false"
+    away, stays = (plan(tmp_path, "cluster=single_gpu", *more)["ref"] for more in ((), (keeps,)))
+    assert (away.waiting, away.host["offloaded"] * GIB) == (0, pytest.approx(PARAMETERS * 2))
+    assert stays.waiting * GIB == pytest.approx(PARAMETERS * 2)
+    assert "offloaded" not in stays.host
+    assert "gathered weights" not in stays.parts, "it is alone and frozen: FSDP, which would copy them, is left out"
+
+
+def test_a_reward_model_has_no_output_layer_and_its_own_sizes(tmp_path: Path) -> None:
+    """Four ranks hold a quarter each: in bf16 if it is frozen, in fp32 with gradients and states if it is retrained."""
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    (scorer / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 4}))
+    path, count = f"reward_model.model.path={scorer}", 4 * LAYER + MATRIX + 8
+    frozen = plan(tmp_path, "reward_model.enable=true", path, "reward_model.micro_batch_size_per_gpu=8")["reward_model"]
+    assert numbers(frozen) == {
+        "weights": count * 2 / 4,
+        "gathered weights": (MATRIX + 8 + 2 * LAYER) * 2,
+        "activations": KEPT / 2,
+    }
+    retrained = plan(tmp_path, "recipe=deepseekmath_iterative", path)["reward_model"]
+    expected = {"weights": count, "gradients": count, "optimizer": 2 * count}
+    assert {name: gib * GIB for name, gib in retrained.states.items()} == pytest.approx(expected)
+    assert retrained.saved * GIB == pytest.approx(12 * count)
+    offload = "reward_model.retrain.optimizer_offload=true"
+    away = plan(tmp_path, "recipe=deepseekmath_iterative", path, offload)["reward_model"]
+    assert away.host["offloaded"] * GIB == pytest.approx(2 * count)
+    never = plan(tmp_path, "recipe=deepseekmath_iterative", path, "reward_model.retrain.freq=-1")["reward_model"]
+    assert (set(never.states), never.saved) == ({"weights"}, 0)
+
+
+def test_models_of_unknown_sizes_are_left_out(tmp_path: Path) -> None:
+    assert "ref" not in plan(tmp_path, f"{TEACHER}=some/model")
+    assert "critic" not in plan(tmp_path, "recipe=ppo", "critic.model.path=some/model")
+    assert "reward_model" not in plan(tmp_path, "reward_model.enable=true", "reward_model.model.path=some/model")
+    config, _ = load_command([], SFT)
+    assert memory_estimate(config, None) is None
+    assert memory_estimate(config, {"model_type": "unheard_of"}) is None
+
+
+def test_a_teacher_has_its_own_sizes(tmp_path: Path) -> None:
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(SHAPE | {"hidden_size": 16}))
+    taught, own = plan(tmp_path, f"{TEACHER}={tmp_path / 'teacher'}"), plan(tmp_path)
+    assert taught["ref"].parts["weights"] > 1.9 * own["ref"].parts["weights"]
+    assert taught["rollout"] == own["rollout"]
+
+
+def test_a_critic_has_all_that_trains_but_no_output_layer(tmp_path: Path) -> None:
+    found = plan(tmp_path, "recipe=ppo")
+    for part, size in found["critic"].states.items():
+        assert size / found["actor"].states[part] == pytest.approx((PARAMETERS - MATRIX) / PARAMETERS), part
+    away = plan(tmp_path, "cluster=single_gpu", "recipe=ppo")["critic"]
+    assert away.waiting == 0, "weights and states are in CPU memory"
+    only = plan(tmp_path, "recipe=ppo", "trainer.val_only=true")["critic"]
+    assert (set(only.states), only.saved) == ({"weights"}, 0)
+
+
+def test_lora_trains_and_saves_its_factors(tmp_path: Path) -> None:
+    """Of rank 4: four matrices of 8 * 8 in a layer, and three of 8 * 16."""
+    factors = 2 * 4 * (4 * (8 + 8) + 3 * (8 + 16))
+    lora = ("lora_rank=4", "target_modules=all-linear")
+    actor = plan(tmp_path, TWO, *(f"{MODEL}.{each}" for each in lora))["actor"]
+    tuned = supervised(tmp_path, SFT, *(f"model.{each}" for each in lora))
+    expected = {"weights": PARAMETERS + factors, "gradients": factors, "optimizer": 2 * factors}
+    for role in (actor, tuned):
+        assert {name: gib * GIB / 4 * 2 for name, gib in role.states.items()} == pytest.approx(expected)
+
+
+def test_an_engine_that_sleeps_has_its_weights_in_cpu_memory(tmp_path: Path) -> None:
+    asleep = f"{ROLLOUT}.free_cache_engine=true"
+    kept, away = (plan(tmp_path, "cluster=single_gpu", *more)["rollout"] for more in ((), (asleep,)))
+    assert away.host["weights while it sleeps"] * GIB == pytest.approx(PARAMETERS * 2)
+    assert plan(tmp_path, asleep)["rollout"].host == kept.host, "its GPU is its own"
+
+
+def test_a_command_that_trains_one_model(tmp_path: Path) -> None:
+    """The answers of a pair are in one pass; a reward model loads no output layer."""
+    two, one = (supervised(tmp_path, REWARD_MODEL, f"trainer.n_gpus_per_node={ranks}") for ranks in (2, 1))
+    count, tokens = PARAMETERS - MATRIX, 2 * 16
+    assert {name: gib * GIB for name, gib in two.states.items()} == pytest.approx(
+        {"weights": count * 2, "gradients": count * 2, "optimizer": count * 4}
+    )
+    assert one.states == {name: pytest.approx(2 * size) for name, size in two.states.items()}
+    kept = KEPT / TOKENS
+    assert numbers(two)["layer or logits"] == 1.5 * kept * tokens + LAYER * 4
+    single = supervised(tmp_path, REWARD_MODEL, "data.micro_batch_size_per_gpu=1")
+    assert single == two
+    budget = ("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=64")
+    assert numbers(supervised(tmp_path, REWARD_MODEL, *budget))["layer or logits"] == 1.5 * kept * 64 + LAYER * 4
+    assert numbers(supervised(tmp_path, SFT))["layer or logits"] == MATRIX * 4 + LOGITS / TOKENS * tokens
+    copies = supervised(tmp_path, REWARD_MODEL, "engine.fsdp_size=1")
+    assert copies.states == one.states
+
+
+def test_qwen3_8b_fits_eight_gpus_with_room() -> None:
+    """Two thirds of 80 GB, with responses of 1,024 tokens."""
+    config, _ = load_command(["model=qwen3_8b", "cluster=node8", "data.max_response_length=1024",
+                              "data.train_batch_size=64", "cluster.gpu_memory_gib=79"], GRPO)  # fmt: skip
+    actor = (memory_estimate(config, MODELS["Qwen3-8B"]) or [])[0]
+    assert actor.total < 79 * 2 / 3

@@ -1,0 +1,371 @@
+"""Rules between keys: each is broken once, and the message names the keys and values."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.rules import looks_like_folder
+from tests.config.refusals import refused
+from tests.messages import says
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing=true"
+BUILTIN_SCORER = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+DYNAMIC_CRITIC = ("recipe=ppo", "critic.use_dynamic_bsz=true")
+GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
+
+
+def load(*overrides):
+    return load_config(list(overrides))[0]
+
+
+def notes(*overrides):
+    return load_config(list(overrides))[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [f"{ROLLOUT}.n=1"],
+            [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo", "rollout.n to 2"],
+        ),
+        (
+            ["reward_model.enable=true"],
+            ["reward_model.model.path=null", "reward_model.enable=true"],
+        ),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=./nowhere"],
+            ["reward_model.model.path=./nowhere", "folder"],
+        ),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=builtin:none"],
+            ["reward_model.model.path=builtin:none", "builtin:tiny-qwen3"],
+        ),
+        (
+            [*BUILTIN_SCORER, "reward_model.max_length=100000"],
+            ["reward_model.max_length=100000", "max_position_embeddings"],
+        ),
+        (
+            ["reward_model.process.enable=true"],
+            ["reward_model.process.enable=true", "reward_model.enable=false"],
+        ),
+        (
+            [*BUILTIN_SCORER, "reward_model.process.step_tag=' *'"],
+            ["reward_model.process.step_tag= *", "reward_model.process.enable=false"],
+        ),
+        (
+            [*BUILTIN_SCORER, "reward_model.process.enable=true", "reward_model.process.good='+'"],
+            ["reward_model.process.good=+", "reward_model.process.bad=null"],
+        ),
+        (
+            ["custom_reward_function.path=grpo_dist.rewards.reward_model"],
+            ["reward_model.enable=false", "custom_reward_function.path=grpo_dist.rewards.reward_model"],
+        ),
+        (
+            [
+                "custom_reward_function.path=grpo_dist.rewards.weighted",
+                "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}]}",
+            ],
+            ["reward_model.enable=false", "grpo_dist.rewards.reward_model"],
+        ),
+        (
+            ["critic.enable=true"],
+            ["critic.enable=true", "algorithm.adv_estimator=grpo", "gae"],
+        ),
+        (
+            ["recipe=ppo", "critic.model.path=./nowhere"],
+            ["critic.model.path=./nowhere", "folder"],
+        ),
+        (
+            ["recipe=ppo", "+critic.model.override_config.max_position_embeddings=100"],
+            ["critic.model.path=builtin:tiny-qwen3", "100 positions", "critic.model.override_config"],
+        ),
+        (
+            ["recipe=ppo", "critic.ppo_mini_batch_size=5"],
+            ["data.train_batch_size=32", "critic.ppo_mini_batch_size=5", "ppo_mini_batch_size=4"],
+        ),
+        (
+            ["recipe=ppo", "cluster.critic_world_size=3"],
+            ["critic.ppo_mini_batch_size=32", "cluster.critic_world_size=3", "3 critic ranks"],
+        ),
+        (
+            ["recipe=ppo", "critic.model.fsdp_config.fsdp_size=3"],
+            ["critic.model.fsdp_config.fsdp_size=3", "cluster.critic_world_size=null", "2 critic ranks"],
+        ),
+        (
+            [*DYNAMIC_CRITIC, "critic.ppo_max_token_len_per_gpu=100", "critic.forward_max_token_len_per_gpu=200"],
+            ["critic.ppo_max_token_len_per_gpu=100", "128"],
+        ),
+        (
+            [*DYNAMIC_CRITIC, "critic.forward_max_token_len_per_gpu=100"],
+            ["critic.forward_max_token_len_per_gpu=100", "128"],
+        ),
+        (
+            [f"{ROLLOUT}.min_tokens=65"],
+            [f"{ROLLOUT}.min_tokens=65", "data.max_response_length=64", "long"],
+        ),
+        (
+            [f"{ROLLOUT}.val_kwargs.n=4"],
+            [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=false", "do_sample=true", "n=1"],
+        ),
+        (
+            [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0"],
+            [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.0", "do_sample=false"],
+        ),
+        (
+            ["trainer.resume_mode=resume_path"],
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=null", "global_step_N", "resume_mode=auto"],
+        ),
+    ],
+)  # fmt: skip
+def test_each_rule(overrides, parts):
+    says(refused(*overrides), *parts)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_batch_size=64"],
+        ["cluster.actor_world_size=1"],
+        [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true"],
+        [f"{ROLLOUT}.max_model_len=128"],
+        [f"{ACTOR}.ppo_max_token_len_per_gpu=1"],
+        [f"{ACTOR}.fsdp_config.fsdp_size=1"],
+        [f"{ACTOR}.fsdp_config.fsdp_size=2"],
+        [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=128"],
+        [f"{ROLLOUT}.n=2"],
+        ["cluster=single_gpu"],
+        [*GPU8, "cluster.actor_world_size=4", "cluster.rollout_world_size=2", "cluster.ref_world_size=2"],
+        ["cluster=node8", "trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=false"],
+        ["algorithm.adv_estimator=my.module:single", f"{ROLLOUT}.n=1"],
+    ],
+)
+def test_legal_settings_pass(overrides):
+    assert load(*overrides).trainer.total_training_steps == 25
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        ),
+        (
+            [f"{CORRECTION}.loss_type=reinforce"],
+            [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.bypass_mode=false"],
+        ),
+        (
+            [
+                f"{CORRECTION}.bypass_mode=true",
+                f"{CORRECTION}.loss_type=reinforce",
+                f"{ACTOR}.policy_loss.loss_mode=gspo",
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            ],
+            [f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"],
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token_k1"],
+            [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=null", "both"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.top_entropy_quantile=0.2"],
+            [f"{ACTOR}.top_entropy_quantile=0.2", f"{CORRECTION}.bypass_mode=true"],
+        ),
+        (
+            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
+            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
+        ),
+        (
+            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
+            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
+        ),
+        (
+            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true"],
+            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.entropy_coeff=0.0"],
+        ),
+        (
+            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
+            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
+        ),
+    ],
+)
+def test_corrections_and_selections_that_do_not_go_together(overrides, parts):
+    says(refused(*overrides), *parts)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("data.train_files", "gone.jsonl", "file"),
+        ("data.val_files", "gone.parquet", "file"),
+        ("actor_rollout_ref.model.path", "./gone", "folder"),
+        ("actor_rollout_ref.model.path", "a/b/gone", "folder"),
+        ("custom_reward_function.path", "gone.py", "file"),
+        ("custom_reward_function.path", "gone/reward.py", "file"),
+        ("data.train_files", "gone", "folder"),
+        ("algorithm.adv_estimator", "gone.py:mine", "file"),
+        (f"{ACTOR}.kl_loss_type", "gone.py:mine", "file"),
+    ],
+)
+def test_missing_files_are_problems_in_a_run_and_notes_in_a_dry_run_of_the_config(key, value, what):
+    missing = f"{key}={value}", "data=arithmetic"
+    for run in ("trainer.dry_run=false", "trainer.dry_run=true"):
+        says(refused(*missing, run), f"{key}={value.partition(':')[0]}", what, Path.cwd())
+        says(notes(*missing, "trainer.dry_run=config"), f"{key}=", what)
+
+
+def test_all_missing_files_of_a_list(tmp_path):
+    there = tmp_path / "a.jsonl"
+    there.write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load(f"data.train_files=[{there},b.jsonl,c.jsonl]")
+    says(caught, "b.jsonl:", "c.jsonl:")
+    assert "a.jsonl" not in str(caught.value)
+
+
+def test_data_of_an_unknown_kind():
+    told = refused("data.train_files=rows.csv", "data=arithmetic")
+    says(told, "data.train_files=rows.csv", ".parquet, .jsonl or .json")
+
+
+def test_a_sampler_has_a_path_and_a_name():
+    keys = "data.sampler.class_path", "data.sampler.class_name"
+    says(refused(f"{keys[0]}=my.module"), f"{keys[0]}=my.module", f"{keys[1]}=null")
+    says(refused(f"{keys[1]}=Mine"), f"{keys[0]}=null", f"{keys[1]}=Mine")
+    says(refused(f"{keys[0]}=gone.py", f"{keys[1]}=Mine"), f"{keys[0]}=gone.py:", "file")
+    load(f"{keys[0]}=pkg://my.module", f"{keys[1]}=Mine")
+
+
+def test_the_file_of_an_agent_loop_is_there(tmp_path):
+    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    says(refused(f"{key}=gone.py:Loop"), f"{key}=gone.py", "file")
+    says(refused(f"{key}=tool_agnt"), f"{key}=tool_agnt", "single_turn_agent", "tool_agent")
+    (tmp_path / "loop.py").write_text("")
+    load(f"{key}={tmp_path}/loop.py:Loop", "actor_rollout_ref.rollout.agent.agent_kwargs={depth: 2}")
+
+
+def test_hub_data_needs_the_library(monkeypatch):
+    overrides = "data.train_files=hf:openai/gsm8k/main:train", "data=arithmetic"
+    load(*overrides)
+    monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
+    says(refused(*overrides), overrides[0], "pip install -e '.[datasets]'")
+
+
+def test_a_folder_without_a_model(tmp_path):
+    says(refused(f"actor_rollout_ref.model.path={tmp_path}"), f"actor_rollout_ref.model.path={tmp_path}", "config.json")
+
+
+def test_an_unknown_builtin_model():
+    message = refused("actor_rollout_ref.model.path=builtin:huge")
+    assert message.startswith("actor_rollout_ref.model.path=builtin:huge")
+
+
+def test_resume_folder_must_exist(tmp_path):
+    told = refused("trainer.resume_mode=resume_path", "trainer.resume_from_path=gone")
+    says(told, "trainer.resume_from_path=gone", "folder")
+    load("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+
+
+def test_hub_names_are_not_looked_up():
+    load("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B")
+    assert not looks_like_folder("Qwen/Qwen3-0.6B")
+    assert not looks_like_folder("gpt2")
+    assert all(looks_like_folder(path) for path in ("/models/x", "./x", "../x", "~/x", "outputs/run/hf"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        ([f"{ACTOR}.kl_loss_type=k1"], f"{ACTOR}.kl_loss_type=k1"),
+        ([f"{ACTOR}.kl_loss_type=kl"], f"{ACTOR}.kl_loss_type=kl"),
+        ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "lr_scheduler_type=constant"),
+        (["reward_model.model.path=some/model"], "reward_model.enable=false"),
+        (["recipe=ppo", "critic.enable=false"], "critic.enable=false"),
+        ([f"{ROLLOUT}.min_p=0.1"], f"{ROLLOUT}.min_p=0.1"),
+        ([f"{ROLLOUT}.min_tokens=5"], f"{ROLLOUT}.min_tokens=5"),
+        ([f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k=20"),
+        (["trainer.resume_from_path=x"], "resume_mode=auto"),
+        (["custom_reward_function.reward_kwargs.a=1"], "custom_reward_function"),
+        (["cluster=single_gpu", f"{ROLLOUT}.gpu_memory_utilization=0.8"], "actor"),
+        (["trainer.max_staleness=2", "algorithm.rollout_correction.rollout_is=null"], "2 updates"),
+        ([f"{ROLLOUT}.over_sample_rate=0.2"], "over_sample_rate=0.2"),
+    ],
+)
+def test_notes(overrides, part):
+    (note,) = notes(*overrides)
+    says(note, part)
+
+
+STALE = "trainer.max_staleness=2"
+
+
+def test_sampling_ahead_with_its_defaults_has_no_notes():
+    assert notes(STALE) == []
+    assert notes(STALE, f"{ROLLOUT}.partial_rollout=false", f"{ROLLOUT}.clear_kv_cache_on_update=false") == []
+
+
+def test_the_reference_does_not_move_under_groups_sampled_ahead():
+    told = refused(STALE, "actor_rollout_ref.ref.ref_model_sync_steps=2")
+    says(told, STALE, "actor_rollout_ref.ref.ref_model_sync_steps=2")
+
+
+def test_two_ways_to_sample_more_prompts_are_refused():
+    told = refused(f"{ROLLOUT}.over_sample_rate=0.5", "algorithm.filter_groups.enable=true")
+    says(told, f"{ROLLOUT}.over_sample_rate=0.5", "algorithm.filter_groups.enable=true")
+
+
+def test_the_default_run_has_no_notes():
+    assert notes() == []
+    assert notes(f"{ACTOR}.kl_loss_type=k1", f"{ACTOR}.use_kl_loss=false") == []
+
+
+def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("grpo_dist.plan.rules.find_spec", lambda name: None)
+    says(refused(), f"{ROLLOUT}.name=vllm", "pip install -e '.[cpu]'", "'.[gpu]'")
+    says(notes("trainer.dry_run=config"), "vLLM", "installed")
+    load("ray_kwargs.ray_init.address=10.0.0.1:6379")
+
+
+def test_the_best_checkpoint_is_found_by_validating():
+    best = "trainer.keep_best_metric=val-core/x"
+    text = refused(best, "trainer.test_freq=-1")
+    says(text, best, "trainer.test_freq=-1")
+    says(refused(best, "data.val_files=null"), best, "data.val_files and trainer.test_freq")
+    assert notes(best, "trainer.test_freq=5", "trainer.save_freq=10") == []
+    assert notes(best, "trainer.save_freq=-1", "trainer.save_interval_minutes=5") == []
+    (note,) = notes(best, "trainer.test_freq=5", "trainer.save_freq=7")
+    says(note, "save_freq=7", "test_freq=5")
+
+
+def test_the_exact_kl_needs_an_output_layer_without_factors():
+    lora = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"
+    told = refused(*lora, f"{ACTOR}.kl_loss_type=full")
+    says(told, f"{ACTOR}.kl_loss_type=full", lora[1], "low_var_kl", "lm_head out")
+    load(*lora)
+    load(*lora, f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.exclude_modules=[lm_head]")
+
+
+def test_a_critic_comes_with_gae_and_gae_without_one():
+    assert load("recipe=ppo").needs_critic
+    assert load("algorithm.adv_estimator=gae").needs_critic
+    assert not load("algorithm.adv_estimator=gae", "critic.enable=false").needs_critic
+    assert not load().needs_critic
+
+
+def test_a_critic_follows_the_actor_where_its_own_keys_are_not_set():
+    critic = load("recipe=ppo", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true", "critic.ppo_epochs=3").critic
+    assert (critic.ppo_epochs, critic.shuffle, critic.model.path) == (3, True, "builtin:tiny-qwen3")

@@ -1,0 +1,107 @@
+import json.decoder
+import sys
+from pathlib import Path
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.registry import Registry, load_attribute
+from tests.messages import refuses
+
+
+def shapes() -> Registry:
+    registry: Registry = Registry("shape", "draw.shape")
+
+    @registry.register("circle", "disc")
+    def circle() -> str:
+        return "o"
+
+    @registry.register("square")
+    def square() -> str:
+        return "#"
+
+    return registry
+
+
+def test_names_and_functions() -> None:
+    registry = shapes()
+    assert registry.names() == ["circle", "disc", "square"]
+    assert registry.get("disc")() == "o"
+    assert registry.get("square")() == "#"
+    assert registry.get("circle") is registry.get("disc")
+
+
+def test_a_function_says_what_it_needs() -> None:
+    registry = shapes()
+
+    @registry.register("polygon", needs=("corners",))
+    def polygon() -> str:
+        return "P"
+
+    assert registry.needs("polygon") == ("corners",)
+    assert registry.needs("disc") == ()
+    assert registry.needs("json:dumps") == ()
+    with refuses(ConfigError, "draw.shape=sqare"):
+        registry.needs("sqare")
+
+
+def test_a_function_of_ones_own_says_it_in_an_attribute(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def star(): ...\nstar.needs = ('corners', 'colour')\n")
+    assert shapes().needs(f"{mine}:star") == ("corners", "colour")
+
+
+def test_unknown_name_lists_the_names_and_the_nearest() -> None:
+    with refuses(ConfigError, "draw.shape=sqare", "'square'", "circle, disc, square"):
+        shapes().get("sqare")
+    with refuses(ConfigError, "draw.shape=zzz", "circle, disc, square") as caught:
+        shapes().get("zzz")
+    assert "'" not in str(caught.value), "nothing is near"
+
+
+def test_a_name_can_be_taken_once() -> None:
+    registry = shapes()
+    with refuses(ValueError, "shape", "'disc'", "twice"):
+        registry.register("disc")(lambda: "other")
+
+
+def test_custom_code_from_a_module_and_from_a_file(tmp_path: Path) -> None:
+    assert shapes().get("json.decoder:JSONDecoder") is json.decoder.JSONDecoder
+    file = tmp_path / "my_shapes.py"
+    file.write_text("from dataclasses import dataclass\n@dataclass\nclass Star:\n    points: int = 5\n")
+    try:
+        assert shapes().get(f"{file}:Star")().points == 5
+    finally:
+        sys.modules.pop("grpo_dist_custom_my_shapes", None)
+
+
+def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(f"def name():\n    return {folder!r}\n")
+    first = load_attribute(f"{tmp_path}/a/reward.py:name", key="k")
+    second = load_attribute(f"{tmp_path}/b/reward.py:name", key="k")
+    assert (first(), second()) == ("a", "b")
+
+
+def test_functions_of_one_file_share_its_module_until_it_is_edited(tmp_path: Path) -> None:
+    file = tmp_path / "shared.py"
+    file.write_text("seen = []\ndef a(): return seen\ndef b(): return seen\n")
+    first = load_attribute(f"{file}:a", key="k")()
+    assert load_attribute(f"{file}:b", key="k")() is first
+    file.write_text("seen = [1]\ndef a(): return seen\n")
+    assert load_attribute(f"{file}:a", key="k")() == [1]
+
+
+def test_mistakes_in_custom_code_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score():\n    return 1.0\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package_at_all\n")
+    for spec, *parts in (
+        ("no.such.module:f", "import", "ModuleNotFoundError"),
+        (f"{tmp_path}/absent.py:f", "import", "absent.py: FileNotFoundError", Path.cwd()),
+        (f"{broken}:f", "ModuleNotFoundError:", "'no_such_package_at_all'"),
+        (f"{file}:compute_scor", "'compute_scor'", "'compute_score'"),
+        (f"{file}:zzz", "'zzz'", "compute_score"),
+    ):
+        with refuses(ConfigError, f"k={spec}:", *parts):
+            load_attribute(spec, key="k")

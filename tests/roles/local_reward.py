@@ -1,0 +1,63 @@
+"""A reward worker in the test's own process, and the responses that it is given."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ray
+import torch
+
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.roles.reward import RewardWorker, Task
+from grpo_dist.runtime.batch_ref import DataProtoRef
+
+SCORER = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
+    """Counts the words, adds the bonus for the right first word."""
+    words = solution_str.split()
+    if "w13" in words:
+        raise ValueError("unlucky")
+    hit = bool(words) and words[0] == ground_truth
+    extra = {"lucky": 1} if "w5" in words else {}
+    return {"score": len(words) + bonus * hit, "hit": hit, "text": solution_str, "seen": extra_info["index"], **extra}
+'''
+
+
+class Local(RewardWorker):
+    """In this process; gives handles, as the driver makes them of its answers."""
+
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], tuple]:  # type: ignore[override]
+        ([(label, failures)], printed, _), data = super().score(group, [len(group)], [task])
+        return DataProtoRef.stored(ray.put(data), label), failures, printed
+
+    def compute_targets(self, *args: Any) -> tuple[DataProtoRef, dict[str, float]]:  # type: ignore[override]
+        (label, metrics, _), data = super().compute_targets(*args)
+        return DataProtoRef.stored(ray.put(data), label), metrics
+
+
+RESPONSES = [[5, 6, 2], [6, 2], [5]]
+TASK = Task("words", "w5", {"index": 3})
+
+
+def put(
+    responses: list[list[int]],
+    masks: list[list[int]] | None = None,
+    rewards: list[float] | None = None,
+    steps: list[list[float]] | None = None,
+) -> DataProtoRef:
+    """Responses, and the rewards that their episodes and the steps of those were given, if they are episodes."""
+    masks = [[1] * len(response) for response in responses] if masks is None else masks
+    columns: dict[str, Any] = {
+        "responses": Ragged.from_rows(responses, torch.int32),
+        "response_mask": Ragged.from_rows(masks, torch.int8),
+    }
+    if rewards is None:
+        return DataProtoRef.put(DataProto.from_dict(columns), small=())
+    columns["episode_reward"] = torch.tensor(rewards)
+    columns["episode_step_rewards"] = Ragged.from_rows(steps or [[math.nan] * len(r) for r in responses], torch.float32)
+    return DataProtoRef.put(DataProto.from_dict(columns), small=("episode_reward",))
+
+
+def rows(column: Ragged) -> list[list[float]]:
+    return [row.tolist() for row in column.rows()]

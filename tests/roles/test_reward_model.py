@@ -1,0 +1,249 @@
+"""The reward model on real ranks, against transformers' own classifier on each conversation alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.data.step_tokens import StepForm, step_tokens
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.errors import TrainingDiverged
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.roles.reward_model import RewardModelGroup, RewardModelSettings, RewardModelWorker, scored_rows
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.event_loop import run
+from tests.messages import says
+from tests.models import builtin_reward_model
+from tests.processes import spawned
+from tests.ranks import run_ranks
+
+POLICY = resolve_model_path("builtin:tiny-qwen3")
+PROMPTS = {"a": "What is 1 + 2?", "b": "What is 10 + 20 + 30?", "c": "Hm"}
+RESPONSES = {"a": ["It is 3.", "", "4"], "b": ["60", "I do not know, and I shall not say so again."], "c": ["3"]}
+MESSAGES = {uid: [{"role": "user", "content": text}] for uid, text in PROMPTS.items()}
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+def test_what_the_sequences_of_a_group_begin_with_is_computed_once() -> None:
+    data = scored_rows([[1, 2, 3], [1, 2], [1, 4], [5]], ["a", "a", "a", "b"])
+    assert [row.tolist() for row in data["prompts"].rows()] == [[1], [1], [1], [5]]
+    assert [row.tolist()[:-1] for row in data["responses"].rows()] == [[2, 3], [2], [4], []]
+    assert list(data["uid"]) == ["a", "a", "a", "b"]
+    assert len(scored_rows([], [])) == 0
+    nothing_common = scored_rows([[1, 2], [3]], ["a", "a"])
+    assert [row.tolist() for row in nothing_common["prompts"].rows()] == [[1], [3]], "a prompt has a token"
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return builtin_reward_model(tmp_path_factory.mktemp("scorer"))
+
+
+def settings(folder: str) -> RewardModelSettings:
+    model = ModelSettings(folder, False, "fp32", "fp32", False, True, layout="shared", num_labels=1)
+    return RewardModelSettings(
+        model=model,
+        device="cpu",
+        num_threads=1,
+        temperature=1.0,
+        columns=(),
+        log_prob_micro_batch_size=2,
+        seed=1,
+        collective_timeout_s=240.0,
+        input_tokenizer=POLICY,
+    )
+
+
+def token_ids() -> list[tuple[str, list[int], list[int]]]:
+    """(uid, prompt, response) as the policy's tokens; the second response is cut, so it has no end."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
+    rows = []
+    for uid, responses in RESPONSES.items():
+        prompt = tokenizer.apply_chat_template(MESSAGES[uid], add_generation_prompt=True, return_dict=False)
+        for i, response in enumerate(responses):
+            end = [] if i == 1 else [tokenizer.eos_token_id]
+            rows.append((uid, prompt, tokenizer(response)["input_ids"] + end))
+    return rows
+
+
+def batch() -> DataProto:
+    uids, prompts, responses = zip(*token_ids(), strict=True)
+    columns = {
+        "prompts": Ragged.from_rows(prompts, torch.int32),
+        "responses": Ragged.from_rows(responses, torch.int32),
+    }
+    return DataProto.from_dict(columns, {"uid": list(uids)})
+
+
+def stored() -> DataProtoRef:
+    data = batch()
+    handle = DataProtoRef.put(data, small=("uid",))
+    lengths = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
+    return replace(handle, small=handle.small | lengths)
+
+
+def conversations(folder: str) -> list[list[int]]:
+    """Every row in the chat template of the reward model."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return [
+        tokenizer.apply_chat_template([*MESSAGES[uid], {"role": "assistant", "content": text}], return_dict=False)
+        for uid, texts in RESPONSES.items()
+        for text in texts
+    ]
+
+
+def alone(folder: str, sequences: list[list[int]]) -> list[float]:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(input_ids=torch.tensor([ids])).logits.item() for ids in sequences]
+
+
+@pytest.mark.ray
+def test_conversations_in_its_own_template(local_ray: None, folder: str) -> None:
+    """Three groups on two ranks, two sequences a pass: as transformers says of each conversation alone."""
+    expected = alone(folder, conversations(folder))
+    assert max(expected) - min(expected) > 0.1, "they differ"
+    data = stored()
+    with spawned("reward_model", RewardModelWorker, [(0, 2), (1, 2)]) as workers:
+        group = RewardModelGroup(workers)
+        run(group.start(settings(folder)))
+        for rows in (range(6), [4, 0], [3]):  # the last leaves a rank without rows
+            found = run(group.score(data.reorder(np.array(rows)), MESSAGES))
+            assert found["rm_score"] == pytest.approx([expected[i] for i in rows], abs=2e-5)
+            assert found["rm_clipped"].tolist() == [0] * len(rows)
+
+
+# --- one rank, without Ray -----------------------------------------------------------------------------------------
+def scores(rank: int, settings: RewardModelSettings, data: DataProto) -> dict[str, np.ndarray] | str:
+    worker = RewardModelWorker(rank, 1)
+    worker.settings = settings
+    worker.read_folders()
+    worker.engine = FSDPEngine(worker.settings.model, device="cpu", temperature=1.0)
+    try:
+        return worker.score(SimpleNamespace(fetch=lambda columns: data), MESSAGES)
+    except TrainingDiverged as error:
+        return str(error)
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+STEPS = {"a": ["1 + 2\n= 3", "", "3\n"], "b": ["10 + 20\n+ 30\n= 60", "60"], "c": ["Hm\n\nI"]}
+
+
+def steps_batch() -> DataProto:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
+    uids = [uid for uid, texts in STEPS.items() for _ in texts]
+    rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for texts in STEPS.values() for text in texts]
+    prompts = [tokenizer(PROMPTS[uid])["input_ids"] for uid in uids]
+    columns = {"prompts": Ragged.from_rows(prompts, torch.int32), "responses": Ragged.from_rows(rows, torch.int32)}
+    return DataProto.from_dict(columns, {"uid": uids})
+
+
+def judge_of(path: Path, kind: str) -> tuple[str, Any]:
+    """A process reward model's folder, and its log odds of good at every token of a conversation."""
+    folder = builtin_reward_model(path)  # one output, and the tokenizer of all
+    if kind == "one output":
+        model = transformers.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+        return folder, lambda ids: model(input_ids=ids).logits[0, :, 0]
+    if kind == "two outputs":
+        model = transformers.AutoModelForTokenClassification.from_pretrained(
+            POLICY, dtype=torch.float32, num_labels=2, id2label={0: "bad", 1: "good"}
+        )
+        torch.nn.init.normal_(model.score.weight, std=0.3)
+        model.save_pretrained(folder)
+        return folder, lambda ids: model(input_ids=ids).logits[0].diff(dim=-1)[:, 0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    model.save_pretrained(folder)
+    bad, good = transformers.AutoTokenizer.from_pretrained(POLICY).convert_tokens_to_ids(["1", "2"])
+    return folder, lambda ids: model(input_ids=ids).logits[0, :, good] - model(input_ids=ids).logits[0, :, bad]
+
+
+@pytest.mark.parametrize("kind", ["one output", "two outputs", "next token"])
+def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
+    """As transformers says of each conversation alone; TRL's places for a head, Math-Shepherd's for a causal LM."""
+    path, log_odds = judge_of(tmp_path, kind)
+    of_tokens = kind == "next token"
+    form = StepForm(token=" *\n" if of_tokens else None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    expected = []
+    for uid, texts in STEPS.items():
+        for text in texts:
+            steps = [step for step in text.split("\n") if step.strip()]
+            ids, _, ends = step_tokens(tokenizer, MESSAGES[uid], steps or [""], form, None)
+            with torch.no_grad():
+                odds = log_odds(torch.tensor(ids).long()[None])
+            expected.append((torch.sigmoid(odds[torch.tensor(ends)]).tolist(), len(steps)))
+    assert np.ptp([score for scores, _ in expected for score in scores]) > 0.01, "they differ"
+    changed = replace(settings(path), steps=form, judging_tokens=("1", "2") if of_tokens else None)
+    (found,) = run_ranks(1, scores, changed, steps_batch())
+    for given, score, (wanted, count) in zip(found["rm_step_scores"], found["rm_score"], expected, strict=True):
+        assert given == pytest.approx(wanted[:count], abs=1e-5)
+        assert score == pytest.approx(min(wanted), abs=1e-5)
+    assert [len(given) for given in found["rm_step_scores"]] == [2, 0, 1, 3, 1, 2]
+    assert not found["rm_clipped"].any()
+
+
+def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_path: Path) -> None:
+    path, _ = judge_of(tmp_path, "one output")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    _, _, ends = step_tokens(tokenizer, MESSAGES["b"], ["10 + 20", "+ 30", "= 60"], StepForm(), None)
+    changed = replace(settings(path), steps=StepForm(), max_length=int(ends[1]) + 1)
+    (found,) = run_ranks(1, scores, changed, steps_batch())
+    first, second, third = found["rm_step_scores"][3]
+    assert first != second == third
+    assert found["rm_clipped"].tolist() == [0, 0, 0, 1, 0, 0]
+
+
+def test_tokens_as_they_are_closed_by_the_template_and_cut(folder: str) -> None:
+    """By a token budget; one of the conversations is too long."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    closing = tokenizer(f" {tokenizer.eos_token}")["input_ids"]  # see OTHER_TEMPLATE
+    sequences = [prompt + [i for i in ids if i != closing[-1]] + closing for _, prompt, ids in token_ids()]
+    most = sorted(len(sequence) for sequence in sequences)[-2]
+    changed = replace(settings(folder), input_tokenizer=None, log_prob_max_token_len=60, max_length=most)
+    (found,) = run_ranks(1, scores, changed, batch())
+    assert found["rm_score"] == pytest.approx(alone(folder, [ids[:most] for ids in sequences]), abs=2e-5)
+    assert found["rm_clipped"].tolist() == [len(ids) > most for ids in sequences]
+    assert found["rm_clipped"].sum() == 1
+
+
+def test_a_conversation_that_ends_in_padding_is_scored_as_transformers_does(folder: str, tmp_path: Path) -> None:
+    """At the last token that is not padding: here the end of sequence is."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(tmp_path)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    model.config.pad_token_id = tokenizer.eos_token_id
+    model.save_pretrained(tmp_path)
+    (found,) = run_ranks(1, scores, settings(str(tmp_path)), batch())
+    expected = alone(str(tmp_path), conversations(folder))
+    assert found["rm_score"] == pytest.approx(expected, abs=2e-5)
+    assert np.abs(found["rm_score"] - alone(folder, conversations(folder))).max() > 1e-3, "not at the end"
+
+
+def test_without_a_limit_conversations_end_with_the_positions(folder: str, tmp_path: Path) -> None:
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    model.config.max_position_embeddings = most = 16
+    model.save_pretrained(tmp_path)
+    (found,) = run_ranks(1, scores, settings(str(tmp_path)), batch())
+    assert found["rm_clipped"].tolist() == [len(ids) > most for ids in conversations(folder)]
+    expected = alone(str(tmp_path), [ids[:most] for ids in conversations(folder)])
+    assert found["rm_score"] == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_score_that_is_not_finite_stops_the_run(folder: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    model.score.weight.data.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    (told,) = run_ranks(1, scores, replace(settings(str(tmp_path)), input_tokenizer=None), batch())
+    says(told, "reward_model", "values", "prompts a, b, c")

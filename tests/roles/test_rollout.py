@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import AgentError, BatchError, WorkerError
+from grpo_dist.protocol.fields import FIELDS
+from grpo_dist.roles.reward import Task
+from grpo_dist.roles.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.group import WorkerGroup
+from tests.messages import refuses
+from tests.processes import spawned
+from tests.worker_settings import agent, engine_settings
+
+RESPONSES = [Response([8, 2], [-0.5, -1.5], False, [7, 7]), Response([9, 0, 7], [-1.0, -2.0, -3.0], True, [7, 8, 8])]
+
+
+def test_group_batch() -> None:
+    data = group_batch("p3", np.array([4, 5, 6], np.int32), RESPONSES)
+    assert [row.tolist() for row in data["prompts"].rows()] == [[4, 5, 6], [4, 5, 6]]
+    assert [row.tolist() for row in data["responses"].rows()] == [[8, 2], [9, 0, 7]]
+    assert [row.tolist() for row in data["rollout_log_probs"].rows()] == [[-0.5, -1.5], [-1, -2, -3]]
+    assert data["prompt_length"].tolist() == [3, 3]
+    assert data["response_length"].tolist() == [2, 3]
+    assert data["truncated"].tolist() == [0, 1]
+    assert [row.tolist() for row in data["weight_versions"].rows()] == [[7, 7], [7, 8, 8]]
+    assert data["weight_version"].tolist() == [7, 7]
+    assert data["last_weight_version"].tolist() == [7, 8]
+    assert data["uid"].tolist() == ["p3", "p3"]
+
+
+def test_what_the_driver_gets_of_a_group_does_not_grow_with_its_responses() -> None:
+    def bytes_of(length: int) -> int:
+        response = Response([8] * length, [-0.5] * length, False, [7] * length)
+        data = group_batch("p3", np.array([4], np.int32), [response] * 2)
+        return len(pickle.dumps(Label.of(data, SMALL_COLUMNS)))
+
+    assert bytes_of(32_768) == bytes_of(1)
+
+
+def test_every_token_trains_end_and_padding_ids_too() -> None:
+    data = group_batch("p3", np.array([4], np.int32), RESPONSES)
+    assert [row.tolist() for row in data["response_mask"].rows()] == [[1, 1], [1, 1, 1]]
+
+
+def test_what_an_environment_put_in_does_not_train() -> None:
+    """Nor did any weights sample it."""
+    episode = Response([8, 40, 41, 2], [-0.5, 0, 0, -1], False, [7, -1, -1, 8], mask=[1, 0, 0, 1], num_turns=2)
+    data = group_batch("p3", np.array([4], np.int32), [episode, RESPONSES[0]])
+    assert [row.tolist() for row in data["response_mask"].rows()] == [[1, 0, 0, 1], [1, 1]]
+    assert [row.tolist() for row in data["weight_versions"].rows()] == [[7, -1, -1, 8], [7, 7]]
+    assert (data["weight_version"].tolist(), data["last_weight_version"].tolist()) == ([7, 7], [8, 7])
+    assert data["response_length"].tolist() == [4, 2]
+    assert data["num_turns"].tolist() == [2, 1]
+
+
+def test_types_follow_the_contract() -> None:
+    data = group_batch("p3", np.array([4], np.int32), RESPONSES)
+    for name, column in data.batch.items():
+        dtype = column.dtype if isinstance(column, torch.Tensor) else column.values.dtype
+        assert str(dtype) == f"torch.{FIELDS[name].dtype}", name
+
+
+def test_no_responses_give_no_rows() -> None:
+    assert len(group_batch("p3", np.array([4], np.int32), [])) == 0
+
+
+@pytest.mark.ray
+def test_an_engine_without_a_profiler_says_so(local_ray: None) -> None:
+    settings = engine_settings("builtin:tiny-qwen3", name="tests.engines.fakes:FakeRolloutEngine")
+    with spawned("rollout", RolloutWorker, [()]) as group:
+        group.call(0, "start", "start", settings)
+        with refuses(WorkerError, "'FakeRolloutEngine'", "'start_profile'"):
+            group.call(0, "profile", "start_profile")
+
+
+@pytest.mark.ray
+def test_the_worker_hands_out_a_handle_with_the_small_columns(rollouts: WorkerGroup) -> None:
+    prompt = np.array([4, 5, 6], np.int32)
+    sampling = SamplingSettings(3, 1.0, 1.0, -1, 6, 1)
+    call = rollouts.submit_for_data(0, "generate", "generate", "p3", prompt, sampling)
+    label, load = rollouts.gather([call])[0]
+    assert call.data is not None
+    handle = DataProtoRef.stored(call.data, label)
+    assert (load.waiting, len(handle)) == (0, 3)
+    assert set(handle.small) == set(SMALL_COLUMNS)
+    assert handle["uid"].tolist() == ["p3"] * 3
+    assert handle["prompt_length"].tolist() == [3, 3, 3]
+    data = handle.fetch(("responses", "prompts"))
+    assert data["responses"].lengths.tolist() == handle["response_length"].tolist()
+    assert [row.tolist() for row in data["prompts"].rows()] == [[4, 5, 6]] * 3
+    with refuses(BatchError, "'old_log_probs'", "actor"):
+        handle.fetch(("old_log_probs",))
+
+
+# --- episodes on a real engine -----------------------------------------------------------------------------------
+LOOP = """
+import asyncio
+
+from grpo_dist.agents import AgentLoop
+
+
+class Echo(AgentLoop):
+    def __init__(self, words, wait=0.0):
+        self.words, self.wait = words, wait
+
+    async def run(self, episode):
+        assert episode.row.messages[0]["content"] == "hello" and episode.row.extra_info == {"index": 3}
+        assert not hasattr(episode.row, "ground_truth")
+        await episode.generate(max_tokens=3)
+        await asyncio.sleep(self.wait)
+        if episode.index == 1:
+            episode.reward, episode.metrics = 0.5, {"moves": 2}
+            episode.add_step_reward(0.25)
+        episode.append(self.words)
+        await episode.generate(max_tokens=4)
+"""
+SAMPLING = SamplingSettings(3, 1.0, 1.0, -1, 20, 11, ignore_eos=True)
+TASK = Task("words", "secret", {"index": 3}, [{"role": "user", "content": "hello"}])
+
+
+@pytest.fixture(scope="module")
+def agents(local_ray: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two workers with agent loops: rank 0 answers at once, rank 1 waits for very long."""
+    file = tmp_path_factory.mktemp("loop") / "echo.py"
+    file.write_text(LOOP)
+    loops = [agent(f"{file}:Echo", {"words": "w40 w41", "wait": wait}) for wait in (0.0, 500.0)]
+    settings = [engine_settings(random_models["untied"], seed=1, needs_tokenizer=True, agent=loop) for loop in loops]
+    with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.call_each("start", "start", [(each,) for each in settings])
+        yield group
+        group.call_all("shutdown", "shutdown")
+
+
+def episodes(group: WorkerGroup, uid: str, prompt: list[int]) -> Call:
+    return group.submit(0, "generate", "generate", uid, np.array(prompt, np.int32), SAMPLING, TASK)
+
+
+@pytest.mark.ray
+def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> None:
+    (label, _), first = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
+    together = agents.gather([episodes(agents, f"b{i}", [4 + i, 5, 6]) for i in range(4)])
+    again = together[0][1]
+    assert label.small["num_turns"].tolist() == [2, 2, 2]
+    assert label.small["first_failure"].tolist() == ["", "", ""]
+    for name, told in (("episode_reward", 0.5), ("reward_extra/moves", 2.0)):
+        assert np.array_equal(label.small[name], [np.nan, told, np.nan], equal_nan=True), name
+    steps = [row.isnan().tolist() for row in first["episode_step_rewards"].rows()]
+    assert steps == [[True] * 9, [True, True, False, *[True] * 6], [True] * 9]
+    for row, mask in zip(first["responses"].rows(), first["response_mask"].rows(), strict=True):
+        assert row[3:5].tolist() == [40, 41]
+        assert mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1]
+    for name in ("responses", "rollout_log_probs"):
+        assert torch.equal(first[name].values, again[name].values), name
+    assert len({tuple(row.tolist()) for row in first["responses"].rows()}) == 3
+
+
+@pytest.mark.ray
+def test_the_first_turns_are_what_one_request_for_the_group_gives(agents: WorkerGroup, rollouts: WorkerGroup) -> None:
+    one_request = rollouts.submit(1, "generate", "generate", "g", np.array([4, 5, 6], np.int32), SAMPLING)
+    (_, expected), (_, found) = agents.gather([one_request, episodes(agents, "e", [4, 5, 6])])
+    columns = ("responses", "rollout_log_probs")
+    for name in columns:
+        for row, turn in zip(expected[name].rows(), found[name].rows(), strict=True):
+            torch.testing.assert_close(turn[:3], row[:3])
+
+
+@pytest.mark.ray
+def test_log_probs_of_later_turns_are_those_given_everything_before(
+    agents: WorkerGroup, random_models: dict[str, str]
+) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"])
+    _, data = agents.gather([episodes(agents, "c", [4, 5, 6])])[0]
+    for response, log_probs in zip(data["responses"].rows(), data["rollout_log_probs"].rows(), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[4, 5, 6, *response.tolist()]])).logits[0, 2:-1]
+        expected = torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1)
+        expected[3:5] = 0
+        torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.ray
+def test_an_aborted_group_ends_while_its_tool_works(agents: WorkerGroup) -> None:
+    call = agents.submit(1, "generate", "generate", "slow", np.array([4, 5], np.int32), SAMPLING, TASK)
+    time.sleep(1)
+    agents.call(1, "abort", "abort", ["slow", "unknown"])
+    (label, _), data = agents.gather([call])[0]
+    assert (label, data) == (None, None)
+
+
+@pytest.mark.ray
+def test_a_failing_loop_reaches_the_driver_as_what_it_is(agents: WorkerGroup) -> None:
+    other = replace(TASK, extra_info={})
+    call = agents.submit(0, "generate", "generate", "d", np.array([4], np.int32), SAMPLING, other)
+    with refuses(AgentError, "echo.py:Echo", "run()", "AssertionError"):
+        agents.gather([call])

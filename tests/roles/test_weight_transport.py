@@ -1,0 +1,330 @@
+"""The transports on real processes: an actor of two FSDP2 ranks, and vLLM engines that generate with its weights."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import GroupAddress, ModelSettings
+from grpo_dist.engines.weights.buckets import unpack
+from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
+from grpo_dist.roles.gang import Gang
+from grpo_dist.roles.policy import ActorWorker, PolicySettings
+from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.roles.rollout_group import RolloutGroup
+from grpo_dist.roles.weight_sync import sync_weights
+from grpo_dist.roles.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.process import Address
+from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
+from tests.messages import refuses, says
+from tests.processes import open_to_others, spawned, start_together
+from tests.worker_settings import engine_settings
+
+pytestmark = pytest.mark.ray
+
+GREEDY = sampling(n=1, temperature=0.0, seed=None)
+BUCKET_BYTES = 20_000
+TIMEOUT_S = 20.0
+VERSIONS = itertools.count(1_000_000)  # of engines that other tests use too
+
+
+def actor_class() -> type:
+    """An actor whose weights and broadcasts can be spoiled; Ray sends it by value."""
+
+    class Actor(ActorWorker):
+        def perturb(self, seed: int) -> None:
+            torch.manual_seed(100 * seed + self.rank)
+            with torch.no_grad():
+                for parameter in self.engine.model.parameters():
+                    shard = parameter.to_local()
+                    shard += 0.5 * 0.05 * torch.randn_like(shard)
+
+        def damage(self, bucket: int) -> None:
+            """Flip a bit of that bucket of the next sync, after its checksum was taken."""
+            group, count = self._weight_group, iter(range(1000))
+            broadcast = type(group).broadcast
+
+            def run(data: torch.Tensor) -> Any:
+                if next(count) == bucket:
+                    data[len(data) // 3] ^= 16
+                return broadcast(group, data)
+
+            group.broadcast = run
+
+    return Actor
+
+
+@dataclass
+class Case:
+    """An actor and two engines with the same model."""
+
+    name: str
+    path: str
+    actor: WorkerGroup
+    rollout: WorkerGroup
+    transport: BroadcastTransport
+    version: int = -1
+
+    def sync(self, dtype: str = "float32") -> RolloutGroup:
+        self.version += 1
+        roles = self.actor, RolloutGroup(self.rollout)
+        run(sync_weights(*roles, version=self.version, dtype=dtype, transport=self.transport))
+        return roles[1]
+
+    def buckets(self, dtype: str = "float32") -> list[ray.ObjectRef]:
+        return self.actor.call_all("test", "export_weights", dtype)[0]
+
+    def hugging_face(self, dtype: str = "float32") -> Any:
+        """Hugging Face's model with the actor's weights, rounded to `dtype` on the way."""
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        own = dict(model.named_parameters())
+        for bucket in ray.get(self.buckets(dtype)):
+            for name, tensor in unpack(bucket.data, bucket.entries):
+                own.pop(name).data.copy_(tensor)
+        assert not own
+        return model
+
+    def answers(self, rank: int) -> list[list[int]]:
+        found = generate(self.rollout, rank, PROMPTS, GREEDY)
+        assert set(found["weight_version"].tolist()) == {self.version}
+        return tokens(found)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("tied", 1, "broadcast"), id="tied"),
+        pytest.param(("untied", 1, "broadcast"), id="untied", marks=pytest.mark.long),
+        pytest.param(("tied", 2, "broadcast"), id="tensor parallel", marks=pytest.mark.long),
+        pytest.param(("tied", 1, "ipc"), id="ipc"),
+        pytest.param(("tied", 2, "ipc"), id="ipc, tensor parallel", marks=pytest.mark.long),
+    ],
+)
+def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[str, str]) -> Iterator[Case]:
+    name, size, backend = request.param
+    path = random_models[name]
+    with (
+        spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
+        spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
+    ):
+        engines = [
+            engine_settings(path, seed=rank, tensor_model_parallel_size=size, weight_transport=backend)
+            for rank in range(2)
+        ]
+        start_together(Gang(actor).start(policy_settings(path)), RolloutGroup(rollout).start(engines))
+        yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S, backend))
+
+
+def policy_settings(path: str) -> PolicySettings:
+    return PolicySettings(
+        model=ModelSettings(path, False, "fp32", "fp32", False, True),
+        device="cpu",
+        num_threads=1,
+        temperature=1.0,
+        columns=("old_log_probs",),
+        log_prob_micro_batch_size=4,
+        collective_timeout_s=240.0,
+        seed=1,
+        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
+        weight_bucket_bytes=BUCKET_BYTES,
+    )
+
+
+def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: WorkerGroup) -> None:
+    """And so does an engine that got the same weights through the object store."""
+    seen = [case.answers(0)]
+    for step, dtype in enumerate(("float32", "bfloat16", "float32")):
+        case.actor.call_all("test", "perturb", step)
+        case.sync(dtype)
+        assert len(case.buckets(dtype)) > 2, "smaller than the model"
+        model = case.hugging_face(dtype)
+        expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+        assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2, (step, dtype)
+        assert expected not in seen, "the change does not show"
+        seen.append(expected)
+    assert case.transport.generation == 1, "one group for all syncs"
+    rank, version = RANKS[case.name], next(VERSIONS)
+    through_store = run(ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32"))
+    assert through_store == {rank: version}
+    assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
+
+
+def test_nothing_listens_for_other_machines(case: Case) -> None:
+    """Ray, the ranks of two process groups and the engines, while the weight group stands."""
+    case.sync()
+    sender = psutil.Process(case.actor.addresses[0].pid)
+    ports = [c.laddr.port for c in sender.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert len(ports) > 3, "Ray's, those of two stores and gloo's"
+    assert open_to_others(psutil.Process()) == {}
+
+
+def spoiled_sync(case: Case, bucket: int) -> dict[int, Any]:
+    """What the engines say to a sync with one damaged bucket; as of now, no second attempt."""
+    case.actor.call_all("test", "perturb", 10 + bucket)
+    case.actor.call(0, "test", "damage", bucket)
+    calls = [case.rollout.submit(rank, "test", "receive_weights", case.version + 1) for rank in range(2)]
+    case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
+    return run(outcomes(dict(enumerate(calls))))
+
+
+def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
+    case.sync()
+    before = case.answers(0)
+    for error in spoiled_sync(case, 0).values():
+        assert isinstance(error, WeightSyncError)
+        says(error, f"version {case.version + 1}", "bucket 0", f"keeps version {case.version}")
+    assert [case.answers(rank) for rank in (0, 1)] == [before] * 2
+
+
+def test_a_damaged_later_bucket_leaves_mixed_weights_until_a_whole_sync(case: Case) -> None:
+    case.sync()
+    mixed = ("mixed", f"versions {case.version} and {case.version + 1}")
+    for error in spoiled_sync(case, 2).values():
+        assert isinstance(error, WeightSyncError)
+        says(error, "bucket 2", "2 weight buckets", *mixed)
+    with refuses(EngineError, *mixed):
+        generate(case.rollout, 1, PROMPTS, GREEDY)
+    case.sync()
+    model = case.hugging_face()
+    expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
+
+
+def test_one_damaged_bucket_costs_a_second_attempt_only(case: Case) -> None:
+    case.sync()
+    groups = case.transport.generation
+    case.actor.call(0, "test", "damage", 1)
+    case.actor.call_all("test", "perturb", 30)
+    case.sync()
+    assert case.transport.generation == groups + 1
+    model = case.hugging_face()
+    expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
+
+
+def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: Case) -> None:
+    """The last test of the case: rank 0 is gone afterwards."""
+    case.sync()
+    case.actor.call_all("test", "perturb", 40)
+    calls = {1: case.rollout.submit(1, "test", "receive_weights", case.version + 1)}
+    time.sleep(0.5)  # it waits for the sender, and so does nobody on rank 0
+    ray.kill(case.rollout.handles[0])
+    started = time.monotonic()
+    sends = case.actor.submit_all("test", "broadcast_weights", "float32", case.version + 1)
+    sent = run(outcomes(dict(enumerate(sends))))
+    assert isinstance(sent[0], WeightSyncError), "rank 0 sends"
+    assert sent[1] is None, "the other rank only gathers, and is not held up"
+    assert isinstance(run(outcomes(calls))[1], WeightSyncError)
+    assert time.monotonic() - started < 2 * TIMEOUT_S
+    groups, case.version = case.transport.generation, case.version + 1
+    case.transport._members = []  # as after a failure of its own
+    found = run(case.transport.sync(case.actor, case.rollout, [0, 1], version=case.version, dtype="float32"))
+    assert isinstance(found[0], WorkerError), "its process died"
+    assert found[1] == case.version
+    assert case.transport.generation == groups + 1, "a group without it"
+    model = case.hugging_face()
+    assert case.answers(1) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    engines = case.sync()
+    with refuses(GrpoDistError, "rollout worker 0", "died"):
+        run(engines.started())
+
+
+def test_transports_by_name() -> None:
+    assert isinstance(
+        weight_transport("object_store", workers_per_engine=2, collective_timeout_s=600.0), ObjectStoreTransport
+    )
+    ipc = weight_transport("ipc", workers_per_engine=1, collective_timeout_s=600.0)
+    assert isinstance(ipc, BroadcastTransport)
+    broadcast = weight_transport("broadcast", workers_per_engine=2, collective_timeout_s=600.0)
+    assert isinstance(broadcast, BroadcastTransport)
+    assert (ipc.backend, broadcast.backend, broadcast.workers_per_engine) == ("ipc", "broadcast", 2)
+    actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
+    assert broadcast.rank_timeout_s(actor) == 4.5, "sooner than the driver gives up"
+    assert broadcast.rank_timeout_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0, (
+        "sooner than other ranks of the actor"
+    )
+
+
+class Scripted(WorkerGroup):
+    """Processes that are none: each method's results by rank, None where none are given. Notes what was asked."""
+
+    def __init__(self, role: str, size: int, **results: Any) -> None:
+        super().__init__(role, [object() for _ in range(size)], TimeLimits(60.0))
+        self.results, self.asked, self.told = results, [], []  # told: with arguments
+        self.states: dict[int, str] = {}
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        self.asked.append((method, rank))
+        self.told.append((method, rank, *args))
+        return Call(method, self, rank, stage, time.monotonic(), 60.0, self.handles[rank])  # type: ignore[arg-type]
+
+    async def value(self, call: Call) -> Any:
+        result = self.results.get(str(call.ref), {}).get(call.rank)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: self.states.get(rank, "running") for rank in ranks}
+
+
+def formed(rollout: WorkerGroup) -> BroadcastTransport:
+    """A transport whose group these engines are."""
+    transport = BroadcastTransport(1, 300.0)
+    transport._members = list(rollout.handles)
+    return transport
+
+
+def test_nothing_is_sent_while_an_engines_responses_end() -> None:
+    actor, rollout = Scripted("actor", 2), Scripted("rollout", 2, receive_weights={0: 3, 1: 3})
+    rollout.asked = actor.asked  # one list of both
+    sync = formed(rollout).sync(actor, rollout, [0, 1], version=3, dtype="float32")
+    assert run(sync) == {0: 3, 1: 3}
+    pauses, sends = [("pause_for_weights", rank) for rank in (0, 1)], [("broadcast_weights", rank) for rank in (0, 1)]
+    assert actor.asked == [*pauses, *sends, ("receive_weights", 0), ("receive_weights", 1)]
+
+
+def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where() -> None:
+    """On GPUs that roles share each rank has engines beside it. Two engines of two workers, on two machines."""
+    host = {"open_weight_store": {0: ("10.0.0.1", 77)}}
+    here, there = (Address("host", ip, 1, "node") for ip in ("10.0.0.1", "10.0.0.2"))
+    actor, rollout = Scripted("actor", 3, **host), Scripted("rollout", 2, address={0: here, 1: there})
+    actor.note_addresses([here, here, there])
+    rollout.asked = actor.asked
+    assert run(BroadcastTransport(2, 300.0, "ipc")._form(actor, rollout, [0, 1], rollout.handles)) == {}
+    joins = [(rank, args) for method, rank, *args in actor.told if method == "join_weight_group"]
+    assert [rank for rank, _ in joins] == [0, 1, 2]
+    assert joins[0][1] == [GroupAddress("10.0.0.1", 77, 1, 7, 30.0, "ipc", 3)], "half of what the driver waits"
+    assert [first for _, rank, _, first in rollout.told[2:]] == [3, 5]
+    assert actor.told[0] == ("open_weight_store", 0, ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"])
+
+
+def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:
+    lost = WorkerLost("its process died", "rollout", 0, "node", "sync_weights")
+    actor, rollout = Scripted("actor", 1), Scripted("rollout", 2, pause_for_weights={0: lost})
+    found = run(formed(rollout)._attempt(actor, rollout, [0, 1], 3, "float32"))
+    assert found[0] is lost
+    assert isinstance(found[1], WeightSyncError), "it gets a second attempt"
+    assert not actor.asked
+
+
+def test_an_actor_rank_that_is_lost_is_named_and_not_the_one_whose_connection_broke() -> None:
+    broken = WorkerError("RuntimeError: Connection closed by peer", "actor", 0, "node", "sync_weights")
+    actor, rollout = Scripted("actor", 2, broadcast_weights={0: broken}), Scripted("rollout", 1)
+    actor.states = {1: "gone"}
+    with refuses(WorkerLost, "actor worker 1", "'sync_weights'", "gone"):
+        run(formed(rollout).sync(actor, rollout, [0], version=3, dtype="float32"))

@@ -1,0 +1,145 @@
+"""In which order roles start, and who makes room for whom, with groups that write down what they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.base import Footprint
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.roles.roles import Roles
+from grpo_dist.run.build import on_gpus_of, start_roles
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.process import Address
+from grpo_dist.trainer.settings import engine_settings
+from grpo_dist.trainer.trainer import GRPOTrainer
+
+TAKEN = Footprint(27.5, 20.25)
+
+
+class Noted(WorkerGroup):
+    """Processes that are none. All groups share one list of what happened."""
+
+    def __init__(self, role: str, log: list[str]) -> None:
+        super().__init__(role, [object()], TimeLimits(60.0))
+        self.log = log
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        if method == "start":
+            self.log.append(self.role)
+        return Call(method, self, rank, stage, time.monotonic(), 60.0)  # type: ignore[arg-type]
+
+    async def value(self, call: Call) -> Any:
+        if str(call.ref) == "open_store":
+            return 77
+        for _ in range(100):  # all that can go on does
+            await asyncio.sleep(0)
+        self.log.append(f"{self.role} is there")
+        return TAKEN if self.role == "rollout" else None
+
+    async def call_home(self) -> list[Address]:
+        return [Address("host", "10.0.0.1", 1, "node")]
+
+
+def spawned(config: RunConfig, workers: Callable[[str], WorkerGroup]) -> Roles:
+    """The roles of a config with such processes."""
+    groups = {row.name: load_attribute(row.group, key="a row")(workers(row.name)) for row in roles_of(config)}
+    return Roles(groups)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "first"),
+    [
+        # vLLM charges what other processes load while it measures to itself
+        (["cluster=single_gpu"], ["rollout", "rollout is there"]),
+        ([], ["rollout"]),
+    ],
+    ids=["one gpu", "cpu"],
+)
+def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], first: list[str]) -> None:
+    scorer = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+    config, _ = load_config([*overrides, *scorer, "recipe=ppo"])
+    log: list[str] = []
+    roles = spawned(config, lambda role: Noted(role, log))
+    start_roles(config, roles, num_steps=1)
+    assert log[: len(first)] == first
+    together = ["actor", "critic", "ref", "reward", "reward_model"]
+    assert sorted(log[len(first) : len(first) + 5]) == together, "these start together"
+    (replaced,) = roles.rollout.settings
+    assert replaced is not None
+    assert (replaced.footprint_gib, replaced.rollout.kv_cache_memory_gib) == (27.5, 20.25), "what the one before took"
+
+
+@pytest.mark.parametrize(("kl", "asked"), [("full", ["export_output_layer", "load_reference_head"]), ("k2", [])])
+def test_a_teacher_is_found_by_its_own_key_and_brings_its_output_layer(kl: str, asked: list[str]) -> None:
+    log: list[tuple[str, str, Any]] = []
+
+    class Asked(Noted):
+        def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+            log.append((self.role, method, args))
+            return super().submit(rank, stage, method, *args)
+
+    teacher = "actor_rollout_ref.ref.model.path"
+    config, _ = load_config(
+        [
+            "recipe=distill",
+            f"{teacher}=builtin:tiny-qwen3",
+            f"actor_rollout_ref.actor.kl_loss_type={kl}",
+            "trainer.nnodes=2",
+        ]
+    )
+    start_roles(config, spawned(config, lambda role: Asked(role, [])), num_steps=1)
+    keys = {role: args[1] for role, method, args in log if method == "find_model"}
+    assert keys.pop("ref") == teacher
+    assert set(keys.values()) == {"actor_rollout_ref.model.path"}
+    methods = [method for _, method, _ in log]
+    assert methods[len(methods) - methods[::-1].index("start") :] == asked, "once all have started"
+
+
+@pytest.mark.parametrize(("stage", "result"), [("update", "batch"), ("update_critic", None)])
+def test_engines_give_their_memory_back_before_an_update_begins(stage: str, result: str | None) -> None:
+    order: list[str] = []
+
+    class Noting:
+        def __init__(self, **answers: Any) -> None:
+            self.answers = answers
+
+        def __getattr__(self, name: str) -> Any:
+            async def note(*args: Any) -> Any:
+                order.append(name)
+                return self.answers.get(name)
+
+            return note
+
+    trained = Noting(update=("batch", {}))
+    roles = SimpleNamespace(rollout=Noting(), actor=trained, critic=trained)
+    trainer = SimpleNamespace(
+        roles=roles,
+        config=load_config([])[0],
+        objective=None,
+        value_objective=None,
+        step=0,
+        metrics={},
+    )
+    assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, range(8 * 32))) == result
+    assert order == ["begin_update", "update"]
+
+
+def test_engines_that_share_gpus_are_told_those_of_as_many_actor_ranks() -> None:
+    """Two engines of two processes on four GPUs, two on each machine."""
+    sizes = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    config, _ = load_config(["cluster=multi_node", "trainer.nnodes=2", "cluster.colocate=all", *sizes])
+    engines = [engine_settings(config, placement(config), index) for index in range(2)]
+    actor = [Address("host", f"10.0.0.{node}", 1, "node", (gpu,)) for node in (1, 2) for gpu in ("1", "GPU-ab")]
+    assert [each.gpus for each in on_gpus_of(engines, actor)] == [("1", "GPU-ab"), ("1", "GPU-ab")]

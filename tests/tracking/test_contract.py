@@ -1,0 +1,141 @@
+"""The contract of `grpo_dist.tracking.base.Tracker`, of all trackers: those of the table, and one of a file."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.plugins.names import LOGGERS
+from grpo_dist.tracking.base import TRACKERS, Tracker, Trackers, build_trackers, check_trackers, tracker_ids
+from tests.messages import says
+from tests.tracking.test_samples import SAMPLE
+from tests.trainer.metrics_page import PAGE, documented_names
+
+OWN = """
+from grpo_dist.tracking.base import Tracker
+
+class Lines(Tracker):
+    def __init__(self, run):
+        number = 0 if run.resumed_step is not None else len(list(run.folder("lines").iterdir()))
+        run.store_id("lines", run.known_id("lines") or f"run {number}")
+        self.note, self.file = "lines", (run.folder("lines") / "metrics").open("a")
+
+    def log(self, metrics, step):
+        self.file.write(f"{step} {metrics}\\n")
+
+    def close(self):
+        self.file.close()
+"""
+# Trackers whose service has runs, by the name under which they keep the id of theirs.
+WITH_RUNS = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "own": "lines"}
+NAMES = [*TRACKERS, "own"]
+
+Start = Callable[..., Trackers]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.ray) if name == "prometheus" else name for name in NAMES])
+def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A value of `trainer.logger`, in an environment without accounts and servers."""
+    for variable in [each for each in os.environ if each.startswith(("WANDB_", "MLFLOW_TRACKING_", "NETRC"))]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if request.param == "prometheus":
+        request.getfixturevalue("local_ray")
+    if request.param == "trackio":
+        import trackio
+
+        monkeypatch.setattr(trackio.utils, "TRACKIO_DIR", tmp_path / "trackio")
+    (tmp_path / "own.py").write_text(OWN)
+    yield f"{tmp_path}/own.py:Lines" if request.param == "own" else request.param
+    if request.param == "wandb":
+        import wandb
+
+        wandb.teardown()
+
+
+@pytest.fixture
+def start(name: str, tmp_path: Path) -> Start:
+    def started(resumed_step: int | None = None) -> Trackers:
+        names: dict[str, Any] = {"project_name": f"contract-{os.getpid()}", "experiment_name": "first"}
+        config = {"lr": 0.125, "hf_token": "do-not-keep-this"}
+        return build_trackers([name], run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+
+    return started
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_names_of_the_config_are_those_of_the_table() -> None:
+    assert set(LOGGERS) == {"console", *TRACKERS}
+
+
+def test_it_takes_all_that_a_run_logs_and_finishes(
+    name: str, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each documented name, numbers that are not finite, samples, and steps without any metrics."""
+    # MLflow's folder has no file `a/mean` beside a folder `a/mean/`, which only the placeholders of the page ask for
+    names = [each for each in documented_names(PAGE.read_text()) if "/mean" not in each or "@" not in each]
+    check_trackers([name])
+    assert not (tmp_path / "run").exists(), "the checks start nothing"
+    with start() as trackers:
+        assert all(trackers.notes)
+        trackers.log_samples([SAMPLE, SAMPLE | {"gts": [1, 2], "score": None}], 0)
+        trackers.log(dict.fromkeys(names, 0.5), 0)
+        trackers.log({"actor/lr": math.nan, "actor/loss": -math.inf, "reward_extra/zähler": 3}, 1)
+        trackers.log_samples([], 2)
+        trackers.log({}, 2)
+        assert len(trackers._active) == (1 if name == "jsonl" else 2), "none was dropped"
+    assert warnings(caplog) == []
+    assert capfd.readouterr().out == ""
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"do-not-keep-this" in content for content in written), "no secret of the config is kept"
+
+
+def test_a_resumed_run_is_continued_and_a_fresh_one_is_another(name: str, start: Start, tmp_path: Path) -> None:
+    ids = []
+    for resumed_step, step in ((None, 1), (1, 2), (None, 1)):
+        with start(resumed_step) as trackers:
+            trackers.log({"critic/score/mean": 0.5}, step)
+            assert len(trackers._active) == (1 if name == "jsonl" else 2), "none was dropped"
+        ids.append(tracker_ids(tmp_path / "run"))
+    kept = WITH_RUNS.get("own" if ":" in name else name)
+    assert [list(each) for each in ids] == [[] if kept is None else [kept]] * 3
+    assert ids[0] == ids[1]
+    assert kept is None or ids[2] != ids[1]
+
+
+def test_one_that_fails_does_not_end_the_run(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start() as trackers:
+        failing, tracker = list(trackers._active.items())[-1]
+        assert isinstance(tracker, Tracker)
+
+        def fail(*_: object) -> None:
+            raise ConnectionError("the service is away")
+
+        monkeypatch.setattr(tracker, "log", fail)
+        trackers.log({"critic/score/mean": 0.5}, 1)
+        assert failing not in trackers._active
+        trackers.log({"critic/score/mean": 0.5}, 2)
+    says(warnings(caplog), failing, "step 1", "ConnectionError")
+    assert len(warnings(caplog)) == 1
+
+
+def test_it_finishes_also_while_the_run_fails(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        with start() as trackers:
+            trackers.log({"critic/score/mean": 0.5}, 1)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    assert warnings(caplog) == []

@@ -1,0 +1,83 @@
+"""What parts of the config reach what the ranks are built from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.config.load import load_command
+from grpo_dist.config.schema_roles import OptimConfig
+from grpo_dist.plan.commands import REWARD_MODEL, SFT
+from grpo_dist.plan.placement import placement
+from grpo_dist.roles.policy import PolicySettings
+from grpo_dist.trainer.settings import supervised_settings
+from tests.adapters import write_adapter
+
+
+def settings(*overrides: str, command: Any = REWARD_MODEL, steps: int = 100) -> PolicySettings:
+    config = load_command([*overrides], command)[0]
+    return supervised_settings(config, placement(config), steps)
+
+
+def test_a_reward_model_gets_a_head_of_one_output_drawn_with_the_runs_seed() -> None:
+    model = settings("trainer.seed=7", "data.seed=9").model
+    assert (model.num_labels, model.new_head_seed, model.small_new_head, model.lora) == (1, 7, False, None)
+    assert (model.key, model.section) == ("model.path", "model")
+
+
+def test_a_language_model_keeps_its_output_layer_and_may_get_factors() -> None:
+    model = settings(command=SFT).model
+    assert (model.num_labels, model.new_head_seed, model.lora) == (0, None, None)
+    lora = settings("model.lora_rank=4", "model.lora_alpha=8", command=SFT).model.lora
+    assert lora is not None
+    assert (lora.lora_rank, lora.lora_alpha, lora.targets, lora.lora_adapter_path) == (4, 8.0, "all-linear", None)
+
+
+def test_exported_adapters_name_their_base_model(tmp_path: Path) -> None:
+    """By the name of the hub, which the section has wherever the model is on a machine."""
+    adapter = f"model.lora_adapter_path={write_adapter(tmp_path)}"
+    lora = settings(adapter, "model.path=owner/name", command=SFT).model.lora
+    assert lora is not None
+    assert (lora.lora_adapter_path, lora.path) == (str(tmp_path), "owner/name")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup"),
+    [
+        (("optim.lr_warmup_steps_ratio=0.25",), 25),
+        (("optim.lr_warmup_steps=3", "optim.lr_warmup_steps_ratio=0.25"), 3),
+        (("optim.lr_warmup_steps=0", "optim.lr_warmup_steps_ratio=0.25"), 0),
+        (("optim.lr_warmup_steps_ratio=0",), 0),
+    ],
+)
+def test_warmup(overrides: tuple[str, ...], warmup: int) -> None:
+    found = settings(*overrides)
+    assert isinstance(found.optimizer, OptimConfig)
+    assert (found.optimizer.warmup_steps(found.total_steps), found.total_steps) == (warmup, 100)
+
+
+def test_numbers_of_the_optimizer_and_of_passes() -> None:
+    found = settings(
+        "optim.lr=3e-4", "optim.betas=[0.8,0.95]", "optim.clip_grad=0.5", "data.micro_batch_size_per_gpu=6"
+    )
+    assert found.optimizer is not None
+    assert (found.optimizer.lr, found.optimizer.betas, found.grad_clip) == (3e-4, (0.8, 0.95), 0.5)
+    assert (found.train_micro_batch_size, found.train_max_token_len) == (6, None)
+    by_tokens = settings("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=99")
+    assert by_tokens.train_max_token_len == 99
+
+
+@pytest.mark.parametrize(
+    ("override", "layout"), [("model.use_remove_padding=true", "shared"), ("model.use_remove_padding=false", "padded")]
+)
+def test_layouts(override: str, layout: str) -> None:
+    assert settings(override).model.layout == layout
+
+
+def test_memory_and_types() -> None:
+    changes = ("engine.param_offload=true", "engine.optimizer_offload=true", "engine.defer_grad_sync=true")
+    model = settings(*changes, "engine.dtype=bf16", "engine.fsdp_size=1").model
+    assert (model.param_offload, model.optimizer_offload, model.defer_grad_sync) == (True, True, True)
+    assert (model.model_dtype, model.compute_dtype, model.fsdp_size) == ("fp32", "bf16", 1)
