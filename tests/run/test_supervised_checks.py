@@ -142,8 +142,11 @@ def test_a_model_with_another_head_or_a_damaged_file(dry_run: DryRun, file: Path
 
 
 def test_memory_that_this_machine_does_not_have(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_checks, "check_machine", lambda *args: Machine("a small one", None, 0.5))
-    says(dry_run(code=2)[1], "model.path=builtin:tiny-qwen3", "2 ranks", "0.5 GiB")
+    """What the states need is refused; what the processes need besides, half a GiB each, is noted."""
+    for gib, code, stream in ((0.001, 2, 1), (0.5, 0, 0)):
+        monkeypatch.setattr(all_checks, "check_machine", lambda *_, has=gib: Machine("a small one", None, has))
+        text = dry_run(code=code)[stream]
+        says(text, "model.path", "2 reward_model" if code else "by the estimate", f"{gib} GiB", "trainer.nnodes")
 
 
 def test_a_checkpoint_of_another_seed_is_refused_and_one_that_fits_is_verified(
