@@ -22,7 +22,7 @@ from grpo_dist.plan.role_models import Model, Pass
 from grpo_dist.plan.roles import Role, models_of, roles_of
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB
 
-# GiB of GPU memory per process besides its tensors: CUDA context and kernels, of which H100 and H200 took 1.36, and NCCL.
+# GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200), NCCL.
 CUDA_GIB = 1.5
 # GiB of CPU memory per process besides its tensors: Python and its libraries, on GPU machines also CUDA.
 PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
