@@ -61,8 +61,8 @@ class BatchWork(Process):
             columns of `algorithms.targets`).
         """
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
-        label, metrics, found = self.targets_of(data, batch.small, settings, kl_coef, seed)
-        return (label, metrics, self.take_printed()), found
+        label, metrics, targets = self.targets_of(data, batch.small, settings, kl_coef, seed)
+        return (label, metrics, self.take_printed()), targets
 
     def targets_of(
         self, data: DataProto, given: Mapping[str, np.ndarray], settings: TargetSettings, kl_coef: float, seed: int
@@ -93,8 +93,8 @@ class BatchWork(Process):
         columns: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in out.items()}
         columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
-        found = DataProto.from_dict(columns)
-        return Label.of(found, ("advantage_mean", "reward")), metrics, found
+        targets = DataProto.from_dict(columns)
+        return Label.of(targets, ("advantage_mean", "reward")), metrics, targets
 
     def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
         """The settings with gdpo's reward keys and weights filled in."""
@@ -126,7 +126,7 @@ class BatchWork(Process):
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
         written = list(zip(data["responses"].rows(), data["response_mask"].rows(), strict=True))
         advantages = batch.small.get("advantage_mean")
-        extras = {name.removeprefix(EXTRA): each for name, each in batch.small.items() if name.startswith(EXTRA)}
+        extras = {name.removeprefix(EXTRA): column for name, column in batch.small.items() if name.startswith(EXTRA)}
         samples = []
         for i, uid in enumerate(data["uid"]):
             row = {"step": step, "uid": uid, "input": prompts[i], "output": responses[i]}
@@ -135,7 +135,7 @@ class BatchWork(Process):
             row |= {"failure": failure} if failure else {}
             row |= self._parts(*written[i])
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
-            values = {name: float(each[i]) for name, each in extras.items() if name not in row}
+            values = {name: float(column[i]) for name, column in extras.items() if name not in row}
             samples.append(row | {name: value for name, value in values.items() if not math.isnan(value)})
         return samples
 

@@ -68,8 +68,8 @@ class Gang:
         rows, parts = self._parts(batch, ("uid", "prompts", "responses", "response_mask"))
 
         def send() -> list[Call]:
-            each = enumerate(self._to_ranks(parts))
-            return [self.workers.submit_for_data(rank, stage, method, part) for rank, part in each]
+            by_rank = enumerate(self._to_ranks(parts))
+            return [self.workers.submit_for_data(rank, stage, method, part) for rank, part in by_rank]
 
         async with self._free:
             calls, labels = await self._ask(send)
@@ -212,8 +212,8 @@ class TrainedGroup(Gang):
             positions = [np.searchsorted(own, share[group]) for share in shares]
             arguments.append((batch.reorder(own), positions, objective, step))
         async with self._free:
-            stage, each = self.update_stage, enumerate(self._to_ranks(arguments))
-            calls = [self.workers.submit_for_data(rank, stage, "update", *a) for rank, a in each]
+            stage, by_rank = self.update_stage, enumerate(self._to_ranks(arguments))
+            calls = [self.workers.submit_for_data(rank, stage, "update", *a) for rank, a in by_rank]
             results = self._of_groups(await self.workers.answers(calls))
         merged = [merge_metrics(parts) for parts in zip(*(metrics for metrics, _ in results), strict=True)]
         labels = [label for _, label in results if label is not None]
@@ -269,5 +269,8 @@ def _shares(batch: DataProtoRef, rows: np.ndarray, num_groups: int) -> list[np.n
 def averaged(mini_batches: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """The metrics of optimizer steps, each merged over ranks: a sum over ranks becomes a mean over steps."""
     return merge_metrics(
-        [{name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in each.items()} for each in mini_batches]
+        [
+            {name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in metrics.items()}
+            for metrics in mini_batches
+        ]
     )

@@ -163,10 +163,10 @@ class PolicyWorker(Process):
     @on_device()
     def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
-        found = self._columns(rows, self.settings.columns, self.engine.compute_columns)
+        columns = self._columns(rows, self.settings.columns, self.engine.compute_columns)
         if self.freed_memory is not None and self.settings.optimizer is None:  # else updates decide
             self.freed_memory.after_pass()
-        return found
+        return columns
 
     def _columns(
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
@@ -175,14 +175,14 @@ class PolicyWorker(Process):
         size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
         try:
             with smaller_passes(self.forward_keys, size, tokens, ranks=self.settings.model.sequence_parallel_size):
-                found = compute(
+                computed = compute(
                     rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), micro_batch_size=size, max_token_len=tokens
                 )
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
         if self.rank % self.settings.model.sequence_parallel_size:  # the first rank of the group returns the same
-            found = {}
-        return _labelled({plain[name]: values for name, values in found.items()})
+            computed = {}
+        return _labelled({plain[name]: values for name, values in computed.items()})
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
@@ -191,9 +191,9 @@ class PolicyWorker(Process):
     @on_device()
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
         """Move this role's weights towards those in the buckets: w = share * theirs + (1 - share) * w."""
-        found = ray.get(list(buckets))
-        check_buckets(found)
-        for bucket in found:
+        arrived = ray.get(list(buckets))
+        check_buckets(arrived)
+        for bucket in arrived:
             self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
 
     @on_device()

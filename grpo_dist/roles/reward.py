@@ -189,9 +189,9 @@ class RewardWorker(BatchWork):
         """The results of the reward function, where it is asked, and of the episodes."""
         asked = [i for i in range(len(texts)) if self.function_weight or np.isnan(given[i])]
         results = [RewardResult(float(reward), {}) for reward in given]
-        for i, found in zip(asked, self._score_texts([texts[i] for i in asked], task, asked), strict=True):
+        for i, result in zip(asked, self._score_texts([texts[i] for i in asked], task, asked), strict=True):
             own = not np.isnan(given[i])
-            results[i] = replace(found, score=float(given[i]) + self.function_weight * found.score) if own else found
+            results[i] = replace(result, score=float(given[i]) + self.function_weight * result.score) if own else result
         return results
 
     def _score_texts(self, texts: Sequence[str], task: Task, rows: Sequence[int]) -> list[RewardResult]:
@@ -211,28 +211,28 @@ class RewardWorker(BatchWork):
         ]
         asked = shown_prompt(task.messages)
         results: list[RewardResult] = []
-        for found in self.scorer.score(samples):
-            if isinstance(found, Failure):
-                found = RewardResult(self.failure_score, {}, failure=f"{found.text}\n{asked}")
-            results.append(found)
+        for result in self.scorer.score(samples):
+            if isinstance(result, Failure):
+                result = RewardResult(self.failure_score, {}, failure=f"{result.text}\n{asked}")
+            results.append(result)
         return results
 
     def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
         """Return where the value `name` is above 0.5: of each step, or of the whole response; none of failures."""
         rows: list[list[bool]] = []
         for text, result in zip(texts, results, strict=True):
-            found = result.judged_steps.get(name)
+            labels = result.judged_steps.get(name)
             count = 1 if self.step_separator is None else len(split_steps(text, self.step_separator))
             if self.step_separator is None:
-                found = (result.extra[name],) if name in result.extra else None
-            if not result.failure and (found is None or len(found) != count):
+                labels = (result.extra[name],) if name in result.extra else None
+            if not result.failure and (labels is None or len(labels) != count):
                 what = f"{name}{STEPS_OF}" if self.step_separator is not None else name
-                given = "none" if found is None else f"{len(found)} of them"
+                given = "none" if labels is None else f"{len(labels)} of them"
                 raise RewardError(
                     f"reward_model.retrain.label={name}: reward function {self.function_name} must return {what!r}, "
                     f"{count} numbers for this response, and returned {given}: {text[:200]!r}"
                 )
-            rows.append([value > 0.5 for value in found or ()])
+            rows.append([value > 0.5 for value in labels or ()])
         return Ragged.from_rows(rows, torch.int8)
 
     def _on_steps(
@@ -285,8 +285,8 @@ def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None =
     if mask is not None:
         rows = torch.repeat_interleave(torch.arange(len(responses.lengths)), responses.lengths)
         trained = positions.where(mask.values.bool(), -1)
-        found = torch.full_like(last, -1).scatter_reduce(0, rows, trained, "amax")
-        last = found.where(found >= 0, last)
+        last_trained = torch.full_like(last, -1).scatter_reduce(0, rows, trained, "amax")
+        last = last_trained.where(last_trained >= 0, last)
     values = torch.zeros(len(responses.values), dtype=torch.float32)
     values[last[nonempty]] = scores[nonempty]
     return Ragged(values, responses.offsets)

@@ -126,9 +126,9 @@ class RewardModelWorker(SupervisedWorker):
         whole = [without_padding(self.render(*text), self.padding_id) for text in texts]
         clipped = [self._is_clipped(token_ids) for token_ids in whole]
         sequences = [without_padding(token_ids[: self.max_length], self.padding_id) for token_ids in whole]
-        found = self._values(scored_rows(sequences, uids))
+        values_of_rows = self._values(scored_rows(sequences, uids))
         return {
-            RM_SCORE: np.array([values[-1] for values in found], np.float32),
+            RM_SCORE: np.array([values[-1] for values in values_of_rows], np.float32),
             RM_CLIPPED: np.array(clipped, np.float32),
         }
 
@@ -140,7 +140,7 @@ class RewardModelWorker(SupervisedWorker):
         ends = [
             np.minimum(tokens.ends, len(sequence) - 1) for (tokens, _), sequence in zip(judged, sequences, strict=True)
         ]
-        data = scored_rows(sequences, uids, [int(each[0]) for each in ends])
+        data = scored_rows(sequences, uids, [int(ends_of_row[0]) for ends_of_row in ends])
         starts = data["prompts"].lengths.tolist() if len(data) else []
         steps = np.empty(len(texts), object)
         score = np.empty(len(texts), np.float32)
@@ -158,10 +158,10 @@ class RewardModelWorker(SupervisedWorker):
         size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
         try:
             with smaller_passes("reward_model.", size, tokens, budget="forward_max_token_len"):
-                found = self.engine.compute_columns(data, ("values",), micro_batch_size=size, max_token_len=tokens)
+                columns = self.engine.compute_columns(data, ("values",), micro_batch_size=size, max_token_len=tokens)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"reward_model, {error}") from None
-        return [row.numpy() for row in found["values"].rows()]
+        return [row.numpy() for row in columns["values"].rows()]
 
 
 def judging_model(model: ModelSettings, config: Any, tokenizer: Any, settings: RewardModelSettings) -> ModelSettings:

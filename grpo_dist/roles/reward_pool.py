@@ -86,23 +86,23 @@ class RewardPool(Pool):
 
     def _score_waiting(self) -> None:
         """Share the groups that have come in this turn of the loop among the processes."""
-        waiting = [each for each in self._unscored if not each.scored.cancelled()]
+        waiting = [group for group in self._unscored if not group.scored.cancelled()]
         self._unscored = []
         for validation in (False, True):  # the two have different columns
-            groups = [each for each in waiting if each.task.validation == validation]
+            groups = [group for group in waiting if group.task.validation == validation]
             share = math.ceil(len(groups) / len(self.workers))
             size = max(min(share, int(SCORED_AT_ONCE_S / self._seconds), SCORED_AT_ONCE), 1)
             for start in range(0, len(groups), size):
                 part = groups[start : start + size]
                 scoring = self.spawn(self._score_together(part))
-                for each in part:
-                    each.scored.add_done_callback(functools.partial(_unwanted, part, scoring))
+                for group in part:
+                    group.scored.add_done_callback(functools.partial(_unwanted, part, scoring))
 
     async def _score_together(self, groups: Sequence[_Unscored]) -> None:
         """Have one process score some groups."""
-        inputs = DataProtoRef.concat([each.group for each in groups])
-        tasks, sizes = [each.task for each in groups], [len(each.group) for each in groups]
-        limit_s = sum(each.limit_s for each in groups)
+        inputs = DataProtoRef.concat([group.group for group in groups])
+        tasks, sizes = [group.task for group in groups], [len(group.group) for group in groups]
+        limit_s = sum(group.limit_s for group in groups)
 
         def send(rank: int) -> Call:
             return self.workers.submit_for_data(rank, "score", "score", inputs, sizes, tasks, limit_s=limit_s)
@@ -117,11 +117,11 @@ class RewardPool(Pool):
         try:
             found = await self.ask(send, take_in)
         except GrpoDistError as error:
-            for each in groups:
-                give(each.scored, error)
+            for group in groups:
+                give(group.scored, error)
         else:
-            for each, one in zip(groups, found, strict=True):
-                give(each.scored, one)
+            for group, one in zip(groups, found, strict=True):
+                give(group.scored, one)
 
     # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------
     async def compute_targets(
@@ -194,5 +194,5 @@ class RewardPool(Pool):
 
 def _unwanted(groups: Sequence[_Unscored], scoring: asyncio.Task[None], *_: Any) -> None:
     """Do not ask for scores that nobody waits for any more."""
-    if all(each.scored.cancelled() for each in groups):
+    if all(group.scored.cancelled() for group in groups):
         scoring.cancel()

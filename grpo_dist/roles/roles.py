@@ -91,6 +91,6 @@ class Roles:
         return self.reward.printed.take()
 
     async def _collect(self, kind: str, workers: WorkerGroup, ranks: Sequence[int]) -> None:
-        for found in await workers.outcomes([workers.submit(rank, "report", "take_printed") for rank in ranks]):
-            if not isinstance(found, GrpoDistError):  # a lost process is told by its other calls
-                self.reward.printed.note(kind, *found)
+        for printed in await workers.outcomes([workers.submit(rank, "report", "take_printed") for rank in ranks]):
+            if not isinstance(printed, GrpoDistError):  # a lost process is told by its other calls
+                self.reward.printed.note(kind, *printed)

@@ -208,7 +208,9 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
     ]
     rewards = [episode.outcome() for episode in episodes]
     columns: dict[str, Any] = {
-        "episode_reward": torch.tensor([math.nan if each is None else each for each in rewards], dtype=torch.float32),
+        "episode_reward": torch.tensor(
+            [math.nan if reward is None else reward for reward in rewards], dtype=torch.float32
+        ),
         "episode_step_rewards": Ragged.from_rows(steps, torch.float32),
     }
     given = DataProto.from_dict(columns, {"first_failure": [episode.first_failure for episode in episodes]})

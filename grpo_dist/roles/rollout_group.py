@@ -209,12 +209,12 @@ class RolloutGroup(Pool):
         """
         async with self._syncing:
             self._in_force.clear()
-        awake = [rank for rank, each in enumerate(self.settings) if each is not None and each.sleeps]
+        awake = [rank for rank, settings in enumerate(self.settings) if settings is not None and settings.sleeps]
         while awake:
             await self.started()
             before = list(self.workers.handles)
-            there = set(awake).intersection(self.workers.present)
-            calls = {rank: self.workers.submit(rank, "update_actor", "sleep") for rank in sorted(there)}
+            present = set(awake).intersection(self.workers.present)
+            calls = {rank: self.workers.submit(rank, "update_actor", "sleep") for rank in sorted(present)}
             for rank, answer in (await outcomes(calls)).items():
                 if isinstance(answer, GrpoDistError):
                     self.replace(rank, before[rank], answer)
@@ -227,7 +227,7 @@ class RolloutGroup(Pool):
             await self._in_force.wait()
             async with self._syncing:
                 if self._in_force.is_set():
-                    late = [i for i, each in enumerate(self.members) if each.lacks_weights and not self._comes_later(i)]
+                    late = [i for i, m in enumerate(self.members) if m.lacks_weights and not self._comes_later(i)]
                     await self._bring_to(late if self.workers.is_required(rank) else [rank])
 
     async def _bring_to(self, ranks: Sequence[int]) -> None:

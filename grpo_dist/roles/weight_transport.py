@@ -76,9 +76,9 @@ class BroadcastTransport:
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
         """See `WeightTransport.sync`. If an engine dies, the others get a second attempt without it."""
-        found = await self._attempt(actor, rollout, ranks, version, dtype)
-        again = [rank for rank, outcome in found.items() if isinstance(outcome, WeightSyncError)]
-        return found | await self._attempt(actor, rollout, again, version, dtype) if again else found
+        loaded = await self._attempt(actor, rollout, ranks, version, dtype)
+        again = [rank for rank, outcome in loaded.items() if isinstance(outcome, WeightSyncError)]
+        return loaded | await self._attempt(actor, rollout, again, version, dtype) if again else loaded
 
     def rank_timeout_s(self, actor: WorkerGroup) -> float:
         """Seconds that a rank waits for another one; less than the driver waits for the ranks."""
@@ -100,24 +100,24 @@ class BroadcastTransport:
             return failed
         sends = actor.submit_all(STAGE, "broadcast_weights", dtype, version)
         loads = {rank: rollout.submit(rank, STAGE, "receive_weights", version) for rank in ranks}
-        found = await outcomes(loads)
+        loaded = await outcomes(loads)
         sent = await outcomes(dict(enumerate(sends)))
         await _raise_first(actor, (outcome for outcome in sent.values() if not isinstance(outcome, WeightSyncError)))
-        if all(outcome == version for outcome in found.values()):
+        if all(outcome == version for outcome in loaded.values()):
             await _raise_first(actor, sent.values())
             self._members = members
-        return found
+        return loaded
 
     async def _form(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any]
     ) -> Outcomes:
         """Form the group of senders and engines; returns {} or, if that fails, the outcome of each engine."""
         problem = "the weight group was not formed: one of its engines is dead"
-        found, failed = await _ask_engines(rollout, ranks, members, "address", problem)
+        addresses, failed = await _ask_engines(rollout, ranks, members, "address", problem)
         if failed:
             return failed
         senders = range(len(actor)) if self.backend == "ipc" else [SENDER]
-        ips = [found[rank].ip for rank in ranks] + [actor.addresses[rank].ip for rank in senders[1:]]
+        ips = [addresses[rank].ip for rank in ranks] + [actor.addresses[rank].ip for rank in senders[1:]]
         host, port = await actor.ask(SENDER, STAGE, "open_weight_store", ips)
         self.generation += 1
         workers = self.workers_per_engine
@@ -172,16 +172,16 @@ async def _ask_engines(
     Returns:
         (the answers; {} or, if an engine failed, the outcome of the sync: its error, and `problem` for the others).
     """
-    found = await outcomes({rank: rollout.submit(rank, STAGE, method) for rank in ranks})
+    answers = await outcomes({rank: rollout.submit(rank, STAGE, method) for rank in ranks})
     for rank, handle in zip(ranks, members, strict=True):
         if rollout.handles[rank] is not handle:  # do not wait for its new process, which is still starting
-            found[rank] = rollout.error(rank, STAGE, "its process was replaced")
-    errors = {rank: outcome for rank, outcome in found.items() if isinstance(outcome, GrpoDistError)}
-    return found, {rank: errors.get(rank) or WeightSyncError(problem) for rank in ranks} if errors else {}
+            answers[rank] = rollout.error(rank, STAGE, "its process was replaced")
+    errors = {rank: outcome for rank, outcome in answers.items() if isinstance(outcome, GrpoDistError)}
+    return answers, {rank: errors.get(rank) or WeightSyncError(problem) for rank in ranks} if errors else {}
 
 
-async def _raise_first(group: WorkerGroup, found: Iterable[Any]) -> None:
+async def _raise_first(group: WorkerGroup, awaited: Iterable[Any]) -> None:
     """Raise the first error, or the lost rank that caused it."""
-    for outcome in found:
+    for outcome in awaited:
         if isinstance(outcome, GrpoDistError):
             raise await group.root_cause(outcome)

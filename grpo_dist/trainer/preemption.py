@@ -78,9 +78,11 @@ class Preemption:
         self.number = self.number or signal.Signals(signum)
         if not waits:
             raise self.interrupt()
-        told = f"\n{self.name}: the run ends after this step, with a checkpoint; another {self.name} ends it at once\n"
+        message = (
+            f"\n{self.name}: the run ends after this step, with a checkpoint; another {self.name} ends it at once\n"
+        )
         with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(_STDERR, told.encode())  # a stream may be in use where the signal has come
+            os.write(_STDERR, message.encode())  # a stream may be in use where the signal has come
 
     def interrupt(self) -> Interrupted:
         """The exception that ends the run."""

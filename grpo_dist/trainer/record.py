@@ -137,11 +137,11 @@ def check_run_dir(run_dir: Path) -> None:
         ConfigError: another run has the lock, or the folder cannot be written.
     """
     with writing_into(run_dir):
-        there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-        if not there.is_dir():
-            raise NotADirectoryError(f"{there} is a file")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(f"{there} is not writable by you")
+        existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is a file")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(f"{existing} is not writable by you")
         file = (run_dir / FILE_NAME).open("r+", encoding="utf-8") if (run_dir / FILE_NAME).exists() else None
     if file is not None:
         with file:

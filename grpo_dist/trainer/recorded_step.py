@@ -95,9 +95,9 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
         raise ConfigError(f"{run_dir}: no run has written here ({METRICS} is missing)")
     path = run_dir / ROLLOUTS / f"{step}.parquet"
     if not path.is_file():
-        there = sorted(int(each.stem) for each in path.parent.glob("*.parquet"))
-        found = f"there are steps {there[0]} to {there[-1]}" if there else "none is there (trainer.log_rollouts)"
-        raise ConfigError(f"step {step}: {path} is missing; of those with tokens {found}")
+        steps = sorted(int(file.stem) for file in path.parent.glob("*.parquet"))
+        others = f"there are steps {steps[0]} to {steps[-1]}" if steps else "none is there (trainer.log_rollouts)"
+        raise ConfigError(f"step {step}: {path} is missing; of those with tokens {others}")
     values = dict(read_config(run_dir))
     if "actor_rollout_ref" not in values:
         raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
@@ -130,18 +130,18 @@ def first_difference(recorded: DataProto, computed: DataProto, tolerance: float)
     for name, column in computed.batch.items():
         if name not in recorded.columns():
             continue
-        found, before = _values(column), _values(recorded[name])
-        if len(found) != len(before):
-            return Difference(name, len(before), len(found))
-        apart = (found - before).abs() > tolerance * before.abs().clamp_min(1)
-        apart |= found.isnan() != before.isnan()
+        computed_values, before = _values(column), _values(recorded[name])
+        if len(computed_values) != len(before):
+            return Difference(name, len(before), len(computed_values))
+        apart = (computed_values - before).abs() > tolerance * before.abs().clamp_min(1)
+        apart |= computed_values.isnan() != before.isnan()
         if apart.any():
             place = int(apart.nonzero()[0])
             row, token = place, None
             if isinstance(column, Ragged):
                 row = int(torch.searchsorted(column.offsets, place, right=True)) - 1
                 token = place - int(column.offsets[row])
-            return Difference(name, float(before[place]), float(found[place]), row, token)
+            return Difference(name, float(before[place]), float(computed_values[place]), row, token)
     return None
 
 

@@ -97,11 +97,11 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
         labels.append(label)
         failures += failed
     names = dict.fromkeys(name for label in labels for name in label.small if name.startswith(EXTRA))
-    found = DataProto.concat(parts)
+    scored = DataProto.concat(parts)
     for name in names:
-        values = [each.small.get(name, np.full(each.num_rows, np.nan, np.float32)) for each in labels]
-        found.batch[name] = torch.tensor(np.concatenate(values))
-    return found, failures
+        values = [label.small.get(name, np.full(label.num_rows, np.nan, np.float32)) for label in labels]
+        scored.batch[name] = torch.tensor(np.concatenate(values))
+    return scored, failures
 
 
 def baselines_are_of_another(recorded: Recorded, scores: DataProto) -> bool:
@@ -136,8 +136,8 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
         )
     seed = group_seed(config.trainer.seed, recorded.step, -1)
     small = {name: column.numpy() for name, column in data.batch.items() if isinstance(column, torch.Tensor)}
-    *_, found = worker.targets_of(data, small, settings, _kl_coef(recorded), seed)
-    return found
+    *_, targets = worker.targets_of(data, small, settings, _kl_coef(recorded), seed)
+    return targets
 
 
 def weights_before(recorded: Recorded) -> Path | None:
@@ -148,15 +148,15 @@ def weights_before(recorded: Recorded) -> Path | None:
     """
     if recorded.step == 1:
         return None
-    there = own_checkpoints(recorded.run_dir)
-    if recorded.step - 1 not in there:
-        steps = ", ".join(str(step + 1) for step in (0, *there))
+    by_step = own_checkpoints(recorded.run_dir)
+    if recorded.step - 1 not in by_step:
+        steps = ", ".join(str(step + 1) for step in (0, *by_step))
         raise ConfigError(
             f"step {recorded.step}: its update starts from the weights after step {recorded.step - 1}, of which there "
             f"is no checkpoint; steps whose update can be replayed: {steps} (trainer.save_freq)"
             f"{others(recorded.run_dir)}"
         )
-    return there[recorded.step - 1]
+    return by_step[recorded.step - 1]
 
 
 def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
@@ -182,14 +182,14 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
         data = recorded.data.select([*SEQUENCE_COLUMNS, *objective.columns, "uid"])
         old = DataProto()
         if config.old_log_probs_from != "rollout":
-            found = engine.compute_columns(data, ("log_probs",), **size)
-            old = DataProto.from_dict({"old_log_probs": found["log_probs"]})
+            columns = engine.compute_columns(data, ("log_probs",), **size)
+            old = DataProto.from_dict({"old_log_probs": columns["log_probs"]})
         if recorded.only_critic_learned:
             return old, {}
         groups = mini_batches(config, config.actor_rollout_ref.actor, len(data), recorded.step - 1)
         results = [engine.train_mini_batch(data.index(rows), objective=objective, **size).metrics for rows in groups]
     metrics = metric_values(averaged(results))
-    had, has = (each.get("actor/lr", math.nan) for each in (recorded.metrics, metrics))
+    had, has = (metrics_of_run.get("actor/lr", math.nan) for metrics_of_run in (recorded.metrics, metrics))
     if abs(had - has) > LR_TOLERANCE * abs(had):
         raise ConfigError(
             f"step {recorded.step}: its actor/lr was {had:.6g}, and by {recorded.run_dir}/config.yaml it is {has:.6g}: "
@@ -205,9 +205,9 @@ def metric_difference(
     """The first of `UPDATE_METRICS` that differs; as in `first_difference`."""
     for name in UPDATE_METRICS:
         if name in recorded and name in computed:
-            before, found = recorded[name], computed[name]
-            if abs(found - before) > tolerance * max(abs(before), 1):
-                return Difference(name, before, found)
+            before, now = recorded[name], computed[name]
+            if abs(now - before) > tolerance * max(abs(before), 1):
+                return Difference(name, before, now)
     return None
 
 
@@ -219,15 +219,15 @@ def _prompts(recorded: Recorded, worker: RewardWorker) -> dict[str, Prompt]:
     if config.data.system_prompt is not None:
         rows, _ = add_system_prompt(rows, config.data.system_prompt)
     by_index = {prompt.index: prompt for prompt in rows}
-    found = {}
+    by_uid = {}
     for uid in dict.fromkeys(recorded.data["uid"]):
         named = _UID.fullmatch(uid)
         if named is None or int(named[1]) not in by_index:
             raise DataError(
                 f"data.train_files: {uid} of step {recorded.step} is not among its {len(rows)} rows any more"
             )
-        found[uid] = by_index[int(named[1])]
-    return found
+        by_uid[uid] = by_index[int(named[1])]
+    return by_uid
 
 
 def _task(prompt: Prompt, group: DataProto) -> Task:

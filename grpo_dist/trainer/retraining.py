@@ -96,7 +96,7 @@ class Retraining:
         share, seed = self.config.reward_model.replay_share, self.config.trainer.seed
         selection = self.store.select(step - self.settings.freq + 1, step, share, seed=seed)
         label, most = self._reader
-        found: dict[str, list[TrainingExample]] = {"fresh": [], "replayed": []}
+        examples: dict[str, list[TrainingExample]] = {"fresh": [], "replayed": []}
         counts = {"fresh_rows": len(selection.fresh), "replayed_rows": len(selection.replayed)}
         counts |= {"repeated_rows": selection.repeated, "long_rows": 0, "unusable_rows": 0}
         reason = ""
@@ -111,15 +111,15 @@ class Retraining:
                 if example.num_tokens > most:
                     counts["long_rows"] += 1
                 else:
-                    found[name].append(example)
-        if not found["fresh"]:
-            told = ", ".join(f"{name} {number}" for name, number in counts.items())
+                    examples[name].append(example)
+        if not examples["fresh"]:
+            kinds = ", ".join(f"{name} {number}" for name, number in counts.items())
             self.tell(
                 f"reward_model.retrain: no response of the {self.settings.freq} steps up to {step} is left to train on "
-                f"({told}{reason}). A policy that repeats what it wrote before has collapsed: stop the run and look at "
-                f"its responses. Where they are too long, raise reward_model.max_length={most}"
+                f"({kinds}{reason}). A policy that repeats what it wrote before has collapsed: stop the run and look "
+                f"at its responses. Where they are too long, raise reward_model.max_length={most}"
             )
-        return found["fresh"] + found["replayed"], counts
+        return examples["fresh"] + examples["replayed"], counts
 
     @functools.cached_property
     def _reader(self) -> tuple[Callable[[LabelledSteps], TrainingExample], int]:

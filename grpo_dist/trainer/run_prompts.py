@@ -97,7 +97,7 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
         validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer, needs)
         notes += more
     if model.vocab_size is not None:
-        largest = ((each.prompt.location, int(each.token_ids.max())) for each in [*train, *validation])
+        largest = ((row.prompt.location, int(row.token_ids.max())) for row in [*train, *validation])
         check_token_ids(largest, model.vocab_size, setting=model_setting(config))
     return Prompts(train, validation, new_sampler(config, train)), notes
 
@@ -172,11 +172,11 @@ def _taken(key: str, prompts: Sequence[Prompt]) -> Iterator[str]:
     """A note on the columns that were found without being named."""
     counts = Counter(entry for prompt in prompts for entry in prompt.taken.items())
     if counts:
-        found = (
+        read_as = (
             f"{name}={value}" + ("" if count == len(prompts) else f" ({count} of {len(prompts)} rows)")
             for (name, value), count in counts.items()
         )
-        yield f"{key}: rows are read as with {', '.join(found)}; set these keys where something else is meant"
+        yield f"{key}: rows are read as with {', '.join(read_as)}; set these keys where something else is meant"
 
 
 def read_prompts(

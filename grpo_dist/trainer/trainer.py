@@ -190,8 +190,8 @@ class GRPOTrainer(TrainingLoop):
     @stage("ref", needs=("responses",))
     async def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """Log-probs of the actor without its LoRA factors, which is the reference."""
-        found = await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference")
-        return batch.union(found)
+        log_probs = await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference")
+        return batch.union(log_probs)
 
     @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
     async def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
@@ -287,7 +287,7 @@ class GRPOTrainer(TrainingLoop):
             weight_version=self.weight_version,
             kl_coef=self.kl_controller.coef,
             ledger=self.sampler.state_dict(),
-            finished=[each.describe() for each in groups],
+            finished=[group.describe() for group in groups],
         )
         return more, groups
 
@@ -329,14 +329,14 @@ class GRPOTrainer(TrainingLoop):
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]
-        found = self.health.judge(self.metrics, self.step)
-        self.metrics |= found.metrics
+        health = self.health.judge(self.metrics, self.step)
+        self.metrics |= health.metrics
         self.trackers.log(self.metrics, self.step)
         self.progress.step(self.step, self.metrics)
-        if found.faults:  # the run stops, and the advice is to read the samples
+        if health.faults:  # the run stops, and the advice is to read the samples
             run(self.samples.collect())
             run(self.saver.finish())
-        found.tell(self.progress.message, self.saver.last)
+        health.tell(self.progress.message, self.saver.last)
 
     def finish(self) -> None:
         """Wait for samples and checkpoint, and write the trained policy."""

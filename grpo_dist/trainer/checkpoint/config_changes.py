@@ -209,17 +209,17 @@ def digest_code(config: JobConfig) -> dict[str, str]:
     """Digests, by config key, of the Python files that the config names (`file.py` or `file.py:attribute`), and of the
     values that come from the environment: these are of two bytes, which tell nothing of the value.
     """
-    values, found = dict(flatten(config.model_dump(mode="json"))), {}
+    values, digests = dict(flatten(config.model_dump(mode="json"))), {}
     for place in config.references:
         key = ".".join(map(str, itertools.takewhile(lambda name: isinstance(name, str), place)))
         if not names_a_secret(key):  # a new password makes no other experiment
-            found[key] = _VALUE + hashlib.blake2b(as_text(values[key]).encode(), digest_size=2).hexdigest()
+            digests[key] = _VALUE + hashlib.blake2b(as_text(values[key]).encode(), digest_size=2).hexdigest()
     for key, value in values.items():
         named = dict.fromkeys(Path(parse_code(text).source) for text in _texts(value))
         files = [file for file in named if file.suffix == ".py" and file.is_file()]
         if files:
-            found[key] = " ".join(digest_file(file).blake2b for file in files)
-    return found
+            digests[key] = " ".join(digest_file(file).blake2b for file in files)
+    return digests
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -227,8 +227,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | Mapping):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(each)
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _edited(

@@ -86,11 +86,11 @@ def _settings(config: RunConfig | SupervisedConfig) -> tuple[ModelSettings, str]
         settings, role = trained_model(config, placement(config)), config.role
     else:
         settings, role = actor_model(config, placement(config)), "actor"
-    found = resolve_model_path(settings.path, key=settings.key)
+    folder = resolve_model_path(settings.path, key=settings.key)
     return (
         replace(
             settings,
-            path=found,
+            path=folder,
             compute_dtype=settings.model_dtype,
             fsdp_size=-1,
             gradient_checkpointing=False,

@@ -42,7 +42,7 @@ class FinishedGroups:
     def describe(self) -> dict[str, Any]:
         """The JSON description that `read_finished` needs."""
         responses, scores = self._handles()
-        labels = [{"columns": list(each.columns), "small": list(each.small)} for each in (responses, scores)]
+        labels = [{"columns": list(label.columns), "small": list(label.small)} for label in (responses, scores)]
         rows = {uid: len(responses) for uid, (responses, _) in self.groups.items()}
         return {"name": self.name, "rows": rows, "responses": labels[0], "scores": labels[1]}
 
@@ -57,15 +57,15 @@ async def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], re
     Raises:
         GrpoDistError: the files cannot be read.
     """
-    found: dict[str, Group] = {}
-    for each in described:
-        rows: dict[str, int] = each["rows"]
-        names = [*each["responses"]["small"], *each["scores"]["small"]]
-        small, data = await reward.read_groups(str(folder / FOLDER / each["name"]), names)
+    groups: dict[str, Group] = {}
+    for description in described:
+        rows: dict[str, int] = description["rows"]
+        names = [*description["responses"]["small"], *description["scores"]["small"]]
+        small, data = await reward.read_groups(str(folder / FOLDER / description["name"]), names)
         parts = []
-        for label in (each["responses"], each["scores"]):
+        for label in (description["responses"], description["scores"]):
             own = {name: small[name] for name in label["small"]}
             handle = DataProtoRef.stored(data, Label(tuple(label["columns"]), own, sum(rows.values())))
             parts.append(handle.split(list(rows.values())))
-        found |= dict(zip(rows, zip(*parts, strict=True), strict=True))
-    return found
+        groups |= dict(zip(rows, zip(*parts, strict=True), strict=True))
+    return groups

@@ -160,8 +160,8 @@ def cannot_write(folder: Path, error: object) -> CheckpointError:
 
 def leftovers(run_dir: Path) -> list[Path]:
     """Return what a killed run has left half written, half removed, or replaced."""
-    found = [path for path in run_dir.glob("global_step_*") if path.suffix in (WRITING, ASIDE, REMOVING)]
-    return [path for path in found if path.suffix != ASIDE or path.with_suffix("").exists()]
+    unfinished = [path for path in run_dir.glob("global_step_*") if path.suffix in (WRITING, ASIDE, REMOVING)]
+    return [path for path in unfinished if path.suffix != ASIDE or path.with_suffix("").exists()]
 
 
 def clear_leftovers(run_dir: Path) -> None:
@@ -258,12 +258,12 @@ def own_checkpoints(run_dir: Path) -> dict[int, Path]:
     history: list[str] = []
     with contextlib.suppress(CheckpointError):  # damaged: of the others nothing is known
         history = read_state(last).history
-    found = {}
+    by_step = {}
     for path in checkpoints(run_dir):
         with contextlib.suppress(CheckpointError):
             if path != last and checkpoint_digest(path) in history:
-                found[step_of(path)] = path
-    return dict(sorted(found.items())) | {step_of(last): last}
+                by_step[step_of(path)] = path
+    return dict(sorted(by_step.items())) | {step_of(last): last}
 
 
 def read_state(folder: Path) -> RunState:
@@ -285,8 +285,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
     """
     if not run_dir.is_dir():
         return []
-    found = [(int(m[1]), path) for path in run_dir.iterdir() if (m := re.fullmatch(r"global_step_(\d+)", path.name))]
-    return [path for _, _, path in sorted((_written_at(path), step, path) for step, path in found)]
+    steps = [(int(m[1]), path) for path in run_dir.iterdir() if (m := re.fullmatch(r"global_step_(\d+)", path.name))]
+    return [path for _, _, path in sorted((_written_at(path), step, path) for step, path in steps)]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -356,13 +356,13 @@ def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None
 def best_checkpoint(folders: Sequence[Path], metric: str) -> Path | None:
     """The first checkpoint with the highest `metric`, of a loss with the lowest; None if none of them was validated."""
     sign = -1 if is_loss(metric) else 1
-    found = {}
+    goodness = {}
     for path in folders:
         with contextlib.suppress(CheckpointError):  # damaged: its metrics are unknown
             value = read_state(path).metrics.get(metric)
             if value is not None and not math.isnan(value):
-                found[path] = sign * value
-    return max(found, key=found.__getitem__, default=None)
+                goodness[path] = sign * value
+    return max(goodness, key=goodness.__getitem__, default=None)
 
 
 def _remove(folder: Path) -> None:

@@ -52,8 +52,8 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *
         )
     unknown = [name for name in names if name not in digests]
     with ThreadPoolExecutor(_num_threads()) as threads:
-        found = dict(zip(unknown, threads.map(lambda name: digest_file(folder / name), unknown), strict=True))
-    files = {name: digests.get(name) or found[name] for name in names}
+        computed = dict(zip(unknown, threads.map(lambda name: digest_file(folder / name), unknown), strict=True))
+    files = {name: digests.get(name) or computed[name] for name in names}
     body = {
         "format": FORMAT,
         "step": step,
@@ -147,13 +147,13 @@ def _num_threads() -> int:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a checkpoint depends on."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 @functools.cache

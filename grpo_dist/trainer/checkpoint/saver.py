@@ -108,7 +108,7 @@ class CheckpointSaver:
         pending = _Pending(folder, state, roles, [])
         with self._giving_up(pending):
             if self.reward is not None:
-                pending.groups = [each.begin_write(folder, self.reward) for each in groups]
+                pending.groups = [groups_of_step.begin_write(folder, self.reward) for groups_of_step in groups]
             for name, role in pending.roles.items():
                 await role.begin_save(str(folder / name))
         self._pending = pending

@@ -87,8 +87,8 @@ class RolloutJob:
 
     def episode_metrics(self, prefix: str = "agent") -> dict[str, float]:
         """Count how many episodes failed at their first attempt, by kind, and how many groups were dropped, if any."""
-        found = {f"{prefix}/failures/{kind}": float(count) for kind, count in self.failed_episodes.items()}
-        return found | ({f"{prefix}/dropped_groups": float(len(self.failed))} if self.failed else {})
+        metrics = {f"{prefix}/failures/{kind}": float(count) for kind, count in self.failed_episodes.items()}
+        return metrics | ({f"{prefix}/dropped_groups": float(len(self.failed))} if self.failed else {})
 
     def cancel(self, groups: Iterable[int]) -> None:
         """Cancel those of these groups that have no scores yet."""
@@ -103,8 +103,8 @@ class RolloutJob:
         results = []
         for i in sorted(self.scores):
             group = self.groups[i].union(self.scores[i])
-            for found in self.log_probs.values():
-                group = group.union(found[i]) if i in found else group
+            for log_probs in self.log_probs.values():
+                group = group.union(log_probs[i]) if i in log_probs else group
             results.append(group)
         return results
 
@@ -125,8 +125,8 @@ class RolloutJob:
         """
         for i in groups:
             self.cancelled.add(i)
-            for found in (self.groups, self.scores, *self.log_probs.values()):
-                found.pop(i, None)
+            for columns in (self.groups, self.scores, *self.log_probs.values()):
+                columns.pop(i, None)
 
     def begin(self) -> None:
         """Note that a prompt is sent. The first one starts the clock of `timings`."""

@@ -109,13 +109,13 @@ class RolloutPump:
         job = RolloutJob(requests)
         generated = [asyncio.Event() for _ in requests]
         passes = self._model_passes(job, generated, finished or {}, len(requests) if cancels else PASSES)
-        for i, there in enumerate(generated):
+        for i, is_generated in enumerate(generated):
             if finished and i in finished:
                 job.groups[i], job.scores[i] = finished[i]
-                there.set()
+                is_generated.set()
             else:
-                job.flows[i] = self.spawn(self._flow(job, i, there, first, passes.get(i)))
-                job.flows[i].add_done_callback(functools.partial(_set, there))  # also if it was cancelled
+                job.flows[i] = self.spawn(self._flow(job, i, is_generated, first, passes.get(i)))
+                job.flows[i].add_done_callback(functools.partial(_set, is_generated))  # also if it was cancelled
         wanting = [i for i, request in enumerate(requests) if request.needs_log_probs]
         shares = np.array_split(wanting, min(PASSES, len(wanting))) if wanting else []
         for name in sources:
@@ -143,8 +143,8 @@ class RolloutPump:
         job.note("gen")
         generated.set()
         if model_pass is not None:
-            told = await asyncio.shield(model_pass)  # other groups wait for it too
-            request = replace(request, task=replace(request.task, model_scores=told[i]))
+            scores = await asyncio.shield(model_pass)  # other groups wait for it too
+            request = replace(request, task=replace(request.task, model_scores=scores[i]))
         job.scores[i], failures = await self._score(job.groups[i], request)
         job.note("reward")
         if failures:
@@ -184,10 +184,10 @@ class RolloutPump:
                 return {}
             groups = [job.groups[i] for i in left]
             messages = {job.requests[i].uid: job.requests[i].task.messages for i in left}
-            found = await self.model_scores(DataProtoRef.concat(groups), messages)
+            columns = await self.model_scores(DataProtoRef.concat(groups), messages)
         job.note("reward_model", since=job.timings.get("gen", 0.0))
         ends = np.cumsum([len(group) for group in groups])[:-1]
-        parts = {name: np.split(values, ends) for name, values in found.items()}
+        parts = {name: np.split(values, ends) for name, values in columns.items()}
         return {i: {name: parts[name][k] for name in parts} for k, i in enumerate(left)}
 
     async def _generated(self, job: RolloutJob, share: list[int], generated: Sequence[asyncio.Event]) -> list[int]:

@@ -149,7 +149,7 @@ class TrainingSampler:
         result.timings = timings(state.jobs)
         result.failures = [text for job in state.jobs for text in job.failures]
         result.failed = [error for job in state.jobs for error in job.failed.values()]
-        for name, count in (each for job in state.jobs for each in job.episode_metrics().items()):
+        for name, count in (metric for job in state.jobs for metric in job.episode_metrics().items()):
             result.metrics[name] = result.metrics.get(name, 0.0) + count
         result.num_responses = sum(request.sampling.n for job in state.jobs for request in job.requests)
         if self.config.algorithm.filter_groups.enable:
@@ -198,19 +198,19 @@ class TrainingSampler:
             self.open[int(step)] = OpenStep([list(batch) for batch in batches], **counts)
         if state.get("batch_sizes", self.batch_sizes) != self.batch_sizes:
             steps = self.open.values()
-            self.backlog = [i for each in steps for batch in each.drawn for i in batch] + self.backlog
-            self.learned.update(i for each in steps for batch in each.drawn[: each.num_learned] for i in batch)
+            self.backlog = [i for step in steps for batch in step.drawn for i in batch] + self.backlog
+            self.learned.update(i for step in steps for batch in step.drawn[: step.num_learned] for i in batch)
             self.open = {}
 
     def finished_groups(self) -> list[FinishedGroups]:
         """The finished groups of the open steps, one part for each batch of prompts."""
-        found = []
+        finished = []
         for step, state in self.open.items():
             for attempt, job in enumerate(state.jobs):
                 groups = {job.requests[i].uid: (job.groups[i], job.scores[i]) for i in sorted(job.scores)}
                 if groups:
-                    found.append(FinishedGroups(f"step{step}-try{attempt + 1}", groups))
-        return found
+                    finished.append(FinishedGroups(f"step{step}-try{attempt + 1}", groups))
+        return finished
 
     # --- parts -------------------------------------------------------------------------------------------------
     async def _fill(self, step: int, state: OpenStep, job: RolloutJob) -> None:
@@ -256,7 +256,9 @@ class TrainingSampler:
         needs = ADVANTAGE.needs(self.config.algorithm.adv_estimator)
         greedy = list(self._greedy(requests)) if "reward_baselines" in needs else []
         requests += greedy
-        finished = {i: self.restored.pop(each.uid) for i, each in enumerate(requests) if each.uid in self.restored}
+        finished = {
+            i: self.restored.pop(request.uid) for i, request in enumerate(requests) if request.uid in self.restored
+        }
         state.jobs.append(
             self.pump.submit(requests, sources=self.sources, finished=finished, cancels=bool(self.num_spare))
         )
@@ -291,14 +293,16 @@ class TrainingSampler:
         drawn, wanted = state.drawn[state.num_complete], self.config.data.train_batch_size - len(state.kept)
 
         def complete() -> list[int]:
-            return [i for i in range(len(drawn)) if all(each in job.scores for each in _requests_of(i, drawn, job))]
+            return [
+                i for i in range(len(drawn)) if all(request in job.scores for request in _requests_of(i, drawn, job))
+            ]
 
         await job.scored(lambda: len(complete()) >= wanted)
         late = set(range(len(drawn))) - set(complete()[:wanted])
         state.dropped[state.num_complete] = late
         again = [i for i in sorted(late) if job.failed.keys().isdisjoint(_requests_of(i, drawn, job))]
         self.backlog = [drawn[i] for i in again] + self.backlog
-        job.cancel({each for i in late for each in _requests_of(i, drawn, job)})
+        job.cancel({request for i in late for request in _requests_of(i, drawn, job)})
 
     def _choose_groups(self, step: int, state: OpenStep, job: RolloutJob) -> None:
         """Keep the groups of a complete batch that train, and release the others.
@@ -321,7 +325,7 @@ class TrainingSampler:
         state.num_surplus += len(differing) - len(kept)
         state.kept += [(job.requests[i], sampled[i]) for i in kept]
         dropped = state.dropped[number] = set(range(len(drawn))) - set(kept)
-        job.release(each for i in dropped for each in _requests_of(i, drawn, job))
+        job.release(request for i in dropped for request in _requests_of(i, drawn, job))
         state.num_complete += 1
         is_last = filtering.enable and state.num_complete == filtering.max_num_gen_batches
         if is_last and len(state.kept) < wanted:
@@ -335,8 +339,8 @@ class TrainingSampler:
         """Tell `order` the scores of a batch, except those that it was told before a resume, and missing ones."""
         known = {i for i in scores if self.learned[i]}
         self.learned -= Counter(known)
-        there = {i: each[~np.isnan(each)] for i, each in scores.items() if i not in known}
-        if new := {i: each for i, each in there.items() if len(each)}:
+        present = {i: values[~np.isnan(values)] for i, values in scores.items() if i not in known}
+        if new := {i: values for i, values in present.items() if len(values)}:
             self.order.update(new)
 
     def _groups(self, job: RolloutJob, drawn: Sequence[int], late: set[int]) -> dict[int, DataProtoRef]:

@@ -104,12 +104,14 @@ def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> 
     tokenizer = load_tokenizer(
         str(model.folder), trust_remote_code=config.model.trust_remote_code, key=TRAINED_MODEL_KEY
     )
-    found: dict[str, Sequence[TrainingExample]] = {}
+    examples: dict[str, Sequence[TrainingExample]] = {}
     notes: list[str] = []
     for key, rows in read.items():
-        found[key], left_out = _tokenized(config, model, rows, tokenizer) if rows else ([], [])
+        examples[key], left_out = _tokenized(config, model, rows, tokenizer) if rows else ([], [])
         if model.vocab_size is not None:
-            largest = ((each.location, max(int(column.max()) for column in each.columns)) for each in found[key])
+            largest = (
+                (example.location, max(int(column.max()) for column in example.columns)) for example in examples[key]
+            )
             check_token_ids(largest, model.vocab_size, setting=f"{TRAINED_MODEL_KEY}={config.model.path}")
         notes += unread_notes(key, [row for row in rows if isinstance(row, Conversation)])
         if left_out:
@@ -118,7 +120,7 @@ def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> 
                 f"tokens and were left out: {named_rows([row.location for row in left_out])}"
             )
     kind = KINDS[type(read["data.train_files"][0])]
-    loaded = Rows(found["data.train_files"], found["data.val_files"], kind)
+    loaded = Rows(examples["data.train_files"], examples["data.val_files"], kind)
     return loaded, total_steps(config, loaded), notes
 
 
@@ -129,7 +131,7 @@ def _read(config: SupervisedConfig) -> dict[str, Sequence[Any]]:
         "data.train_files": (data.train_files, data.train_max_samples),
         "data.val_files": (data.val_files, data.val_max_samples),
     }
-    found: dict[str, Sequence[Any]] = {}
+    rows_of: dict[str, Sequence[Any]] = {}
     for key, (files, most) in named.items():
         rows: Sequence[Any] = []
         if files and isinstance(config, SFTConfig):
@@ -137,14 +139,14 @@ def _read(config: SupervisedConfig) -> dict[str, Sequence[Any]]:
             rows = checked_rows(files, key=key, check=check)
         elif files:
             rows = load_preferences(files, key=key)
-        found[key] = rows[:most] if most > 0 else rows
-    if len({type(rows[0]) for rows in found.values() if rows}) > 1:
+        rows_of[key] = rows[:most] if most > 0 else rows
+    if len({type(rows[0]) for rows in rows_of.values() if rows}) > 1:
         both = ", ".join(f"{key}={','.join(files)}" for key, (files, _) in named.items())
         raise DataError(
             f"{both}: one has pairs (chosen, rejected), the other labelled steps (completions, labels); give both the "
             "same columns"
         )
-    return found
+    return rows_of
 
 
 def _tokenized(
@@ -168,8 +170,8 @@ def rank_shares(examples: Sequence[TrainingExample], num_ranks: int, marks: str)
         num_ranks: of the model.
         marks: the column in which the loss reads the marks of tokens.
     """
-    prompts = np.array([len(each.prompt) for each in examples], np.int64)
-    totals = np.array([each.total_tokens for each in examples], np.int64)
+    prompts = np.array([len(example.prompt) for example in examples], np.int64)
+    totals = np.array([example.total_tokens for example in examples], np.int64)
     shares = balance(Lengths(np.arange(len(examples)), prompts, totals - prompts), num_ranks)
     return [training_batch([examples[i] for i in share], marks) if len(share) else DataProto() for share in shares]
 

@@ -62,7 +62,7 @@ class SupervisedTrainer(TrainingLoop):
     async def train(self) -> None:
         """One optimizer step on the next batch."""
         examples = [self.data.train[i] for i in self.order.next_batch()]
-        self.metrics["perf/total_num_tokens"] = float(sum(each.total_tokens for each in examples))
+        self.metrics["perf/total_num_tokens"] = float(sum(example.total_tokens for example in examples))
         parts = rank_shares(examples, len(self.model.workers), self.data.kind.marks)
         self.metrics |= metric_values(await self.model.train(parts, self.data.kind.objective, self.step + 1))
 
@@ -72,8 +72,8 @@ class SupervisedTrainer(TrainingLoop):
         if not self.data.validation:
             return
         parts = rank_shares(self.data.validation, len(self.model.workers), self.data.kind.marks)
-        found: dict[str, Metric] = await self.model.evaluate(parts, self.data.kind.objective, self.step)
-        self.validated = {SUPERVISED_VALIDATION + name: value for name, value in metric_values(found).items()}
+        metrics: dict[str, Metric] = await self.model.evaluate(parts, self.data.kind.objective, self.step)
+        self.validated = {SUPERVISED_VALIDATION + name: value for name, value in metric_values(metrics).items()}
         require_metric(self.config.trainer.keep_best_metric, self.validated)
         self.metrics |= self.validated
 
