@@ -4,17 +4,15 @@ SDPA under a mask computes every pair of a row, also those that the mask forbids
 n^2 times what one response costs. A segment's queries only ever meet its own keys and its prompt's, so here each
 segment gets just those.
 
-SDPA's kernel is slow over short segments, most of all backward and in bf16, and is called for each of them. So short
-segments of like lengths are gathered, padded to the longest, and their scores are a few matrix products, in float32
-whatever the compute type. The backward pass computes the scores again.
+A call of SDPA costs more than a short segment's products, and its kernel is slow in bf16. So short segments of like
+lengths are gathered, padded to the longest, and given to it together, in float32 whatever the compute type.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -47,22 +45,6 @@ class Run(NamedTuple):
     parent: int | None
 
 
-class Rows(NamedTuple):
-    """A batch's tokens as rows of (tokens * heads, D) tensors, those of one segment and head together.
-
-    Attributes:
-        queries: (N * heads * R,) int64, padding included.
-        keys: (N * key heads * K,) int64.
-        real: those of `queries` that are not padding.
-        inside: where `real` are among `queries`.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    real: Tensor
-    inside: Tensor
-
-
 @dataclass(frozen=True)
 class Batch:
     """N segments, padded to R tokens, with their P prompt tokens in front of the keys: K = P + R.
@@ -72,25 +54,12 @@ class Batch:
         keys: (N, K) int64.
         mask: (N, 1, R, K) float32, 0 where a query sees a key, else -inf. Padding sees its own segment.
         real: (N, R) bool, False on padding.
-        made: what `rows` has made, by heads.
     """
 
     queries: Tensor
     keys: Tensor
     mask: Tensor
     real: Tensor
-    made: dict[tuple[int, int], Rows] = field(default_factory=dict)
-
-    def rows(self, heads: int, key_heads: int) -> Rows:
-        """The rows of tensors with so many heads: the same in every layer."""
-        if (heads, key_heads) not in self.made:
-            queries, keys = (
-                (tokens.unsqueeze(1) * count + torch.arange(count).view(-1, 1)).flatten()
-                for tokens, count in ((self.queries, heads), (self.keys, key_heads))
-            )
-            inside = self.real.unsqueeze(1).expand(-1, heads, -1).flatten().nonzero().flatten()
-            self.made[heads, key_heads] = Rows(queries, keys, queries[inside], inside)
-        return self.made[heads, key_heads]
 
 
 class SegmentPlan:
@@ -171,13 +140,31 @@ def segment_attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (B * L, heads, D)
+    out = value.new_zeros(len(tokens[0]), query.shape[1], value.shape[-1])
     if segments.batches:
-        out = _BatchedAttention.apply(*tokens, segments.batches, scale)
-    else:
-        out = value.new_zeros(len(tokens[0]), query.shape[1], value.shape[-1])
+        out = _with_short(out, tokens, segments, scale)
     if segments.alone:
         out = _with_long(out, tokens, segments, scale)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _with_short(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: float) -> Tensor:
+    """Return `out` (tokens, heads, D) with SDPA's results in the places of short segments."""
+    query, key, value = (x.float() for x in tokens)
+    places, results = [], []
+    for batch in plan.batches:
+        q, k, v = (
+            x.index_select(0, seen.flatten()).unflatten(0, seen.shape).transpose(1, 2)
+            for x, seen in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
+        )
+        attended = _attend(q, k, v, scale, attn_mask=batch.mask).transpose(1, 2)
+        places.append(batch.queries[batch.real])
+        results.append(attended[batch.real])
+    return out.index_copy(0, torch.cat(places), torch.cat(results).to(out.dtype))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **seen: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **seen)
 
 
 def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: float) -> Tensor:
@@ -200,70 +187,14 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
 
     SDPA takes only queries of all tokens without a mask. Under one they are few at a time, so that it stays small.
     """
-    attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     if q.shape[2] == k.shape[2]:
-        return attend(q, k, v, is_causal=True)
+        return _attend(q, k, v, scale, is_causal=True)
     blocks, seen = [], k.shape[2] - q.shape[2]
     for block in q.split(QUERIES, 2):
         seen += block.shape[2]
-        blocks.append(attend(block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask[-block.shape[2] :, -seen:]))
+        visible = mask[-block.shape[2] :, -seen:]
+        blocks.append(_attend(block, k[:, :, :seen], v[:, :, :seen], scale, attn_mask=visible))
     return torch.cat(blocks, 2)
-
-
-class _BatchedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, batches: list[Batch], scale: float) -> Tensor:
-        """(tokens, heads, D) -> the same of attention; heads of keys and values are shared by several queries'."""
-        heads = query.shape[1]
-        ctx.save_for_backward(query, key, value)
-        ctx.batches, ctx.scale = batches, scale
-        q, k, v = (_flat(x) for x in (query, key, value))
-        out = v.new_zeros(len(q), v.shape[1])
-        for batch in batches:
-            rows = batch.rows(heads, key.shape[1])
-            _, _, values, p = _probabilities(q, k, v, batch, rows, scale)
-            out.index_copy_(0, rows.real, torch.bmm(p, values).flatten(0, 1).index_select(0, rows.inside))
-        return out.unflatten(0, (-1, heads)).to(query.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        heads, key_heads = saved[0].shape[1], saved[1].shape[1]
-        q, k, v, grad = (_flat(x) for x in (*saved, grad))
-        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
-        for batch in ctx.batches:
-            rows = batch.rows(heads, key_heads)
-            queries, keys, values, p = _probabilities(q, k, v, batch, rows, ctx.scale)
-            upstream = grad.index_select(0, rows.queries).unflatten(0, (-1, heads, batch.real.shape[1]))
-            upstream = upstream.mul_(batch.real[:, None, :, None]).view(*p.shape[:2], -1)
-            grad_v.index_add_(0, rows.keys, torch.bmm(p.transpose(1, 2), upstream).flatten(0, 1))
-            s = torch._softmax_backward_data(torch.bmm(upstream, values.transpose(1, 2)), p, -1, p.dtype)
-            grad_k.index_add_(0, rows.keys, torch.bmm(s.transpose(1, 2), queries).flatten(0, 1), alpha=ctx.scale)
-            grad_rows = torch.bmm(s, keys).flatten(0, 1).index_select(0, rows.inside)
-            grad_q.index_copy_(0, rows.real, grad_rows.mul_(ctx.scale))
-        grads = (x.view(like.shape).to(like.dtype) for x, like in zip((grad_q, grad_k, grad_v), saved, strict=True))
-        return (*grads, None, None)
-
-
-def _probabilities(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, rows: Rows, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries (C, G * R, D), keys and values (C, K, D), and probabilities (C, G * R, K) of C = N * key heads.
-
-    The G query heads that share a head of keys are one matrix.
-    """
-    _, _, length, width = batch.mask.shape
-    keys, values = (x.index_select(0, rows.keys).unflatten(0, (-1, width)) for x in (k, v))
-    queries = q.index_select(0, rows.queries).view(len(keys), -1, q.shape[1])
-    heads = len(rows.queries) // batch.queries.numel()
-    scores = batch.mask.expand(-1, heads, length, width).clone(memory_format=torch.contiguous_format)
-    scores = scores.view(len(keys), -1, width).baddbmm_(queries, keys.transpose(1, 2), alpha=scale)
-    return queries, keys, values, torch.softmax(scores, -1)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """(tokens, heads, D) -> (tokens * heads, D) float32."""
-    return x.float().reshape(-1, x.shape[-1])
 
 
 def _alike(members: Iterable[int], length: Callable[[int], int]) -> list[list[int]]:

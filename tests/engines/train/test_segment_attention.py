@@ -54,10 +54,6 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert responses.real.tolist() == [[True, True], [True, False]]
     assert (responses.mask[0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
     assert prompts.queries.tolist() == prompts.keys.tolist() == [[0, 1, 2]]
-    rows = responses.rows(2, 1)
-    assert rows.queries.tolist() == [6, 8, 7, 9, 10, 10, 11, 11]
-    assert rows.real.tolist() == [6, 8, 7, 9, 10, 11]
-    assert rows.inside.tolist() == [0, 1, 2, 3, 4, 6]
 
 
 def test_a_long_segment_is_alone() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -89,10 +90,18 @@ def resolved(settings: Any) -> dict[str, Any]:
     }
 
 
+def look_at(model: str) -> None:
+    """Have vLLM look at a model's class unfaked, and keep what it saw: a GPU's kernels are not here."""
+    code = "import sys; from vllm.engine.arg_utils import EngineArgs; EngineArgs(sys.argv[1]).create_model_config()"
+    subprocess.run([sys.executable, "-c", code, model], check=True)
+
+
 if __name__ == "__main__":
     from grpo_dist.engines.vllm.arguments import quiet_environment
 
+    every = pickle.loads(Path(sys.argv[1]).read_bytes())
+    for model in {settings.model.path for settings in every.values()}:
+        look_at(model)
     quiet_environment("cuda")
     fake()
-    every = pickle.loads(Path(sys.argv[1]).read_bytes())
     print(json.dumps({name: resolved(settings) for name, settings in every.items()}))

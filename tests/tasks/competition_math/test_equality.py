@@ -255,7 +255,7 @@ def test_what_would_never_end_is_wrong_within_the_limits(
     monkeypatch.setattr(equality, "CPU_S", CPU_S)
     start = time.process_time()
     assert not same_value(answer, truth)
-    assert time.process_time() - start < CPU_S + 2
+    assert time.process_time() - start < CPU_S + 10
 
 
 def test_in_the_scorers_process_it_is_a_wrong_answer_and_no_failure(tmp_path: Path) -> None:
