@@ -167,7 +167,7 @@ def install(timetable: Timetable, command: str) -> None:
 
 def hook_stage(trainer: type, stage: str, moment: str, timetable: Timetable, step: list[int]) -> None:
     """Tell the timetable when the trainer's stage begins."""
-    name = next(n for n, f in vars(trainer).items() if getattr(f, "stage", ("",))[0] == stage)
+    name = next(n for n in dir(trainer) if getattr(getattr(trainer, n), "stage", ("",))[0] == stage)
     method = getattr(trainer, name)
 
     def hooked(self: Any, *args: Any) -> Any:
@@ -187,4 +187,4 @@ if __name__ == "__main__":
 
     set_local_environment()  # before the hooks import Ray
     install(Timetable(Path(sys.argv[1])), sys.argv[2])
-    sys.exit(importlib.import_module(f"grpo_dist.{sys.argv[2]}").main(sys.argv[3:]))
+    sys.exit(getattr(importlib.import_module("grpo_dist.main"), sys.argv[2])(sys.argv[3:]))
