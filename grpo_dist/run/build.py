@@ -30,7 +30,7 @@ from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.roles.gang import find_model
 from grpo_dist.roles.policy import PolicyWorker
 from grpo_dist.roles.roles import Roles
-from grpo_dist.runtime.cluster import is_own
+from grpo_dist.runtime.connection import is_own
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.node_questions import check_shared
