@@ -43,7 +43,7 @@ def broadcast(work: Work) -> None:
 
 def vllm_alone(work: Work) -> None:
     """The `LLM` of vLLM with the settings of our engine, on the same prompts."""
-    from grpo_dist.engines.vllm.arguments import quiet_environment
+    from grpo_dist.engines.vllm.starting import quiet_environment
     from grpo_dist.plan.placement import placement
 
     config = _config(work)

@@ -132,9 +132,9 @@ async def asking(
     """
     settings = engine_for(model, max_model_len)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
-    engine = rollout_engine(settings.rollout.name)(settings)
     show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
+    engine = rollout_engine(settings.rollout.name)(settings)
     await engine.start()
     try:
         yield Asker(model, engine, tokenizer, sampling, limits)

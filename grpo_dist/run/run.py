@@ -21,8 +21,7 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import Interrupted, RayLost
 from grpo_dist.runtime.cluster import prepare
 from grpo_dist.terminal import show
-from grpo_dist.tracking.jsonl import METRICS as METRICS
-from grpo_dist.tracking.jsonl import read_metrics
+from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED, make_run_dir, run_lock, write_config

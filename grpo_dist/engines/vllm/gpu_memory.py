@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.utils.import_utils import import_pynvml
+
 from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import EngineError
@@ -43,7 +45,7 @@ def gpus(count: int) -> list[GPU]:
     Raises:
         EngineError: NVML fails.
     """
-    nvml = _nvml()
+    nvml: Any = import_pynvml()
     try:
         return _gpus(nvml, count)
     except nvml.NVMLError as error:
@@ -107,12 +109,6 @@ def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_
     gib = settings.rollout.kv_cache_memory_gib
     assert gib is not None or kv_cache_bytes is not None, "vLLM chooses a size that the settings do not name"
     return Footprint(total, kv_cache_bytes / GIB if kv_cache_bytes is not None else gib)  # type: ignore[arg-type]
-
-
-def _nvml() -> Any:
-    from vllm.utils.import_utils import import_pynvml
-
-    return import_pynvml()
 
 
 def _gpu(nvml: Any, name: str) -> GPU:

@@ -90,7 +90,7 @@ def resolved(settings: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from grpo_dist.engines.vllm.arguments import quiet_environment
+    from grpo_dist.engines.vllm.starting import quiet_environment
 
     quiet_environment("cuda")
     fake()
