@@ -122,14 +122,7 @@ async def asking(
     max_model_len: int | None = None,
     limits: DataConfig | None = None,
 ) -> AsyncIterator[Asker]:
-    """A started engine, stopped at the end of the block.
-
-    Args:
-        model: to ask.
-        sampling: how.
-        max_model_len: see `engine_for`.
-        limits: see `Asker`.
-    """
+    """A started engine, stopped at the end of the block; see `engine_for`, and `Asker` for `limits`."""
     settings = engine_for(model, max_model_len)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)

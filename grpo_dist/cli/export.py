@@ -17,12 +17,7 @@ from grpo_dist.trainer.checkpoint.folder import own_checkpoints, step_of
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Export a checkpoint.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or the folder to write exists.
-        GrpoDistError: see `export_checkpoint`.
-    """
+    """Export a checkpoint."""
     options = _parser().parse_args(arguments)
     run_dir = expanded(options.run_dir)
     checkpoint = named_checkpoint(run_dir, options.step)

@@ -33,12 +33,7 @@ MOST_SHOWN = 5
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay a step; 1 if a number differs.
-
-    Raises:
-        ConfigError: there is no such step, or its update cannot be computed again although it is asked for.
-        GrpoDistError: the rows are gone, or the reward function cannot be loaded.
-    """
+    """Replay a step; 1 if a number differs."""
     options = _parser().parse_intermixed_args(arguments)
     recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
     with reward_worker(recorded.config) as worker:

@@ -21,11 +21,7 @@ MOST_RESPONSES = 10_000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report, or serve it while the run goes on.
-
-    Raises:
-        ConfigError: a folder is none of a run, or Plotly is not installed.
-    """
+    """Write the report, or serve it while the run goes on."""
     options = _parser().parse_args(arguments)
     if find_spec("plotly") is None:
         raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'")

@@ -24,12 +24,7 @@ PORT = 8000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises:
-        ConfigError: there is no such model or option, the port is taken, or others could ask without a token.
-        GrpoDistError: see errors.py.
-    """
+    """Serve until SIGINT or SIGTERM."""
     own, more = split(arguments)
     options = _parser().parse_intermixed_args(own)
     token = options.api_key or os.environ.get(KEY_VARIABLE, "")

@@ -61,10 +61,6 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
 def dry_run(config: JobConfig, notes: list[str]) -> None:
     """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
 
-    Args:
-        config: of the run.
-        notes: on the config.
-
     Raises:
         ConfigError: everything that is wrong.
         DataError: a model cannot be built of its files.

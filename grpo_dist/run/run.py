@@ -46,7 +46,6 @@ def run(
     RayLost, or of Interrupted if a signal has come before.
 
     Args:
-        config: of the run.
         on_step: called with step and metrics after each training step; what is true ends the training there.
         on_forced_end: called before that end, in another thread.
 
@@ -101,10 +100,6 @@ def _run(
 
 def check_this_machine(config: JobConfig, tell: Callable[[str], None]) -> None:
     """Run all checks that a run makes before it starts Ray, and those that its ranks make before they read weights.
-
-    Args:
-        config: of the run.
-        tell: called with a line about each check.
 
     Raises:
         ConfigError: everything that is wrong.

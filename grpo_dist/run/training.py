@@ -54,15 +54,6 @@ def train(
 ) -> int:
     """Connect to Ray, train and disconnect; see `run.run`.
 
-    Args:
-        config: of the run.
-        address: of the cluster, as `cluster.prepare` has found it.
-        run_dir: where the record of the run is.
-        preemption: whether a signal has come to end the run.
-        ready: what the checks have found.
-        on_step: called after each step.
-        on_forced_end: called before this process ends by force.
-
     Returns:
         The first step that this run has recorded.
     """

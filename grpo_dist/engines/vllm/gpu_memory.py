@@ -97,12 +97,9 @@ async def wait_until_free(settings: EngineSettings, read_gpus: Callable[[int], l
 
 
 def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_cache_bytes: int | None) -> Footprint:
-    """The memory that an engine has taken.
+    """Return the memory that an engine has taken of its GPUs, by their state `before` and `after` its start.
 
     Args:
-        settings: the engine's.
-        before: its GPUs before it started.
-        after: its GPUs when it had started.
         kv_cache_bytes: the size that vLLM chose for the KV cache; None: the settings name it.
     """
     total = max(then.free - now.free for then, now in zip(before, after, strict=True)) / GIB

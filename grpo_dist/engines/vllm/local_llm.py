@@ -28,9 +28,6 @@ class LocalLLM:
         errored: whether the engine has failed; nothing is answered then.
         load: running and waiting sequences after the last step.
         engine: vLLM's LLMEngine; but for its settings and its tokenizer used on the thread alone.
-
-    Args:
-        arguments: vLLM's engine arguments.
     """
 
     def __init__(self, arguments: Any) -> None:

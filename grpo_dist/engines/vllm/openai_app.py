@@ -49,14 +49,7 @@ _UNTOUCHED = {
 
 
 async def openai_app(engine: Any, model_path: str, sample: AppSample, options: Mapping[str, Any]) -> Any:
-    """The ASGI app.
-
-    Args:
-        engine: vLLM's LLMEngine or AsyncLLM, with a tokenizer.
-        model_path: the model's folder.
-        sample: what samples.
-        options: of `vllm serve`, such as `tool_call_parser`.
-    """
+    """Return the ASGI app over vLLM's LLMEngine or AsyncLLM, which has a tokenizer; `options` are of `vllm serve`."""
     named = ["--model", model_path, "--served-model-name", MODEL, "--generation-config", "vllm"]
     named += ["--chat-template-content-format", CONTENT_FORMAT]
     quiet = ["--disable-log-stats", "--disable-fastapi-docs", "--disable-uvicorn-access-log"]
@@ -206,13 +199,10 @@ def _possible(usage: Usage, max_model_len: int) -> Usage:
 
 # --- its parsers ----------------------------------------------------------------------------------------------------
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, key: str) -> ParseCalls:
-    """Return the function by which vLLM's server finds the calls in a text.
+    """Return the function by which vLLM's server finds the calls in a text; `tools` are their JSON schemas.
 
-    Args:
-        name: of the parser.
-        tokenizer: of the model, by transformers.
-        tools: their JSON schemas.
-        key: the config key that names the parser, for messages.
+    Raises:
+        ConfigError: vLLM refuses the parser that `key` names.
     """
     for module in ("vllm.tool_parsers", "vllm.parser"):  # the policy is told of a call that they cannot read
         logging.getLogger(module).setLevel(logging.CRITICAL)

@@ -61,13 +61,7 @@ async def serving(
 ) -> AsyncIterator[Server]:
     """Serve while the block lasts, which begins when the server answers. SIGINT and SIGTERM cancel the block.
 
-    Args:
-        settings: of the engine.
-        usage: see `openai_app.server_arguments`, as for the others.
-        listening: where to serve.
-        name: of the model.
-        token: of requests.
-        more: options.
+    `listening` is where to serve; the other arguments are those of `openai_app.server_arguments`.
 
     Raises:
         ConfigError: vLLM is not installed, or refuses the settings or an option.
