@@ -31,6 +31,7 @@ from benchmarks import record, workload
 from benchmarks.throughput import engine_settings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.vllm import vllm_engine
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.freed_memory import FreedMemory
 
@@ -66,11 +67,9 @@ def training(path: str) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
 
 def generating(path: str, longest: int) -> Callable[[int], Any]:
     """What samples a response of so many tokens."""
-    from grpo_dist.engines.vllm.engine import VLLMEngine
-
     settings = engine_settings(path, longest=longest)
     limits = {"max_num_seqs": 1, "max_num_batched_tokens": longest, "kv_cache_memory_gib": KV_CACHE_GIB}
-    engine = VLLMEngine(replace(settings, rollout=settings.rollout.replaced(**limits)))
+    engine = vllm_engine(replace(settings, rollout=settings.rollout.replaced(**limits)))
     asyncio.run(engine.start())
 
     def generate(length: int) -> None:

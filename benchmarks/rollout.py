@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.runtime.cluster import connect, set_local_environment
+from grpo_dist.runtime.cluster import prepare
 
 
 def main() -> None:
     """Measure, print and write."""
-    set_local_environment()  # before the others import Ray
+    address = prepare("local")  # before the others import Ray
     from benchmarks import agreement, control_plane, record, throughput, weight_sync, workload
+    from grpo_dist.runtime.connection import connect
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/rollout.json"))
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--model", default="builtin:tiny-qwen3", help="folder of the model of (d)")
     arguments = parser.parse_args()
     result = record.begun()
-    connect("local", None)
+    connect(address, None)
     with tempfile.TemporaryDirectory() as folder:
         if "a" in arguments.parts:
             models = {"builtin:tiny-qwen3": resolve_model_path("builtin:tiny-qwen3")}

@@ -115,7 +115,7 @@ class Offline:
     """vLLM's `LLM`, as one would use it without us."""
 
     def __init__(self, settings: EngineSettings, load: Load) -> None:
-        from grpo_dist.engines.vllm.arguments import quiet_environment
+        from grpo_dist.engines.vllm.starting import quiet_environment
 
         quiet_environment(settings.device)
         from vllm import LLM, SamplingParams

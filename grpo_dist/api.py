@@ -25,6 +25,8 @@ from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plugins.function_files import function_name, write_function
 from grpo_dist.run.command_line import dry_run
+from grpo_dist.tracking.jsonl import METRICS, read_metrics
+from grpo_dist.trainer.record import EXPORTED, say
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 Callback = Callable[[int, dict[str, float]], Any]
@@ -122,12 +124,7 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     if checked.trainer.dry_run:
         dry_run(checked, notes)
         return TrainingResult(run_dir, None, [])
-    from grpo_dist.runtime.cluster import set_local_environment
-
-    set_local_environment()  # before something imports Ray
-    from grpo_dist.run.run import run
-    from grpo_dist.tracking.jsonl import METRICS, read_metrics
-    from grpo_dist.trainer.record import EXPORTED, say
+    from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
 
     for note in notes:
         say(checked, f"note: {note}")

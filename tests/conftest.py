@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.runtime import event_loop
-from grpo_dist.runtime.cluster import TIMELINE_VARIABLE, connect, set_local_environment
+from grpo_dist.runtime.cluster import TIMELINE_VARIABLE, prepare, set_local_environment
 from tests.chaos.runs import Outcome, train
 
 # Test modules import Ray when they are collected; what `connect` sets for a local cluster would come too late then.
@@ -60,7 +60,9 @@ def local_ray() -> Iterator[None]:
     """A local Ray cluster with two logical CPUs."""
     import ray
 
-    connect("local", 2)
+    from grpo_dist.runtime.connection import connect
+
+    connect(prepare("local"), 2)
     yield
     ray.shutdown()
 

@@ -43,7 +43,7 @@ def broadcast(work: Work) -> None:
 
 def vllm_alone(work: Work) -> None:
     """The `LLM` of vLLM with the settings of our engine, on the same prompts."""
-    from grpo_dist.engines.vllm.arguments import quiet_environment
+    from grpo_dist.engines.vllm.starting import quiet_environment
     from grpo_dist.plan.placement import placement
 
     config = _config(work)
@@ -85,14 +85,15 @@ def _config(work: Work, cluster: Sequence[str] = ()) -> RunConfig:
 @contextmanager
 def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Roles]]:
     """The roles of a run on a Ray of their own, ended behind the block."""
-    from grpo_dist.runtime.cluster import connect, set_local_environment
+    from grpo_dist.runtime.cluster import prepare
 
-    set_local_environment()  # before Ray is imported
+    address = prepare("local")  # before Ray is imported
     import ray
 
     from grpo_dist.run.build import spawn_roles, start_roles
+    from grpo_dist.runtime.connection import connect
 
-    connect("local", None)
+    connect(address, None)
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(ray.shutdown)

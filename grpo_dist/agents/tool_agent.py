@@ -16,7 +16,7 @@ from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, 
 from grpo_dist.agents.episode import Episode, Turn
 from grpo_dist.agents.tools import TOOLS_KEY, Toolbox, load_tools
 from grpo_dist.engines.base import ParseCalls, ToolCall
-from grpo_dist.engines.vllm.installed import parser_names, vllm_parser
+from grpo_dist.engines.vllm.installed import parser_names
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import absolute
 from grpo_dist.plugins.registry import load_attribute
@@ -129,6 +129,8 @@ class ToolAgent(AgentLoop):
 
     def _load_parser(self, tokenizer: Any) -> ParseCalls:
         if ":" not in self._parser:
+            from grpo_dist.engines.vllm.openai_app import vllm_parser  # imports vLLM
+
             return vllm_parser(self._parser, tokenizer, self._schemas, key=PARSER_KEY)
         function = load_attribute(self._parser, key=PARSER_KEY)
         return lambda text: [ToolCall(*call) for call in function(text)]

@@ -122,19 +122,12 @@ async def asking(
     max_model_len: int | None = None,
     limits: DataConfig | None = None,
 ) -> AsyncIterator[Asker]:
-    """A started engine, stopped at the end of the block.
-
-    Args:
-        model: to ask.
-        sampling: how.
-        max_model_len: see `engine_for`.
-        limits: see `Asker`.
-    """
+    """A started engine, stopped at the end of the block; see `engine_for`, and `Asker` for `limits`."""
     settings = engine_for(model, max_model_len)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
-    engine = rollout_engine(settings.rollout.name)(settings)
     show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
+    engine = rollout_engine(settings.rollout.name)(settings)
     await engine.start()
     try:
         yield Asker(model, engine, tokenizer, sampling, limits)

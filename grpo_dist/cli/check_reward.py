@@ -39,11 +39,7 @@ class Answer:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Score answers and show what the reward function says; 1 if it fails on one of them.
-
-    Raises:
-        ConfigError: something is wrong with the config, the rows or the function's file.
-    """
+    """Score answers and show what the reward function says; 1 if it fails on one of them."""
     options = _parser().parse_intermixed_args(arguments)
     config, _ = load_config(options.overrides)
     if config.reward_function == REWARD_MODEL_FUNCTION:

@@ -16,9 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from packaging.requirements import Requirement
 
+from grpo_dist.checks.machine import memory_gib
 from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, physical_cores
+from grpo_dist.engines.vllm.installed import build_problem
+from grpo_dist.errors import ConfigError
+from grpo_dist.runtime.cluster import LOCAL, find_cluster
 from grpo_dist.sizes import GIB
 from grpo_dist.terminal import show
 
@@ -63,8 +68,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def processor(device: str) -> Iterator[Finding]:
     """The CPU and the memory."""
-    from grpo_dist.checks.machine import memory_gib
-
     flags = cpu_flags()
     named = [name for name in ("avx2", "avx512f", *sorted(BF16_FLAGS)) if name in flags]
     found = f"{physical_cores()} cores, {os.cpu_count()} logical; {' '.join(named) or 'no vector instructions known'}"
@@ -78,8 +81,6 @@ def processor(device: str) -> Iterator[Finding]:
 
 def build(device: str) -> Iterator[Finding]:
     """Python and the packages: torch's build, and the versions that this package asks for."""
-    from grpo_dist.engines.vllm.installed import build_problem
-
     problem = build_problem("cuda" if device == "gpu" else "cpu")
     why, _, fix = problem.partition(". ")
     yield Finding(FAULT if problem else OK, "python", why or f"{platform.python_version()} in {sys.prefix}", fix)
@@ -124,8 +125,6 @@ def _version(name: str) -> str | None:
 
 def gpus(device: str) -> Iterator[Finding]:
     """GPUs, their driver, CUDA and NCCL; nothing of a machine without them, for runs on CPU."""
-    import torch
-
     smi = shutil.which("nvidia-smi")
     query = ["--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     listed = subprocess.run([smi, *query], capture_output=True, text=True, check=False) if smi else None
@@ -184,9 +183,6 @@ def network(device: str) -> Iterator[Finding]:
 
 def ray_cluster(device: str) -> Iterator[Finding]:
     """The Ray cluster that a run would join, and its token."""
-    from grpo_dist.errors import ConfigError
-    from grpo_dist.runtime.cluster import LOCAL, find_cluster
-
     try:
         address = find_cluster(None)
     except ConfigError as error:
@@ -227,8 +223,6 @@ def hub(device: str) -> Iterator[Finding]:
 
 
 def _installed_device() -> str:
-    import torch
-
     return "cpu" if torch.version.cuda is None else "gpu"
 
 

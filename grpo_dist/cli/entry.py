@@ -1,5 +1,6 @@
 """`grpo-dist NAME ...`: finds the command and runs it. Loads nothing but the command that is asked for.
 
+What the user can mend a command raises as a ConfigError, or another GrpoDistError, which is shown here.
 Exit codes: those of the command; 2 where there is no such command.
 """
 

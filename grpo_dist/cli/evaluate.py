@@ -82,12 +82,7 @@ class Figures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Evaluate and print.
-
-    Raises:
-        ConfigError: there is no such run, model, file or option.
-        GrpoDistError: see errors.py.
-    """
+    """Evaluate and print."""
     options = _parser().parse_intermixed_args(arguments)
     overrides = [name for name in options.named if "=" in name]
     check_new(options.output)

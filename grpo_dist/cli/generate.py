@@ -29,12 +29,7 @@ from grpo_dist.trainer.run_prompts import read_prompts
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answer prompts.
-
-    Raises:
-        ConfigError: there is no such model or option, or the output exists.
-        GrpoDistError: see errors.py.
-    """
+    """Answer prompts."""
     options = _parser().parse_intermixed_args(arguments)
     check_new(options.output)
     model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
@@ -166,12 +161,7 @@ class Chat:
 
 
 def side_by_side(texts: Sequence[str], width: int) -> Iterator[str]:
-    """Texts in columns, as many beside each other as have room.
-
-    Args:
-        texts: the texts.
-        width: of the terminal, in characters.
-    """
+    """Yield the lines of texts in columns, as many beside each other as have room in `width` characters."""
     texts = [printable(text) for text in texts]
     if len(texts) == 1:
         yield texts[0]

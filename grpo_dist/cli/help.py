@@ -34,11 +34,7 @@ COMMON = frozenset(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explain a command, or a key of one; the keys are those of `train` where no command is named.
-
-    Raises:
-        ConfigError: there is no such command or key.
-    """
+    """Explain a command, or a key of one; the keys are those of `train` where no command is named."""
     words = [word for word in arguments if not word.startswith("-")]
     if words in ([], ["help"]):
         show(overview())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,11 +12,20 @@ from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import add_shared, command_parser
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
+from grpo_dist.protocol import DataProto
 from grpo_dist.terminal import show
-
-if TYPE_CHECKING:
-    from grpo_dist.protocol import DataProto
-    from grpo_dist.trainer.recorded_step import Difference, Recorded
+from grpo_dist.tracking.jsonl import METRICS
+from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference, read_recorded
+from grpo_dist.trainer.replay import (
+    SCORE_TOLERANCE,
+    UPDATE_METRICS,
+    baselines_are_of_another,
+    metric_difference,
+    rescore,
+    retarget,
+    reupdate,
+    reward_worker,
+)
 
 # Numbers that are computed on another machine, or by the engine on GPU, differ by rounding.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
@@ -25,16 +33,8 @@ MOST_SHOWN = 5
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay a step; 1 if a number differs.
-
-    Raises:
-        ConfigError: there is no such step, or its update cannot be computed again although it is asked for.
-        GrpoDistError: the rows are gone, or the reward function cannot be loaded.
-    """
+    """Replay a step; 1 if a number differs."""
     options = _parser().parse_intermixed_args(arguments)
-    from grpo_dist.trainer.recorded_step import read_recorded
-    from grpo_dist.trainer.replay import SCORE_TOLERANCE, baselines_are_of_another, rescore, retarget, reward_worker
-
     recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
     with reward_worker(recorded.config) as worker:
         scores, failures = rescore(recorded, worker)
@@ -50,8 +50,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _tell(what: str, recorded: Recorded, computed: DataProto, tolerance: float) -> bool:
-    from grpo_dist.trainer.recorded_step import first_difference
-
     difference = first_difference(recorded.data, computed, tolerance)
     columns = ", ".join(name for name in computed.columns() if name in recorded.data.columns())
     _write([f"{what}: as recorded ({columns})"] if difference is None else _differs(what, recorded, difference))
@@ -60,9 +58,6 @@ def _tell(what: str, recorded: Recorded, computed: DataProto, tolerance: float) 
 
 def _update(recorded: Recorded, asked: bool) -> bool:
     """Compare the update, if there are weights to begin with."""
-    from grpo_dist.tracking.jsonl import METRICS
-    from grpo_dist.trainer.replay import UPDATE_METRICS, metric_difference, reupdate
-
     config = recorded.config
     dtype = config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.default_dtype)
     try:
@@ -107,8 +102,6 @@ def _changes(
     recorded: Recorded, scores: DataProto, targets: DataProto | None, failures: Sequence[str]
 ) -> Iterator[str]:
     """Yield the lines that say what the changed keys would have changed; without targets, in the scores alone."""
-    from grpo_dist.trainer.replay import SCORE_TOLERANCE
-
     before, after = recorded.data["score"], scores["score"]
     moved = ((before - after).abs() > SCORE_TOLERANCE) | (before.isnan() != after.isnan())
     yield f"step {recorded.step} with the changed keys: {int(moved.sum())} of {len(before)} responses score otherwise"

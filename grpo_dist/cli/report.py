@@ -5,31 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import command_parser
 from grpo_dist.errors import ConfigError
+from grpo_dist.report.page import page
+from grpo_dist.report.rollouts import chosen_steps, load_token_texts, read_step
+from grpo_dist.report.run_folder import noting, read_run
+from grpo_dist.report.server import ReportServer
 from grpo_dist.terminal import show
 
 MOST_RESPONSES = 10_000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report, or serve it while the run goes on.
-
-    Raises:
-        ConfigError: a folder is none of a run, or Plotly is not installed.
-    """
+    """Write the report, or serve it while the run goes on."""
     options = _parser().parse_args(arguments)
-    try:
-        import plotly  # noqa: F401
-    except ImportError:
-        raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'") from None
-    from grpo_dist.report.page import page
-    from grpo_dist.report.rollouts import chosen_steps, load_token_texts, read_step
-    from grpo_dist.report.run_folder import noting, read_run
-
+    if find_spec("plotly") is None:
+        raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'")
     folders = [expanded(folder) for folder in (options.run_dir, *options.compare)]
     runs = [read_run(folder) for folder in folders]
     if options.serve:
@@ -56,8 +51,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(folders: Sequence[Path], port: int) -> int:
-    from grpo_dist.report.server import ReportServer
-
     with ReportServer(folders, port) as server:
         show(f"{server.url}\nends with Ctrl-C\n")
         try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.trained import TrainedModel, engine_for, find_trained
 from grpo_dist.engines.rendezvous import LOOPBACK
-from grpo_dist.engines.vllm.openai_app import MODEL
+from grpo_dist.engines.vllm.front import MODEL
 from grpo_dist.engines.vllm.server import KEY_VARIABLE, listen, serving
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.terminal import show
@@ -24,12 +24,7 @@ PORT = 8000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises:
-        ConfigError: there is no such model or option, the port is taken, or others could ask without a token.
-        GrpoDistError: see errors.py.
-    """
+    """Serve until SIGINT or SIGTERM."""
     own, more = split(arguments)
     options = _parser().parse_intermixed_args(own)
     token = options.api_key or os.environ.get(KEY_VARIABLE, "")

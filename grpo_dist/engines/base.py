@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from grpo_dist.protocol import DataProto, Metric, Ragged
 
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
-# Its values -> the class; plugins/names.py has the names too, and a test compares them.
-ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.engine:VLLMEngine"}
+# Its values -> what makes one; plugins/names.py has the names too, and a test compares them.
+ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm:vllm_engine"}
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 # Columns of a batch that a forward pass reads.
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
@@ -173,8 +173,8 @@ class RolloutEngine(Protocol):
         """Stop the engine and every process that it started."""
 
 
-def rollout_engine(name: str) -> type[RolloutEngine]:
-    """The class of a rollout engine.
+def rollout_engine(name: str) -> Callable[[EngineSettings], RolloutEngine]:
+    """Return the function that makes a rollout engine, or the class of a custom one.
 
     Args:
         name: one of `ROLLOUT_ENGINES`, or `pkg.module:Class`, or `path/to/file.py:Class`.
@@ -182,7 +182,9 @@ def rollout_engine(name: str) -> type[RolloutEngine]:
     Raises:
         ConfigError: there is no such class, or it lacks a method of a rollout engine.
     """
-    engine_class = load_attribute(ROLLOUT_ENGINES.get(name, name), key=ENGINE_KEY)
+    if name in ROLLOUT_ENGINES:
+        return cast(Callable[[EngineSettings], RolloutEngine], load_attribute(ROLLOUT_ENGINES[name], key=ENGINE_KEY))
+    engine_class: type[RolloutEngine] = load_attribute(name, key=ENGINE_KEY)
     methods = ("start", "generate", "abort", "shutdown")
     if missing := [method for method in methods if not callable(getattr(engine_class, method, None))]:
         raise ConfigError(f"{ENGINE_KEY}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")

@@ -1,7 +1,7 @@
 """Gangs: roles whose ranks hold one sharded model and run every call together.
 
 If one rank is lost, the others cannot continue. If the model can be loaded again, all ranks are restarted and the call
-is repeated (`Gang.restart`). If only a checkpoint has the weights, the whole run is restarted from it (run/run.py).
+is repeated (`Gang.restart`). If only a checkpoint has the weights, the whole run starts again from it (training.py).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.roles.gang import find_model
 from grpo_dist.roles.policy import PolicyWorker
 from grpo_dist.roles.roles import Roles
-from grpo_dist.runtime.cluster import is_own
+from grpo_dist.runtime.connection import is_own
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.node_questions import check_shared
@@ -56,10 +56,7 @@ def start_run(
     """Start the roles, resume from a checkpoint if there is one, and make the trainer.
 
     Args:
-        config: the run's config.
-        run_dir: where its record is.
         stack: ends the processes, and closes the record.
-        preemption: whether a signal has come to end the run.
         ready: what it trains on, and for how many steps.
     """
     started = time.monotonic()
@@ -84,7 +81,6 @@ def spawn_roles(config: JobConfig, stack: ExitStack, *, again: bool = False) -> 
     """Reserve and start the processes of all roles; they import what they need while the driver looks for a checkpoint.
 
     Args:
-        config: the run's config.
         stack: ends the processes.
         again: whether the run has had all processes before: then a machine may be lost, for which another one may come.
 
@@ -132,13 +128,7 @@ def end_roles(roles: Roles) -> None:
 # --- models and engines --------------------------------------------------------------------------------------------
 @blocking
 async def start_roles(config: JobConfig, roles: Roles, num_steps: int) -> None:
-    """Load models and engines, and wait until every process is ready.
-
-    Args:
-        config: the run's config.
-        roles: whose processes have been spawned.
-        num_steps: training steps of the run.
-    """
+    """Load models and engines, and wait until every process is ready."""
     place = placement(config)
     if config.trainer.nnodes > 1:
         await _find_models(config, roles)

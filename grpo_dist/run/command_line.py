@@ -61,17 +61,17 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
 def dry_run(config: JobConfig, notes: list[str]) -> None:
     """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
 
-    Args:
-        config: of the run.
-        notes: on the config.
-
     Raises:
         ConfigError: everything that is wrong.
         DataError: a model cannot be built of its files.
     """
     show(format_plan(config, notes) + "\n")
-    if config.trainer.dry_run != "config":
-        _check(config)
+    if config.trainer.dry_run == "config":
+        return
+    from grpo_dist.run.run import check_this_machine
+
+    show("\nchecked on this machine\n")
+    check_this_machine(config, lambda line: show(f"  {line}\n"))
 
 
 def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Path | None, config: JobConfig) -> None:
@@ -83,24 +83,6 @@ def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Pa
     text = redact_text(shlex.join(["grpo-dist", command.name, *kept]))
     where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
     show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)
-
-
-def _check(config: JobConfig) -> None:
-    """Run all checks that a run makes before it starts Ray, and those that its ranks make before they read weights."""
-
-    def tell(line: str) -> None:
-        show(f"  {line}\n")
-
-    show("\nchecked on this machine\n")
-    from grpo_dist.assets import is_on_the_hub
-    from grpo_dist.checks.all_checks import check_all
-    from grpo_dist.checks.models import build_models, checked_models
-
-    check_all(config, tell, dry_run=True)
-    here = [
-        row for row in checked_models(config) if not is_on_the_hub(row.settings.path)
-    ]  # a run downloads the weights
-    build_models(here, config.device, tell)
 
 
 def _report(error: GrpoDistError | Interrupted) -> None:

@@ -83,13 +83,9 @@ class WorkerGroup:
         """Start a process in each bundle that is placed, without waiting for them.
 
         Args:
-            role: the group's role.
             worker_class: rank i is built with `worker_class(*args[i])`.
-            bundles: the resources of each process.
-            args: constructor arguments of each process.
-            limits: time limits by stage.
             env: environment variables that a process must have when it starts. Ray logs them: no secrets.
-            shared: environment variables that are set before the constructor runs (environment.py).
+            shared: environment variables that are set before the constructor runs (process.py).
             max_concurrency: calls that a process runs at the same time.
         """
         remote_class: Any = ray.remote(with_environment(worker_class))

@@ -101,13 +101,7 @@ class _Mail:
 
 # --- the driver's side ----------------------------------------------------------------------------------------------
 class Postbox:
-    """Posts requests to one process, and receives the answers.
-
-    Args:
-        group: the worker's group.
-        rank: the worker's rank.
-        stage: the stage of the requests, for messages.
-    """
+    """Posts requests of one stage to one process, and receives the answers."""
 
     def __init__(self, group: Caller, rank: int, stage: str) -> None:
         self.group, self.rank, self.stage = group, rank, stage

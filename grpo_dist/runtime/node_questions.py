@@ -43,15 +43,7 @@ def process_state(pid: int) -> str:
 
 
 def process_states(addresses: Mapping[int, Address], timeout_s: float = ANSWER_S) -> dict[int, str]:
-    """The states of several workers' processes.
-
-    Args:
-        addresses: addresses of the workers, by rank.
-        timeout_s: seconds to wait for other nodes.
-
-    Returns:
-        By rank the value of `process_state`, or "gone" if the node does not answer.
-    """
+    """Return by rank the value of `process_state`, or "gone" if another node does not answer within `timeout_s`."""
     here = ray.get_runtime_context().get_node_id()
     states = {rank: process_state(address.pid) for rank, address in addresses.items() if address.node_id == here}
     others = {rank: (address.node_id, address.pid) for rank, address in addresses.items() if address.node_id != here}
@@ -65,10 +57,7 @@ def ask_nodes(question: Callable[[Any], str], asked: Sequence[tuple[str, Any]], 
     Args:
         question: the function that a node runs.
         asked: Ray's id of each node, and the argument.
-        timeout_s: seconds to wait.
-
-    Returns:
-        The answers in this order; None from a node that does not answer.
+        timeout_s: seconds after which the answer of a node is None.
     """
     if not asked:
         return []

@@ -195,12 +195,10 @@ class RestartBudget:
     async def judge(self, error: GrpoDistError, node_id: str) -> None:
         """Wait until it is known whether a worker was lost with its machine, and count one replacement.
 
-        Args:
-            error: how it was lost.
-            node_id: Ray's id of its node, "" if that is not known.
+        `node_id` is Ray's id of its node, "" if that is not known.
 
         Raises:
-            GrpoDistError: `error`, if no replacement is left.
+            GrpoDistError: `error`, which says how it was lost, if no replacement is left.
         """
         self.spend(error, node_id, await self.nodes.dead())
 

@@ -130,11 +130,6 @@ class Pool:
 
         If the restart budget is used up, or the process before has raised the same and nothing was answered in between,
         `error` is raised in all requests.
-
-        Args:
-            rank: rank of the worker.
-            process: actor handle of the process that failed.
-            error: how it failed.
         """
         if process is None or process is not self.workers.handles[rank]:
             return

@@ -26,7 +26,7 @@ from grpo_dist.engines.rendezvous import is_loopback_setting
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.output_lines import OutputLines
-from grpo_dist.runtime.ray_watch import end_with_ray
+from grpo_dist.runtime.connection import end_with_ray
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def with_environment(worker_class: type) -> type:
     """A subclass whose constructor takes environment variables as its first argument, and sets them first.
 
-    Its process ends once Ray's control service is lost (ray_watch.py). It keeps the name of the worker class, which
+    Its process ends once Ray's control service is lost (connection.py). It keeps the name of the worker class, which
     Ray's tools show.
     """
 

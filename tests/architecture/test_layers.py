@@ -216,7 +216,7 @@ def test_help_loads_only_what_tells_of_keys() -> None:
 
 @pytest.mark.parametrize("command", PLAN_COMMANDS.values(), ids=PLAN_COMMANDS)
 def test_ray_is_loaded_after_its_environment_is_set(command: AnyCommand) -> None:
-    """`runtime.cluster.connect` sets variables that Ray reads when it is imported."""
+    """`runtime.cluster.prepare` sets variables that Ray reads when it is imported."""
     rows = command.load.partition(":")[0]
     assert "ray" not in loaded_by(f"import grpo_dist.run.run, {rows}")
 

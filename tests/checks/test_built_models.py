@@ -90,7 +90,7 @@ def test_factors_that_do_not_fit_the_layers_are_refused_before_ray_starts(
 ) -> None:
     """Without a dry run too; here those of an output layer that is tied to the embedding."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("grpo_dist.run.run.connect", lambda *arguments: pytest.fail("Ray starts"))
+    monkeypatch.setattr("grpo_dist.run.run.prepare", lambda *arguments: pytest.fail("Ray starts"))
     assert command([*overrides, f"{setting}=[q_proj,lm_head]"]) == 2
     says(capsys.readouterr().err, setting, "lm_head", "model.embed_tokens", "tie_word_embeddings")
     assert not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ from grpo_dist.engines.base import (
     check_responses,
     rollout_engine,
 )
+from grpo_dist.engines.vllm.engine import VLLMEngine
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins import names
@@ -30,7 +31,7 @@ METHODS = {
     for protocol in (RolloutEngine, EngineWeights, TrainEngine)
 }
 CLASSES = [
-    *((RolloutEngine, rollout_engine(name)) for name in ROLLOUT_ENGINES),
+    (RolloutEngine, VLLMEngine),
     (RolloutEngine, FakeRolloutEngine),
     (EngineWeights, WeightUpdater),
     (EngineWeights, FakeWeights),

@@ -1,41 +1,21 @@
-"""Which losses a run is started again after, and from where. The rest of a run: tests/e2e/test_main_job.py."""
+"""What a run refuses and shows before Ray starts. The rest of a run: tests/e2e/test_main_job.py."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from grpo_dist import main
-from grpo_dist.checks.result import Ready
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command
-from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import ConfigError, DataLost, OutOfMemory, Terminated, WorkerLost
+from grpo_dist.errors import ConfigError
 from grpo_dist.main import reward_model, sft
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
-from grpo_dist.run import build, run
-from grpo_dist.runtime import ray_watch
-from grpo_dist.trainer import metrics
-from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.run import run
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import finished_run
-
-NOTHING = Ready(None, 1, [])  # what a start takes from the checks
-LOST = WorkerLost("its process died", "actor", 0)
-
-
-def fail(error: Exception) -> Callable[[], None]:
-    def raises() -> None:
-        raise error
-
-    return raises
 
 
 def test_the_summary_shows_the_flag_that_its_commands_need(tmp_path: Path) -> None:
@@ -49,47 +29,11 @@ def test_the_summary_shows_the_flag_that_its_commands_need(tmp_path: Path) -> No
     assert run._flags(load_command([], SFT)[0]) == {}
 
 
-def trainer(fit: Callable[[], None], last: Path | None = None) -> Any:
-    closed = SimpleNamespace(close=lambda: None)
-    return SimpleNamespace(
-        fit=fit,
-        holds_state=lambda role: role == "actor",
-        step=0,
-        roles=SimpleNamespace(workers=[]),
-        saver=SimpleNamespace(last=last),
-        trackers=closed,
-        progress=closed,
-    )
-
-
-def run_with(start: Callable[..., Any], *overrides: str, preemption: Preemption | None = None) -> None:
-    """Train, with a start of the roles that makes such a trainer."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "start_run", start)
-        patch.setattr(metrics, "peak_memory", lambda groups: {})
-        run._train(load_config(list(overrides))[0], Path(), preemption or Preemption(), NOTHING, None)
-
-
-def train(starts: list[Any], *overrides: str) -> list[RunConfig]:
-    """Train with what each start gives, a trainer or an error; returns the config of each start."""
-    seen: list[RunConfig] = []
-
-    def start_run(config: RunConfig, *args: Any) -> Any:
-        seen.append(config)
-        start = starts[len(seen) - 1]
-        if isinstance(start, Exception):
-            raise start
-        return start
-
-    run_with(start_run, *overrides)
-    return seen
-
-
 def test_what_gdpo_cannot_compare_is_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0"
     )
-    monkeypatch.setattr(run, "connect", lambda *args: pytest.fail("Ray was started"))
+    monkeypatch.setattr(run, "prepare", lambda *args: pytest.fail("Ray was started"))
     own = [f"custom_reward_function.path={tmp_path}/mine.py", f"trainer.default_local_dir={tmp_path}/run"]
     config, _ = load_config(["algorithm.adv_estimator=gdpo", *own])
     with refuses(ConfigError, "algorithm.gdpo_reward_keys=null"):
@@ -112,7 +56,7 @@ Main = Callable[[list[str]], int]
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "connect", lambda *args: pytest.fail("Ray was started"))
+    monkeypatch.setattr(run, "prepare", lambda *args: pytest.fail("Ray was started"))
 
 
 @COMMANDS
@@ -132,152 +76,3 @@ def test_the_same_command_again_and_another_experiment(
     assert main([*given, other, "trainer.resume_mode=force"]) == 2
     says(capsys.readouterr().err, "step 3 of 3", "trainer.total_training_steps")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before, "nothing is touched"
-
-
-def test_one_that_is_lost_at_the_first_start_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerLost):
-        train([LOST, trainer(lambda: None)])
-
-
-def test_one_that_is_lost_in_a_restart_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    last = tmp_path / "elsewhere/global_step_3"
-    seen = train([trainer(fail(LOST), last), LOST, trainer(lambda: None)])
-    assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
-
-
-def test_what_a_restart_lacks_is_no_fault_of_the_config() -> None:
-    """Exit code 2 would tell a scheduler not to try again: a machine that is gone comes back."""
-    for starts, code in (([trainer(fail(LOST)), ConfigError("no room")], 1), ([ConfigError("no room")], 2)):
-        with pytest.raises(ConfigError) as caught:
-            train(starts)
-        assert caught.value.exit_code == code
-
-
-def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerLost):
-        train([trainer(fail(LOST)), LOST, trainer(lambda: None)], "trainer.max_actor_restarts=1")
-
-
-def test_a_role_without_state_of_the_run_is_replaced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorkerLost):
-        train([trainer(fail(WorkerLost("its process died", "ref", 0))), trainer(lambda: None)])
-
-
-def test_data_that_were_lost_with_a_machine_are_made_again_from_the_last_checkpoint(tmp_path: Path) -> None:
-    last, gone = tmp_path / "elsewhere/global_step_3", DataLost("what it needs was in the memory of a lost machine")
-    seen = train([trainer(fail(gone), last), trainer(lambda: None)])
-    assert [config.trainer.resume_from_path for config in seen] == [None, str(last)]
-    with pytest.raises(DataLost):
-        train([trainer(fail(gone))] * 2, "trainer.max_actor_restarts=1")
-
-
-def test_only_a_restart_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its first start a run asks for too much; later a machine may be missing."""
-    again: list[bool] = []
-
-    def start_run(config: RunConfig, run_dir: Path, stack: Any, preemption: Any, ready: Any) -> Any:
-        again.append(ready.again)
-        return trainer(fail(LOST) if len(again) < 3 else lambda: None)
-
-    run_with(start_run)
-    assert again == [False, True, True]
-
-
-def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    last = tmp_path / "global_step_4"
-    last.mkdir()
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    override = f"trainer.default_local_dir={tmp_path}"
-    seen = train([trainer(fail(LOST), last), trainer(lambda: None)], override)
-    assert (seen[1].trainer.resume_mode, seen[1].trainer.resume_from_path) == ("force", None)
-    seen = train([trainer(fail(LOST)), trainer(lambda: None)], override)
-    assert seen[1].trainer.resume_mode == "disable", "what lies there is not of this run"
-
-
-MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
-FULL = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="lower it", setting=(MICRO_BATCH, 64))
-
-
-def test_a_gpu_that_is_full_ends_the_run_unless_smaller_passes_are_allowed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    allowed = "trainer.halve_on_out_of_memory=true"
-    with pytest.raises(OutOfMemory):
-        train([trainer(fail(FULL)), trainer(lambda: None)])
-    last = tmp_path / "elsewhere/global_step_3"
-    seen = train([trainer(fail(FULL), last), trainer(fail(LOST), last), trainer(lambda: None)], allowed)
-    assert [config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu for config in seen] == [64, 32, 32]
-    assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
-    with pytest.raises(OutOfMemory):
-        train([trainer(fail(FULL))] * 2, allowed, "trainer.max_actor_restarts=1")
-    nothing_smaller = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="take more GPUs")
-    with pytest.raises(OutOfMemory):
-        train([trainer(fail(nothing_smaller)), trainer(lambda: None)], allowed)
-
-
-def test_a_run_that_is_told_to_end_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SIGTERM came in the update, and then an actor rank was lost."""
-
-    def fit() -> None:
-        preemption.hold()
-        preemption.handle(signal.SIGTERM, None)
-        raise LOST
-
-    preemption = Preemption()
-    made = trainer(fit)
-    with pytest.raises(Terminated):
-        run_with(lambda *args: made, preemption=preemption)
-    assert not preemption.held
-    says(capsys.readouterr().err, "SIGTERM", "no checkpoint", "actor worker 0")
-
-
-# --- the end --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ends_with", ["the local cluster's processes", "this process"])
-def test_a_ray_that_hangs_holds_nobody_up_at_the_end(ends_with: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes are killed, which are none in a cluster of others; then this one ends, and says how the run did."""
-    gone, did = threading.Event(), list[Any]()
-
-    def kill_ray() -> None:
-        did.append("killed")
-        if ends_with == "the local cluster's processes":
-            gone.set()
-
-    def force(*what: Any) -> None:
-        did.append(what)
-        gone.set()
-
-    monkeypatch.setattr(run, "DISCONNECT_S", 0.05)
-    monkeypatch.setattr(ray_watch, "kill_ray", kill_ray)
-    monkeypatch.setattr("ray.shutdown", gone.wait)
-    stack, ignore = ExitStack(), SimpleNamespace(ignore=lambda: did.append("ignores signals"))
-    stack.callback(run._disconnect, ignore, force)
-    with pytest.raises(WorkerLost), stack:
-        raise LOST
-    forced = [] if ends_with == "the local cluster's processes" else [("the Ray cluster", LOST)]
-    assert did == ["ignores signals", "killed", *forced]
-
-
-@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM])
-def test_an_end_by_force_tells_what_a_run_tells_and_has_its_exit_code(
-    number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "global_step_4").mkdir()
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    codes, told = list[int](), list[Any]()
-    monkeypatch.setattr("os._exit", codes.append)
-    monkeypatch.setattr(ray_watch, "kill_ray", lambda: None)
-    preemption = Preemption()
-    preemption.number = number
-    run._end_by_force(tmp_path, preemption, told.append, "raylet", LOST)
-    (error,) = told
-    assert codes == [3 if number is None else 128 + number]
-    assert error.checkpoint == tmp_path / "global_step_4"
-    if number is None:
-        says("\n".join([str(error), *error.__notes__]), "raylet", "ray_kwargs.ray_init.address", "actor worker 0")
-    else:
-        says(error, number.name)
-        says(capsys.readouterr().err, number.name, "raylet")

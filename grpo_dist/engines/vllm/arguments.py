@@ -1,65 +1,53 @@
-"""What vLLM is started with: its environment and its arguments, from an engine's settings.
+"""What vLLM is started with: its arguments, from an engine's settings.
 
 Its tokenizer is the one that prompts are made with. Its own torch profiler must know the folder of traces when the
 engine is made, and names the files itself: so an engine has a folder of its own, from which its traces are taken.
+
+Where LoRA's factors are sent, every request runs with the one adapter, also before the first sync, when its factors are
+0: the next sync changes them under running requests, which could not change their adapter.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm import AsyncEngineArgs, ModelRegistry
+from vllm.config import ProfilerConfig, WeightTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import supports_lora
+
+from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
+from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.adapter import adapter_args
 from grpo_dist.errors import ConfigError, EngineError
-from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS
+from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
 # With a given size of the KV cache vLLM uses this share only to refuse to start on a full GPU, which gpu_memory.py
 # checks instead.
 UNCHECKED_SHARE = 0.01
+# Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
+BACKENDS = {
+    "object_store": "grpo_dist_shared_memory",
+    "broadcast": "grpo_dist_broadcast",
+    "ipc": "grpo_dist_broadcast",  # which of the two a group is, its address says
+}
+# By name: it imports what only vLLM's workers need.
+WORKER_EXTENSION = "grpo_dist.engines.vllm.weight_backend.WorkerExtension"
 
 
-def quiet_environment(device: str) -> None:
-    """Set vLLM's environment, before it is imported: no progress bars, no telemetry, a fast start on CPU.
-
-    The processes of a tensor parallel engine inherit it.
-    """
-    quiet = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # beside the tracebacks of the process itself
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore",
-    }
-    cpu = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the executor inside the core
-        "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs compile C++ for seconds
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and trainers share the cores
-    }
-    for name, value in (quiet | (cpu if device == "cpu" else {})).items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-
-
-def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> Any:
-    """The `AsyncEngineArgs` of an engine; the config's `engine_kwargs` win.
+def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> AsyncEngineArgs:
+    """Return the `AsyncEngineArgs` of an engine; the config's `engine_kwargs` win.
 
     Args:
         settings: of the engine.
         folder: that `prepare` has made, for its tokenizer.
         usual: arguments that are others where the config does not name them; None: none are.
     """
-    from vllm import AsyncEngineArgs
-
     args = {
         "model": settings.model.path,
         "dtype": settings.dtype,
@@ -103,13 +91,9 @@ def _batching(settings: EngineSettings) -> dict[str, Any]:
 
 def _processes(settings: EngineSettings) -> dict[str, Any]:
     """The engine's workers, and the transport of their weights."""
-    from vllm.config import WeightTransferConfig
-
-    from grpo_dist.engines.vllm.weight_backend import BACKENDS, WorkerExtension
-
     args: dict[str, Any] = {
         "tensor_parallel_size": settings.rollout.tensor_model_parallel_size,
-        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[settings.weight_transport]),
     }
     if settings.rollout.tensor_model_parallel_size > 1:
@@ -133,6 +117,55 @@ def _memory(settings: EngineSettings) -> dict[str, Any]:
     return args | ({} if gib is None else {"kv_cache_memory_bytes": int(gib * GIB)})
 
 
+# --- LoRA -----------------------------------------------------------------------------------------------------------
+KEY = "actor_rollout_ref.model.lora.merge"
+REMEDY = f"set {KEY}=true"
+# Tensors of two dimensions in model files that are no linear layers, or whose factors are not taken: embeddings, output
+# layers and routers, by the last part of the module's name.
+_NOT_LINEAR = {"embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "gate"}
+
+
+def adapter_args(settings: EngineSettings) -> dict[str, Any]:
+    """VLLM's arguments for one adapter; {} where merged weights are sent."""
+    if settings.lora is None:
+        return {}
+    _check_family(Path(settings.model.path))
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": engine_lora_rank(settings.lora.lora_rank),
+        # else vLLM gives factors to the output layer too, and computes with them
+        "lora_target_modules": _layers(Path(settings.model.path), settings.lora),
+    }
+
+
+def _check_family(folder: Path) -> None:
+    for name in json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ():
+        known = ModelRegistry.models.get(name)
+        if known is not None and not supports_lora(known.load_model_cls()):
+            raise ConfigError(f"{KEY}=false: vLLM's {name} takes no LoRA adapters; {REMEDY}")
+
+
+def _layers(folder: Path, lora: LoraSection) -> list[str]:
+    """The last parts of the names of the layers that get room for factors."""
+    if lora.targets != ALL_LINEAR:
+        return sorted({name.rpartition(".")[2] for name in lora.target_modules})
+    headers = (read_header(folder / file, str(folder)) for file in weight_files(folder, str(folder)))
+    shapes = {name: shape for header in headers for name, shape in header.items()}
+    linear = {
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and ".experts." not in name
+    }
+    return sorted(linear - _NOT_LINEAR)
+
+
+def adapter_request() -> LoRARequest:
+    """Return what names the adapter in a request; vLLM asks for a path, and never reads it."""
+    return LoRARequest("policy", 1, "policy")
+
+
+# --- tokenizer ------------------------------------------------------------------------------------------------------
 # Of a model whose tokenizers AutoTokenizer does not build anew, and that says that its files need no mending.
 _CONFIG = {"model_type": "llama", "transformers_version": "5.0.0"}
 
@@ -153,6 +186,7 @@ def tokenizer_args(settings: EngineSettings, folder: str) -> dict[str, Any]:
     return {"tokenizer": folder, "tokenizer_mode": "hf"}  # and no form of its own for some architectures
 
 
+# --- traces ---------------------------------------------------------------------------------------------------------
 # Engine steps in a trace: each has all operators of a forward pass, and responses take thousands.
 MOST_STEPS = 256
 
@@ -161,8 +195,6 @@ def profiler_args(settings: EngineSettings) -> dict[str, Any]:
     """Return the arguments of an engine that may be profiled; none of one that may not."""
     if settings.profile_dir is None:
         return {}
-    from vllm.config import ProfilerConfig
-
     config = ProfilerConfig(
         profiler="torch",
         torch_profiler_dir=settings.profile_dir,

@@ -12,16 +12,21 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMError
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from grpo_dist.engines.base import AppSample, EngineLoad, Footprint, Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.engines.vllm.adapter import adapter_request
-from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_traces
+from grpo_dist.engines.vllm.arguments import adapter_request, clear_traces, engine_args, take_traces
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
-from grpo_dist.engines.vllm.openai_app import openai_app
-from grpo_dist.engines.vllm.starting import knows_internals, plain_errors, prepare, tied_core
+from grpo_dist.engines.vllm.starting import knows_internals, plain_errors, tied_core
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -32,12 +37,17 @@ DEATH_POLL_S = 1.0
 
 
 class VLLMEngine:
-    """One vLLM engine; see `RolloutEngine`."""
+    """One vLLM engine; see `RolloutEngine`.
+
+    Args:
+        settings: the engine's.
+        folder: of its sockets and its tokenizer, which `vllm_engine` has made.
+    """
 
     weights: WeightUpdater
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: EngineSettings, folder: TemporaryDirectory[str]) -> None:
+        self.settings, self._folder = settings, folder
         self._load = EngineLoad()
         self._running: dict[str | None, set[str]] = {}  # ours -> vLLM's ids
         self._llm: Any = None
@@ -57,18 +67,15 @@ class VLLMEngine:
             The memory that it took of its GPUs; None without GPUs.
 
         Raises:
-            ConfigError: vLLM is not installed or refuses the settings.
+            ConfigError: vLLM refuses the settings.
             EngineError: its GPUs are full.
             RuntimeError: vLLM did not start; says where the reason is.
         """
-        self._folder = prepare(self.settings.device)
         clear_left_behind()
-        with plain_errors():
-            from vllm.v1.engine.async_llm import AsyncLLM
         on_gpus = self.settings.device == "cuda"
         before = await wait_until_free(self.settings) if on_gpus else []
         with plain_errors():
-            self._llm = self._start_llm(AsyncLLM)
+            self._llm = self._start_llm()
         config = self._llm.vllm_config.model_config
         self._vocab_size = config.get_vocab_size()
         self._stop_token_ids = _stop_token_ids(config)
@@ -101,6 +108,8 @@ class VLLMEngine:
 
     async def openai_app(self, sample: AppSample) -> Any:
         """An OpenAI-compatible ASGI app over a function that samples; the engine must have its tokenizer."""
+        from grpo_dist.engines.vllm.openai_app import openai_app  # vLLM's server, which few engines need
+
         engine = self._llm.engine if isinstance(self._llm, LocalLLM) else self._llm
         options = self.settings.rollout.agent.endpoint_kwargs
         return await openai_app(engine, self.settings.model.path, sample, options)
@@ -130,14 +139,14 @@ class VLLMEngine:
             if self._segments is not None:
                 remove(self._segments)  # vLLM may not have come to it yet
 
-    def _start_llm(self, async_llm: Any) -> Any:
+    def _start_llm(self) -> Any:
         """Start vLLM and its processes; see `start`."""
         arguments = engine_args(self.settings, folder=self._folder.name)
         local = self.settings.device == "cpu" and self.settings.rollout.tensor_model_parallel_size == 1
         if local and knows_internals():
             return LocalLLM(arguments)
         with tied_core():
-            return async_llm.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
 
     async def _footprint(self, before: list[GPU]) -> Footprint:
         """The memory that the engine has taken since `before`."""
@@ -165,8 +174,6 @@ class VLLMEngine:
 
     def _stat_logger(self) -> Any:
         """The class that vLLM calls after each step; it keeps `load` up to date."""
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
         engine = self
 
         class LoadLogger(StatLoggerBase):
@@ -230,11 +237,7 @@ def _response(output: Any) -> Response:
     )
 
 
-def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> Any:
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMError
-    from vllm.sampling_params import RequestOutputKind
-
+def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> SamplingParams:
     options = asdict(sampling) | {"stop": list(sampling.stop), "bad_words": list(sampling.bad_words)}
     try:
         return SamplingParams(

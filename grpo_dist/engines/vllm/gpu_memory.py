@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.utils.import_utils import import_pynvml
+
 from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import EngineError
@@ -43,7 +45,7 @@ def gpus(count: int) -> list[GPU]:
     Raises:
         EngineError: NVML fails.
     """
-    nvml = _nvml()
+    nvml: Any = import_pynvml()
     try:
         return _gpus(nvml, count)
     except nvml.NVMLError as error:
@@ -95,24 +97,15 @@ async def wait_until_free(settings: EngineSettings, read_gpus: Callable[[int], l
 
 
 def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_cache_bytes: int | None) -> Footprint:
-    """The memory that an engine has taken.
+    """Return the memory that an engine has taken of its GPUs, by their state `before` and `after` its start.
 
     Args:
-        settings: the engine's.
-        before: its GPUs before it started.
-        after: its GPUs when it had started.
         kv_cache_bytes: the size that vLLM chose for the KV cache; None: the settings name it.
     """
     total = max(then.free - now.free for then, now in zip(before, after, strict=True)) / GIB
     gib = settings.rollout.kv_cache_memory_gib
     assert gib is not None or kv_cache_bytes is not None, "vLLM chooses a size that the settings do not name"
     return Footprint(total, kv_cache_bytes / GIB if kv_cache_bytes is not None else gib)  # type: ignore[arg-type]
-
-
-def _nvml() -> Any:
-    from vllm.utils.import_utils import import_pynvml
-
-    return import_pynvml()
 
 
 def _gpu(nvml: Any, name: str) -> GPU:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ast
-import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from grpo_dist.engines.base import ParseCalls, ToolCall
-from grpo_dist.errors import ConfigError
 
 _BACKENDS = "v1/attention/backends"
 _SIZES = "get_supported_head_sizes"
@@ -89,37 +85,6 @@ def parser_names() -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _TABLE:
             return sorted(ast.literal_eval(node.value))
     return []
-
-
-def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, key: str) -> ParseCalls:
-    """Return the function by which vLLM's server finds the calls in a text.
-
-    Args:
-        name: of the parser.
-        tokenizer: of the model, by transformers.
-        tools: their JSON schemas.
-        key: the config key that names the parser, for messages.
-    """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.parser.parser_manager import ParserManager
-    from vllm.tokenizers.hf import get_cached_tokenizer
-
-    for module in ("vllm.tool_parsers", "vllm.parser"):  # the policy is told of a call that they cannot read
-        logging.getLogger(module).setLevel(logging.CRITICAL)
-    cached: Any = get_cached_tokenizer(tokenizer)
-    request: Any = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
-    try:
-        parser = ParserManager.get_parser(name, enable_auto_tools=True, tokenizer=cached)
-    except TypeError as error:
-        raise ConfigError(f"{key}={name}: vLLM refuses it: {error}") from None
-    assert parser is not None, "it is given a name"
-
-    def parse(text: str) -> list[ToolCall]:
-        made = parser(cached, request.tools)  # parsers remember what they have read
-        _, _, calls = made.parse(text, request, enable_auto_tools=True)
-        return [ToolCall(call.name, call.arguments) for call in calls or ()]
-
-    return parse
 
 
 def build_problem(device: str) -> str:

@@ -15,6 +15,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.llm_engine import LLMEngine
+
 from grpo_dist.engines.base import EngineLoad
 
 
@@ -25,9 +28,6 @@ class LocalLLM:
         errored: whether the engine has failed; nothing is answered then.
         load: running and waiting sequences after the last step.
         engine: vLLM's LLMEngine; but for its settings and its tokenizer used on the thread alone.
-
-    Args:
-        arguments: vLLM's engine arguments.
     """
 
     def __init__(self, arguments: Any) -> None:
@@ -82,8 +82,6 @@ class LocalLLM:
         await self._do(lambda: self._core.pause_scheduler("keep", clear_cache))
 
     def _drain(self, drained: Future[None]) -> None:
-        from vllm.v1.core.sched.interface import PauseState
-
         self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
         self._drained.append(drained)
 
@@ -146,8 +144,6 @@ class LocalLLM:
 
     def _run(self, arguments: Any, started: Future[Any]) -> None:
         try:
-            from vllm.v1.engine.llm_engine import LLMEngine
-
             engine = LLMEngine.from_engine_args(arguments)
         except BaseException as error:  # noqa: BLE001 - raised where the engine is awaited
             started.set_exception(error)

@@ -1,33 +1,37 @@
-"""vLLM's own OpenAI-compatible app, with our sampling behind it, and what stands before its routes.
+"""vLLM's own OpenAI-compatible server: its app with our sampling behind it, its arguments, its parsers of calls.
 
 The app has vLLM's chat template, tool parsers, streams and errors. It sees an engine client that samples nothing
 itself: what is asked for goes to an `AppSample`, and what comes back is answered in vLLM's form. So every route is
-recorded alike, whichever engine samples.
-
-The front says who may ask, and what the run says where a request says nothing: vLLM has no default for stop texts or
-the system prompt, its default for the length is a limit that a client cannot raise, and its own token guards `/v1`
-alone, for clients that send it as bearer token.
+recorded alike, whichever engine samples. front.py stands before its routes.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
+import logging
 import os
 from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.parser.parser_manager import ParserManager
+from vllm.tokenizers.hf import get_cached_tokenizer
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.base import AppSample, RequestRefused, Response
+from grpo_dist.engines.base import AppSample, ParseCalls, RequestRefused, Response, ToolCall
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.arguments import engine_args
+from grpo_dist.engines.vllm.front import MODEL, FrontSettings, put_front
 from grpo_dist.errors import ConfigError
-from grpo_dist.hosts import is_this_machine
 
-MODEL = "policy"  # the name under which it is served
 CONTENT_FORMAT = "string"  # templates see the text of a message, as in training, also where they would take its parts
 OPTIONS_KEY = "actor_rollout_ref.rollout.agent.endpoint_kwargs"
 # Of a request's sampling parameters those that would change what is sampled or how it is counted.
@@ -45,19 +49,7 @@ _UNTOUCHED = {
 
 
 async def openai_app(engine: Any, model_path: str, sample: AppSample, options: Mapping[str, Any]) -> Any:
-    """The ASGI app.
-
-    Args:
-        engine: vLLM's LLMEngine or AsyncLLM, with a tokenizer.
-        model_path: the model's folder.
-        sample: what samples.
-        options: of `vllm serve`, such as `tool_call_parser`.
-    """
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
+    """Return the ASGI app over vLLM's LLMEngine or AsyncLLM, which has a tokenizer; `options` are of `vllm serve`."""
     named = ["--model", model_path, "--served-model-name", MODEL, "--generation-config", "vllm"]
     named += ["--chat-template-content-format", CONTENT_FORMAT]
     quiet = ["--disable-log-stats", "--disable-fastapi-docs", "--disable-uvicorn-access-log"]
@@ -97,8 +89,6 @@ class _Client:
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
         """Sample, and answer in vLLM's form."""
-        from vllm.outputs import RequestOutput
-
         if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
             raise RequestRefused("text only: images and embeddings are not recorded")
         for name, usual in _UNTOUCHED.items():
@@ -118,10 +108,7 @@ class _Client:
         yield RequestOutput(request_id, None, ids, None, [output], finished=True)
 
 
-def _output(response: Response, params: Any, tokenizer: Any) -> Any:
-    from vllm.logprobs import Logprob
-    from vllm.outputs import CompletionOutput
-
+def _output(response: Response, params: Any, tokenizer: Any) -> CompletionOutput:
     is_ended = response.stop is None and not response.truncated  # by a token, which is no part of the text
     ids = response.token_ids[:-1] if is_ended else response.token_ids
     text = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
@@ -145,140 +132,91 @@ def _output(response: Response, params: Any, tokenizer: Any) -> Any:
     )
 
 
-OPEN_PATH = "/health"  # answers everybody
-SYSTEM_ROLES = ("system", "developer")
-GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
+# --- its arguments --------------------------------------------------------------------------------------------------
+# What `vllm serve` would take from the command line, and is given in another way here.
+GIVEN = ("model_tag", "host", "port", "uds", "api_key", "headless", "grpc", "api_server_count")
 
 
-@dataclass(frozen=True)
-class Form:
-    """The way in which the requests of a route say what a run says too.
+def server_arguments(
+    settings: EngineSettings, usage: Usage, *, name: str, folder: str, token: str = "", more: Sequence[str] = ()
+) -> Namespace:
+    """The arguments of vLLM's server.
 
-    Attributes:
-        max_tokens: keys of the response's length; the last one is set.
-        stop: key of the texts that end a response.
-        conversation: key of the messages; "": there are none.
-        system: key of the system prompt; "": it is the first message.
-        may_go_on: whether a request can say that the policy goes on from the last message.
+    Args:
+        settings: of the engine.
+        usage: what the run says where a request says nothing.
+        name: under which the model is served.
+        folder: see `engine_args`.
+        token: that requests must have; "": none.
+        more: options of `vllm serve`, which win.
     """
 
-    max_tokens: tuple[str, ...] = ()
-    stop: str = "stop"
-    conversation: str = ""
-    system: str = ""
-    may_go_on: bool = False
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"behind --, for vLLM's server: {message}")
 
-
-_MESSAGES = Form(("max_tokens",), "stop_sequences", "messages", "system")
-FORMS = {
-    "/v1/chat/completions": Form(("max_completion_tokens", "max_tokens"), "stop", "messages", may_go_on=True),
-    "/v1/responses": Form(("max_output_tokens",), "stop", "input", "instructions"),
-    "/v1/messages": _MESSAGES,
-    "/v1/messages/count_tokens": _MESSAGES,
-    "/v1/completions": Form(("max_tokens",)),
-}
-
-
-@dataclass(frozen=True)
-class FrontSettings:
-    """The settings of the front: how the run asks, and the token; "": everybody may ask."""
-
-    usage: Usage = field(default_factory=Usage)
-    token: str = ""
-
-
-class Front:
-    """The ASGI middleware. vLLM gives it nothing but the app, whose arguments have the settings as `front`."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on."""
-        if scope["type"] in ("http", "websocket"):
-            settings: FrontSettings = scope["app"].state.args.front
-            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-            if not settings.token and not is_this_machine(host):
-                await _refuse(
-                    403, f"Host {host!r} is no name of this machine: ask localhost, or give the server a token"
-                )(scope, receive, send)
-                return
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if not (path == OPEN_PATH or scope.get("method") == "OPTIONS" or may_ask(scope["headers"], settings.token)):
-                message = "the token is missing or wrong: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
-                await _refuse(401, message)(scope, receive, send)
-                return
-            if path in FORMS and scope.get("method") == "POST":
-                try:
-                    scope, receive = await _filled(scope, receive, FORMS[path], settings.usage)
-                except ClientDisconnect:  # or who stands before this has cut off a long body
-                    refusal = _refuse(413, "the body has not come to its end", "invalid_request_error")
-                    await refusal(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
-
-
-def put_front(arguments: Namespace, settings: FrontSettings) -> None:
-    """Have the app of these arguments, of vLLM's server, stand behind the front."""
-    arguments.front = settings
-    arguments.middleware = [*arguments.middleware, f"{Front.__module__}.{Front.__qualname__}"]  # the last is the first
-
-
-def _refuse(code: int, message: str, kind: str = "authentication_error") -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, code)
-
-
-def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
-    """Tell if a request has the token, as OpenAI's clients send it or as Anthropic's do."""
-    given = dict(headers)
-    scheme, _, bearer = given.get(b"authorization", b"").partition(b" ")
-    keys = [given.get(b"x-api-key", b""), bearer if scheme.lower() == b"bearer" else b""]
-    return not token or any([hmac.compare_digest(key, token.encode()) for key in keys])
-
-
-def as_the_run_asks(body: Mapping[str, Any], form: Form, usage: Usage) -> dict[str, Any]:
-    """A request with the run's sampling and system prompt where it has none of its own.
-
-    Where it ends in a turn of the assistant and does not say otherwise, the policy goes on from there, as in training.
-    """
-    filled = dict(body)
-    for name, value in usage.sampling.items():
-        keys = {"max_tokens": form.max_tokens, "stop": (form.stop,)}.get(name, (name,))
-        if value not in ((), []) and all(filled.get(key) is None for key in keys):
-            filled[keys[-1]] = value
-    turns = filled.get(form.conversation)
-    listed = turns if isinstance(turns, list) else []
-    if form.may_go_on and _is_begun(listed) and not filled.keys() & GOES_ON.keys():
-        filled |= GOES_ON
-    has_system = any(isinstance(turn, dict) and turn.get("role") in SYSTEM_ROLES for turn in listed)
-    if usage.system_prompt is None or has_system or turns is None:
-        return filled
-    if not form.system:
-        filled[form.conversation] = [{"role": "system", "content": usage.system_prompt}, *listed]
-    elif filled.get(form.system) is None:
-        filled[form.system] = usage.system_prompt
-    return filled
-
-
-def _is_begun(turns: list[Any]) -> bool:
-    """Say if a conversation ends in a turn of the assistant that has nothing but text."""
-    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
-    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
-
-
-async def _filled(scope: Any, receive: Any, form: Form, usage: Usage) -> tuple[Any, Any]:
-    """The scope and the `receive` of a request whose body is filled; vLLM answers what is no JSON object."""
-    body = await Request(scope, receive).body()
+    parser = make_arg_parser(Parser())
+    arguments = parser.parse_args(list(more), Namespace(**_usual(settings, usage, name, folder)))
+    for name in GIVEN:
+        if getattr(arguments, name) != parser.get_default(name):
+            option = name.replace("_", "-")
+            raise ConfigError(f"behind --: --{option}; model, --host, --port and --api-key stand before the --")
     try:
-        said = json.loads(body)
-    except (ValueError, RecursionError):
-        said = None
-    if isinstance(said, dict):
-        body = json.dumps(as_the_run_asks(said, form, usage)).encode()
-    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
+        validate_parsed_serve_args(arguments)
+        if not (arguments.tool_parser_plugin or arguments.reasoning_parser_plugin):  # which bring more parsers
+            validate_api_server_args(arguments)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"behind --, for vLLM's server: {error}") from None
+    put_front(arguments, FrontSettings(_possible(usage, settings.max_model_len), token))
+    return arguments
 
-    async def read() -> Any:
-        return messages.pop() if messages else await receive()
 
-    return scope | {"headers": [*headers, (b"content-length", str(len(body)).encode())]}, read
+def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> dict[str, Any]:
+    """The arguments where the command line has none."""
+    # the model's own sampling defaults count where no run says how it is sampled
+    usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
+    engine = engine_args(settings, folder=folder, usual=usual)
+    return vars(engine) | {
+        "served_model_name": [name],
+        "chat_template_content_format": CONTENT_FORMAT,
+        "default_chat_template_kwargs": dict(usage.apply_chat_template_kwargs) or None,
+        "uvicorn_log_level": "error",
+        "disable_uvicorn_access_log": True,
+        "disable_fastapi_docs": True,
+    }
+
+
+def _possible(usage: Usage, max_model_len: int) -> Usage:
+    """Return the usage with no longer responses than sequences.
+
+    vLLM would refuse them, although the client has not asked for them.
+    """
+    usual = usage.sampling.get("max_tokens")
+    if usual is None:
+        return usage
+    return replace(usage, sampling=dict(usage.sampling) | {"max_tokens": min(usual, max_model_len)})
+
+
+# --- its parsers ----------------------------------------------------------------------------------------------------
+def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, key: str) -> ParseCalls:
+    """Return the function by which vLLM's server finds the calls in a text; `tools` are their JSON schemas.
+
+    Raises:
+        ConfigError: vLLM refuses the parser that `key` names.
+    """
+    for module in ("vllm.tool_parsers", "vllm.parser"):  # the policy is told of a call that they cannot read
+        logging.getLogger(module).setLevel(logging.CRITICAL)
+    cached: Any = get_cached_tokenizer(tokenizer)
+    request: Any = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
+    try:
+        parser = ParserManager.get_parser(name, enable_auto_tools=True, tokenizer=cached)
+    except TypeError as error:
+        raise ConfigError(f"{key}={name}: vLLM refuses it: {error}") from None
+    assert parser is not None, "it is given a name"
+
+    def parse(text: str) -> list[ToolCall]:
+        made = parser(cached, request.tools)  # parsers remember what they have read
+        _, _, calls = made.parse(text, request, enable_auto_tools=True)
+        return [ToolCall(call.name, call.arguments) for call in calls or ()]
+
+    return parse

@@ -12,7 +12,7 @@ import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import httpx
@@ -22,17 +22,12 @@ from grpo_dist import hosts
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.arguments import engine_args
-from grpo_dist.engines.vllm.gpu_memory import wait_until_free
-from grpo_dist.engines.vllm.openai_app import CONTENT_FORMAT, FrontSettings, put_front
 from grpo_dist.engines.vllm.starting import plain_errors, prepare, tied_core
 from grpo_dist.errors import ConfigError, EngineError
 
 KEY_VARIABLE = "VLLM_API_KEY"
 BREAK_OFF_S = 1  # until answers under way are broken off, once the engine has ended
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What `vllm serve` would take from the command line, and is given in another way here.
-GIVEN = ("model_tag", "host", "port", "uds", "api_key", "headless", "grpc", "api_server_count")
 
 
 @dataclass(frozen=True)
@@ -54,69 +49,6 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def server_arguments(
-    settings: EngineSettings, usage: Usage, *, name: str, folder: str, token: str = "", more: Sequence[str] = ()
-) -> Namespace:
-    """The arguments of vLLM's server.
-
-    Args:
-        settings: of the engine.
-        usage: what the run says where a request says nothing.
-        name: under which the model is served.
-        folder: see `engine_args`.
-        token: that requests must have; "": none.
-        more: options of `vllm serve`, which win.
-    """
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.launchers.launcher import validate_api_server_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"behind --, for vLLM's server: {message}")
-
-    parser = make_arg_parser(Parser())
-    arguments = parser.parse_args(list(more), Namespace(**_usual(settings, usage, name, folder)))
-    for name in GIVEN:
-        if getattr(arguments, name) != parser.get_default(name):
-            option = name.replace("_", "-")
-            raise ConfigError(f"behind --: --{option}; model, --host, --port and --api-key stand before the --")
-    try:
-        validate_parsed_serve_args(arguments)
-        if not (arguments.tool_parser_plugin or arguments.reasoning_parser_plugin):  # which bring more parsers
-            validate_api_server_args(arguments)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"behind --, for vLLM's server: {error}") from None
-    put_front(arguments, FrontSettings(_possible(usage, settings.max_model_len), token))
-    return arguments
-
-
-def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> dict[str, Any]:
-    """The arguments where the command line has none."""
-    # the model's own sampling defaults count where no run says how it is sampled
-    usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
-    engine = engine_args(settings, folder=folder, usual=usual)
-    return vars(engine) | {
-        "served_model_name": [name],
-        "chat_template_content_format": CONTENT_FORMAT,
-        "default_chat_template_kwargs": dict(usage.apply_chat_template_kwargs) or None,
-        "uvicorn_log_level": "error",
-        "disable_uvicorn_access_log": True,
-        "disable_fastapi_docs": True,
-    }
-
-
-def _possible(usage: Usage, max_model_len: int) -> Usage:
-    """Return the usage with no longer responses than sequences.
-
-    vLLM would refuse them, although the client has not asked for them.
-    """
-    usual = usage.sampling.get("max_tokens")
-    if usual is None:
-        return usage
-    return replace(usage, sampling=dict(usage.sampling) | {"max_tokens": min(usual, max_model_len)})
-
-
 @asynccontextmanager
 async def serving(
     settings: EngineSettings,
@@ -129,13 +61,7 @@ async def serving(
 ) -> AsyncIterator[Server]:
     """Serve while the block lasts, which begins when the server answers. SIGINT and SIGTERM cancel the block.
 
-    Args:
-        settings: of the engine.
-        usage: see `server_arguments`, as for the others.
-        listening: where to serve.
-        name: of the model.
-        token: of requests.
-        more: options.
+    `listening` is where to serve; the other arguments are those of `openai_app.server_arguments`.
 
     Raises:
         ConfigError: vLLM is not installed, or refuses the settings or an option.
@@ -145,6 +71,9 @@ async def serving(
     with prepare(settings.device) as folder, _interrupted(), listening:
         with plain_errors():
             from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+
+            from grpo_dist.engines.vllm.gpu_memory import wait_until_free
+            from grpo_dist.engines.vllm.openai_app import server_arguments
 
             arguments = server_arguments(settings, usage, name=name, folder=folder, token=token, more=more)
         os.environ.pop(KEY_VARIABLE, None)  # vLLM would guard a part of its routes with it

@@ -1,5 +1,7 @@
-"""What every start of vLLM needs: its environment, a folder, plain errors, and processes that end with the one that
-started them.
+"""What every start of vLLM needs before vLLM is imported: its environment, a folder and plain errors; and processes
+that end with the one that started them.
+
+The other modules of this folder import vLLM, but for this one, installed.py, front.py and server.py.
 
 With `tied_core()` the kernel kills the engine core together with the rollout worker; vLLM's own would outlive a killed
 worker, and hold its GPUs. This and local_llm.py rely on the internals of vLLM 0.32: with another version
@@ -9,6 +11,7 @@ worker, and hold its GPUs. This and local_llm.py rely on the internals of vLLM 0
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,9 +21,33 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from grpo_dist.engines.rendezvous import stay_on_loopback
-from grpo_dist.engines.vllm.arguments import quiet_environment
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.supervisor import end_with_parent
+
+
+def quiet_environment(device: str) -> None:
+    """Set vLLM's environment, before it is imported: no progress bars, no telemetry, a fast start on CPU.
+
+    The processes of a tensor parallel engine inherit it.
+    """
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # beside the tracebacks of the process itself
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
+    }
+    cpu = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the executor inside the core
+        "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs compile C++ for seconds
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and trainers share the cores
+    }
+    for name, value in (quiet | (cpu if device == "cpu" else {})).items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def prepare(device: str) -> tempfile.TemporaryDirectory[str]:

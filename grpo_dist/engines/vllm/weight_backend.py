@@ -4,13 +4,16 @@ vLLM imports this module in each of its workers (`worker_extension_cls`) before 
 import registers the backends under the names of `BACKENDS`. vLLM calls them in this order: start, any number of
 updates, finish. The workers of a tensor parallel engine are separate processes: each checks what it reads, loads its
 part of every tensor, and reports the outcome in a receipt.
+
+LoRA's factors arrive as weights do, and come into force all at once, without a file; the base model stays as it was
+loaded. This relies on the internals of vLLM 0.32, whose own way in is a folder.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +21,19 @@ from typing import Any
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from grpo_dist.assets.model_folder import some
 from grpo_dist.engines.settings import GroupAddress
-from grpo_dist.engines.vllm.adapter import Adapter
+from grpo_dist.engines.vllm.arguments import BACKENDS, adapter_request
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weights.buckets import Bucket, damage, read_bucket, unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.supervisor import end_with_parent
-
-# Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
-BACKENDS = {
-    "object_store": "grpo_dist_shared_memory",
-    "broadcast": "grpo_dist_broadcast",
-    "ipc": "grpo_dist_broadcast",  # which of the two a group is, its address says
-}
 
 
 @dataclass
@@ -67,6 +69,58 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
     version: int
 
 
+class Adapter:
+    """The factors of one worker of an engine.
+
+    Attributes:
+        arriving: those of the sync under way, by their names in adapters in peft's form.
+        present: those in force; {}: all are 0.
+    """
+
+    def __init__(self) -> None:
+        self.arriving: dict[str, Tensor] = {}
+        self.present: dict[str, Tensor] = {}
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep some factors; their memory is used again."""
+        self.arriving |= {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+
+    def install(self, manager: Any, rank: int, alpha: float, *, complete: bool) -> str:
+        """Put the factors that have arrived in force, or, if they are not complete, those before again.
+
+        Args:
+            manager: the worker's LRUCacheWorkerLoRAManager. Whatever it holds is replaced.
+            rank: of the factors.
+            alpha: scaling = alpha / rank.
+            complete: whether all factors have arrived.
+
+        Returns:
+            What vLLM does not take; "" if all is in force.
+        """
+        present, self.arriving = self.arriving if complete else self.present, {}
+        request, slots = adapter_request(), manager._adapter_manager
+        manager.remove_all_adapters()
+        if not present:
+            manager.add_dummy_lora(request, rank)
+            return ""
+        mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
+        model = LoRAModel.from_lora_tensors(
+            request.lora_int_id,
+            {name: factor.clone() for name, factor in present.items()},  # vLLM scales them in place
+            PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # type: ignore[arg-type]
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        taken = {part for name in slots.modules for part in slots.packed_modules.get(name, [name])}
+        if unknown := sorted(model.loras.keys() - taken):  # vLLM would leave them out without a word
+            return f"vLLM has no place for the factors of {some(unknown)}"
+        slots.add_adapter(model)
+        slots.activate_adapter(model.id)
+        self.present = present
+        return ""
+
+
 class LayerwiseWeightTransferEngine(WeightTransferEngine):
     """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards.
 
@@ -85,8 +139,6 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         """Begin a reload of all layers."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         self.receipt = Receipt()
         if self.adapter is None:
             initialize_layerwise_reload(self.model)
@@ -101,8 +153,6 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """Post-process the layers, as after loading a checkpoint; a layer without new tensors keeps its weights."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         if self.adapter is not None:  # vLLM drops it after this; then `WorkerExtension.install_factors` comes
             return
         finalize_layerwise_reload(self.model, self.model_config)
@@ -171,9 +221,6 @@ def repack_tied_embeddings(model: Any) -> None:
     On CPU vLLM packs each linear layer's weight once, and the reload packs a layer anew only when that layer receives
     a weight. A tied lm_head receives none, so it would silently go on generating with its old weights.
     """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
     sharing: dict[int, list[Any]] = {}
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):

@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
-from grpo_dist.engines.vllm.adapter import KEY, REMEDY
+from grpo_dist.engines.vllm.arguments import KEY, REMEDY
 from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.engines.weights.buckets import Bucket, bucket_files, check_buckets
 from grpo_dist.errors import ConfigError, EngineError, WeightSyncError
@@ -89,8 +91,6 @@ class WeightUpdater:
         Raises:
             WeightSyncError: the group was not formed; the engine keeps its weights.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         request = WeightTransferInitRequest({"address": asdict(address), "first_rank": first_rank})
         await self._call(self._llm.init_weight_transfer_engine(request))
         _, fault = await self._receipt()
@@ -112,8 +112,6 @@ class WeightUpdater:
 
     async def _replace(self, updates: Iterable[dict[str, Any]], version: int) -> None:
         """Pause, load the updates, set the version and resume."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         await self.pause()
         if self._asleep:
             await self._call(self._llm.wake_up(["weights"]))

@@ -97,7 +97,7 @@ def look_at(model: str) -> None:
 
 
 if __name__ == "__main__":
-    from grpo_dist.engines.vllm.arguments import quiet_environment
+    from grpo_dist.engines.vllm.starting import quiet_environment
 
     every = pickle.loads(Path(sys.argv[1]).read_bytes())
     for model in {settings.model.path for settings in every.values()}:

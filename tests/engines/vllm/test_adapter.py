@@ -14,7 +14,7 @@ import torch
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_roles import LoraSyncConfig
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.adapter import adapter_args
+from grpo_dist.engines.vllm.arguments import adapter_args
 from grpo_dist.engines.weights.buckets import pack, unpack
 from grpo_dist.errors import ConfigError, WeightSyncError
 from grpo_dist.roles.gang import Gang

@@ -22,7 +22,8 @@ from transformers.models.auto import tokenization_auto
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, quiet_environment, take_traces, tokenizer_args
+from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_traces, tokenizer_args
+from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import EngineError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement

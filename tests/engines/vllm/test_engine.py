@@ -14,7 +14,7 @@ import ray
 import torch
 
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.engines.vllm.engine import VLLMEngine
+from grpo_dist.engines.vllm import vllm_engine
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import BatchError, ConfigError, EngineError, WeightSyncError
 from grpo_dist.protocol import DataProto
@@ -82,7 +82,7 @@ def models(random_models: dict[str, str]) -> dict[str, Any]:
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
 async def test_a_call_that_is_pending_when_the_engine_dies_ends(timeout_s: float | None) -> None:
     """vLLM itself would let it wait for ever."""
-    engine = VLLMEngine(engine_settings(kv_cache_memory_gib=None))
+    engine = vllm_engine(engine_settings(kv_cache_memory_gib=None))
     engine._llm = SimpleNamespace(errored=False)
     ended = []
 

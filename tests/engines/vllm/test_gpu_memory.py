@@ -147,7 +147,7 @@ HELD = " (held by process 11: 1.5 GiB, process 12: some)"
 def test_the_gpus_of_an_engine_of_two_processes(visible, found, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that Ray shows its worker, by number or by name."""
     nvml = NVML()
-    monkeypatch.setattr(gpu_memory, "_nvml", lambda: nvml)
+    monkeypatch.setattr(gpu_memory, "import_pynvml", lambda: nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -162,7 +162,7 @@ def test_a_driver_that_does_not_tell_who_holds_memory_is_enough(monkeypatch: pyt
     def refuse(handle: int) -> None:
         raise NVML.NVMLError("Insufficient Permissions")
 
-    monkeypatch.setattr(gpu_memory, "_nvml", lambda: nvml)
+    monkeypatch.setattr(gpu_memory, "import_pynvml", lambda: nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
     assert gpus(1) == [GPU("GPU 2", 3 * GIB, 8 * GIB, "")]
@@ -174,6 +174,6 @@ def test_a_driver_that_does_not_tell_who_holds_memory_is_enough(monkeypatch: pyt
 
 def test_vllm_brings_the_bindings() -> None:
     """With the functions that are called."""
-    found = gpu_memory._nvml()
+    found = gpu_memory.import_pynvml()
     for name in (each for each in vars(NVML) if each.lower().startswith("nvml")):
         assert callable(getattr(found, name)), name

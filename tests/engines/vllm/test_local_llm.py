@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from grpo_dist.engines.base import EngineLoad
 from grpo_dist.engines.vllm import engine as vllm_engine
+from grpo_dist.engines.vllm import local_llm
 from grpo_dist.engines.vllm.engine import VLLMEngine
 from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.errors import EngineError
@@ -85,10 +85,8 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     engine = Engine()
-    fake = SimpleNamespace(LLMEngine=SimpleNamespace(from_engine_args=lambda arguments: engine))
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.llm_engine", fake)
-    pauses = SimpleNamespace(PauseState=SimpleNamespace(PAUSED_NEW="new"))
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.interface", pauses)
+    monkeypatch.setattr(local_llm, "LLMEngine", SimpleNamespace(from_engine_args=lambda arguments: engine))
+    monkeypatch.setattr(local_llm, "PauseState", SimpleNamespace(PAUSED_NEW="new"))
     yield engine
     assert engine.calls[-1] == "shutdown"
 
@@ -169,7 +167,7 @@ def test_an_engine_that_does_not_start_says_why(engine: Engine, monkeypatch: pyt
         engine.calls.append("shutdown")
         raise ValueError("max_model_len")
 
-    monkeypatch.setattr(sys.modules["vllm.v1.engine.llm_engine"].LLMEngine, "from_engine_args", refuse)
+    monkeypatch.setattr(local_llm.LLMEngine, "from_engine_args", refuse)
     with refuses(ValueError, "max_model_len"):
         LocalLLM(None)
 
@@ -179,8 +177,8 @@ async def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
 ) -> None:
     """At the end of a run the driver aborts groups and shuts engines down, in any order. What still waits is told."""
     monkeypatch.setattr(vllm_engine, "DEATH_POLL_S", 0.01)
-    rollout = VLLMEngine(None)  # type: ignore[arg-type]
-    rollout._llm, rollout._folder = LocalLLM(None), SimpleNamespace(cleanup=lambda: None)  # type: ignore[assignment]
+    rollout = VLLMEngine(None, SimpleNamespace(cleanup=lambda: None))  # type: ignore[arg-type]
+    rollout._llm = LocalLLM(None)
     asked = asyncio.ensure_future(rollout._call(final(rollout._llm, "a", 10**9), timeout_s=None))
     rollout._running = {"group": {"a", "b"}}
     while not engine.scheduler.running:

@@ -1,180 +1,175 @@
-"""What a request is filled with on its way to vLLM's app, and who is let in."""
+"""What vLLM's server is started with, and its parsers of tool calls. tests/cli/test_serve.py starts one."""
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
+from grpo_dist.agents import ToolAgent
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.vllm.openai_app import FORMS, Front, FrontSettings
+from grpo_dist.engines.base import ToolCall
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.openai_app import server_arguments, vllm_parser
+from grpo_dist.engines.vllm.starting import quiet_environment
+from grpo_dist.errors import ConfigError
+from tests.agents.speaking import MESSAGES, TOOLS, Speaker, call, parts, play, tokenizer_of
+from tests.messages import refuses
+from tests.worker_settings import changed, engine_settings
 
-SAMPLING = {"temperature": 0.0, "top_p": 0.9, "top_k": -1, "max_tokens": 7, "stop": ["###"]}
-USAGE = Usage(3, "Be brief.", {}, SAMPLING)
-SYSTEM = {"role": "system", "content": "Be brief."}
-HELLO = {"role": "user", "content": "Hello"}
-SAMPLED = {"temperature": 0.0, "top_p": 0.9, "top_k": -1}
+MODEL = resolve_model_path("builtin:tiny-qwen3")
+SETTINGS = engine_settings(MODEL, max_num_batched_tokens=1024, seed=3, needs_tokenizer=True)
+RUN = Usage(3, "Be brief.", {"enable_thinking": False}, {"temperature": 0.0, "max_tokens": 200, "stop": ["###"]})
 
 
-def ask(path: str, body: Any, *, usage: Usage = USAGE, token: str = "", headers: Any = None, **more: Any) -> Any:
-    """The status, and the body as the app behind the front has it."""
+def arguments(*more: str, usage: Usage = RUN, settings: EngineSettings = SETTINGS) -> Any:
+    quiet_environment("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        return server_arguments(settings, usage, name="policy", folder=folder, token="secret", more=more)
 
-    async def echo(request: Request) -> Response:
-        received = await request.body()
-        assert int(request.headers["content-length"]) == len(received)
-        return Response(received, media_type="application/json")
 
-    async def call() -> httpx.Response:
-        app = Starlette(routes=[Route("/{path:path}", echo, methods=["POST", "GET", "OPTIONS"])])
-        app.add_middleware(Front)
-        app.state.args = SimpleNamespace(front=FrontSettings(usage, token))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            content = {"content": body} if isinstance(body, bytes) else {"json": body}
-            return await client.request(more.get("method", "POST"), path, headers=headers, **content)
+def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
+    found = arguments()
+    assert (found.model, found.dtype, found.max_model_len, found.seed) == (MODEL, "float32", 96, 3)
+    assert (found.kv_cache_memory_bytes, found.max_num_seqs) == (0.0625 * 2**30, 64)
+    assert found.served_model_name == ["policy"]
+    assert found.default_chat_template_kwargs == {"enable_thinking": False}
+    assert found.chat_template_content_format == "string", "what templates see in training"
+    assert found.middleware == ["grpo_dist.engines.vllm.front.Front"]
+    assert (found.front.token, found.api_key) == ("secret", None)
+    assert not found.disable_log_stats, "/metrics has nothing without them"
 
-    answer = asyncio.run(call())
-    return answer.status_code, answer.json() if answer.content and not isinstance(body, bytes) else answer.content
+
+def test_a_responses_usual_length_is_one_that_fits() -> None:
+    assert arguments().front.usage.sampling == {"temperature": 0.0, "max_tokens": 96, "stop": ["###"]}
+    longer = replace(SETTINGS, max_model_len=400)
+    assert arguments(settings=longer).front.usage.sampling["max_tokens"] == 200
+
+
+def test_the_models_own_sampling_counts_where_there_is_no_run() -> None:
+    assert arguments().generation_config == "vllm"
+    assert arguments(usage=Usage()).generation_config == "auto"
+    assert arguments(usage=Usage()).default_chat_template_kwargs is None
+
+
+def test_options_of_vllm_win() -> None:
+    more = ["--max-num-seqs", "5", "--enable-auto-tool-choice", "--tool-call-parser=hermes", "--middleware", "a.B"]
+    found = arguments(*more, "--default-chat-template-kwargs", '{"x": 1}')
+    assert (found.max_num_seqs, found.tool_call_parser, found.enable_auto_tool_choice) == (5, "hermes", True)
+    assert found.middleware == ["a.B", "grpo_dist.engines.vllm.front.Front"]
+    assert found.default_chat_template_kwargs == {"x": 1}
+    own = changed(SETTINGS, vllm={"max_num_seqs": 6, "disable_log_stats": True})
+    assert (arguments(settings=own).max_num_seqs, arguments(settings=own).disable_log_stats) == (6, True)
+    assert arguments(*more, settings=own).max_num_seqs == 5
 
 
 @pytest.mark.parametrize(
-    ("path", "said", "filled"),
+    ("more", "named"),
     [
-        (
-            "/v1/chat/completions",
-            {"messages": [HELLO]},
-            {"messages": [SYSTEM, HELLO], "max_tokens": 7, "stop": ["###"], **SAMPLED},
-        ),
-        (
-            "/v1/responses",
-            {"input": "Hello"},
-            {"input": "Hello", "instructions": "Be brief.", "max_output_tokens": 7, "stop": ["###"], **SAMPLED},
-        ),
-        (
-            "/v1/messages",
-            {"messages": [HELLO], "max_tokens": 50},
-            {"messages": [HELLO], "system": "Be brief.", "max_tokens": 50, "stop_sequences": ["###"], **SAMPLED},
-        ),
-        ("/v1/completions", {"prompt": "Hello"}, {"prompt": "Hello", "max_tokens": 7, "stop": ["###"], **SAMPLED}),
+        (["--no-such-option"], ["--no-such-option"]),
+        (["--max-num-seqs", "many"], ["--max-num-seqs", "many"]),
+        (["--port", "9000"], ["--port"]),
+        (["--host=0.0.0.0"], ["--host"]),
+        (["--api-key", "other"], ["--api-key"]),
+        (["another/model"], ["--model-tag"]),
+        (["--uds", "/a/socket"], ["--uds"]),
+        (["--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "--tool-call-parser"]),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "no_such"], ["no_such"]),
     ],
 )
-def test_a_request_that_says_nothing_is_asked_as_the_run_asked(path: str, said: Any, filled: Any) -> None:
-    assert ask(path, said) == (200, filled)
+def test_options_that_are_wrong_or_given_otherwise_are_refused(more: list[str], named: list[str]) -> None:
+    with refuses(ConfigError, "--", *named):
+        arguments(*more)
 
 
-def test_what_a_request_says_is_kept() -> None:
-    own = {"temperature": 0.7, "top_p": 1.0, "top_k": 5, "max_completion_tokens": 50, "stop": [], "n": 3}
-    said = {"messages": [{"role": "developer", "content": "Rhyme."}, HELLO], **own}
-    assert ask("/v1/chat/completions", said) == (200, said)
-    said = {"input": [HELLO], "instructions": "Rhyme.", "max_output_tokens": 9}
-    assert ask("/v1/responses", said)[1] == said | SAMPLED | {"stop": ["###"]}
-    said = {"messages": [{"role": "system", "content": "Rhyme."}, HELLO], "max_tokens": 9}
-    assert ask("/v1/messages", said)[1] == said | SAMPLED | {"stop_sequences": ["###"]}
+def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
+    with refuses(ConfigError, "actor_rollout_ref.rollout.engine_kwargs.vllm", "no_such"):
+        arguments(settings=changed(SETTINGS, vllm={"no_such": 1}))
+
+
+# --- parsers ----------------------------------------------------------------------------------------------------------
+KEY = "tool_parser"
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+XML = """<tool_call>
+<function=add>
+<parameter=a>
+2
+</parameter>
+<parameter=b>
+3
+</parameter>
+</function>
+</tool_call>"""
+
+
+def parsed(name: str, text: str) -> list[tuple[str, Any]]:
+    tokenizer = tokenizer_of()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # which Qwen's tokenizers have
+    found = vllm_parser(name, tokenizer, SCHEMAS, key=KEY)(text)
+    return [(each.name, json.loads(each.arguments)) for each in found]
 
 
 @pytest.mark.parametrize(
-    ("last", "more", "goes_on"),
+    ("name", "text", "found"),
     [
-        ({"role": "assistant", "content": "Let me see:"}, {}, True),
-        ({"role": "assistant", "content": [{"type": "text", "text": "Let me see:"}]}, {}, True),
-        ({"role": "assistant", "content": "Let me see:"}, {"add_generation_prompt": True}, False),
-        ({"role": "assistant", "content": "Let me see:"}, {"continue_final_message": False}, False),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, {}, False),
-        ({"role": "assistant", "content": "Let me see:", "tool_calls": [{}]}, {}, False),
-        (HELLO, {}, False),
+        ("hermes", "It is 5.", []),
+        ("hermes", "So:\n" + call("add", '{"a": 2, "b": 3}') * 2, [("add", {"a": 2, "b": 3})] * 2),
+        ("hermes", "<tool_call>\nadd(2, 3)\n</tool_call>", []),
+        ("qwen3_xml", f"<think>\nI add.\n</think>\n\n{XML}", [("add", {"a": 2, "b": 3})]),
+        ("qwen3_xml", "It is 5.", []),
+        ("pythonic", "[add(a=2, b=3), add(a=4, b=5)]", [("add", {"a": 2, "b": 3}), ("add", {"a": 4, "b": 5})]),
     ],
 )
-def test_the_policy_goes_on_from_a_begun_turn(last: Any, more: Any, goes_on: bool) -> None:
-    said = {"messages": [HELLO, last], **more}
-    for usage in (Usage(), USAGE):
-        filled = ask("/v1/chat/completions", said, usage=usage)[1]
-        assert filled.get("continue_final_message", False) is goes_on
-        assert filled.get("add_generation_prompt", True) is (not goes_on)
-    assert ask("/v1/messages", said, usage=Usage())[1] == said, "which has no such keys"
+def test_calls_are_found(name: str, text: str, found: list[tuple[str, Any]]) -> None:
+    assert parsed(name, text) == found
 
 
-def test_null_says_nothing() -> None:
-    filled = ask("/v1/chat/completions", {"messages": [HELLO], "temperature": None, "stop": None, "max_tokens": None})[
-        1
-    ]
-    assert (filled["temperature"], filled["stop"], filled["max_tokens"]) == (0.0, ["###"], 7)
-    filled = ask("/v1/responses", {"input": [HELLO], "instructions": None})[1]
-    assert filled["instructions"] == "Be brief."
+def test_a_parser_does_not_remember_the_turn_before() -> None:
+    parse = vllm_parser("hermes", tokenizer_of(), SCHEMAS, key=KEY)
+    for _ in range(2):
+        assert parse(call("add", '{"a": 2}')) == [ToolCall("add", '{"a": 2}')]
+        assert list(parse("5")) == []
 
 
-@pytest.mark.parametrize("path", FORMS)
-def test_a_model_of_no_run_adds_nothing(path: str) -> None:
-    said = {"messages": [HELLO], "input": "Hello"}
-    assert ask(path, said, usage=Usage()) == (200, said)
+@pytest.mark.parametrize("name", ["hermess", "llama3_json"])
+def test_a_parser_that_is_not_there_or_needs_other_tokens(name: str) -> None:
+    with refuses(ConfigError, f"{KEY}={name}"):
+        vllm_parser(name, tokenizer_of(), SCHEMAS, key=KEY)
 
 
-def test_no_stop_texts_are_no_texts() -> None:
-    filled = ask("/v1/completions", {"prompt": "a"}, usage=Usage(sampling={"stop": []}))[1]
-    assert filled == {"prompt": "a"}
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"\xff", b"[" * 100_000])
-def test_what_is_no_object_is_left_to_the_app(body: bytes) -> None:
-    assert ask("/v1/chat/completions", body) == (200, body)
-
-
-async def test_a_body_that_is_cut_off_is_refused() -> None:
-    sent: list[Any] = []
-
-    async def cut() -> Any:
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(front=FrontSettings())))
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": app}
-    await Front(None)(scope, cut, send)
-    assert sent[0]["status"] == 413
-
-
-def test_other_routes_are_left_alone() -> None:
-    assert ask("/tokenize", {"messages": [HELLO]}) == (200, {"messages": [HELLO]})
-
-
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/invocations", "/metrics", "/v1/models", "/healthy", "//health"]
-)
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({}, 401),
-        ({"Authorization": "Bearer wrong"}, 401),
-        ({"Authorization": "Basic secret"}, 401),
-        ({"x-api-key": "wrong", "Authorization": "Bearer "}, 401),
-        ({"Authorization": "bearer secret"}, 200),
-        ({"x-api-key": "secret"}, 200),
-    ],
-)
-def test_every_route_wants_the_token(path: str, headers: dict[str, str], status: int) -> None:
-    found, body = ask(path, {}, usage=Usage(), token="secret", headers=headers)
-    assert found == status
-    assert ("error" in body) == (status == 401)
-
-
-def test_health_answers_everybody_and_so_does_a_server_without_a_token() -> None:
-    assert ask("/health", {}, token="secret")[0] == 200
-    assert ask("/v1/models", {}, token="secret", method="OPTIONS")[0] == 200
-    assert ask("/v1/models", {})[0] == 200
-
-
-def test_without_a_token_the_name_must_be_this_machine() -> None:
-    """What a web page sends that has turned its name to the loopback address."""
-    evil = {"Host": "evil.example:8000"}
-    for path in ("/v1/models", "/health", "/tokenize"):
-        status, answer = ask(path, {}, headers=evil)
-        assert (status, answer["error"]["code"]) == (403, 403)
-        assert "evil.example" in answer["error"]["message"]
-        assert ask(path, {}, headers={"Host": "127.0.0.1:8000"})[0] == 200
-        assert ask(path, {}, token="t", headers=evil | {"x-api-key": "t"})[0] == 200
+def test_an_episode_in_hermes_form_is_the_conversation_that_qwen3_renders(tmp_path: Path) -> None:
+    """Two calls at once, a call that cannot be read, one of a tool that is not there, and the answer."""
+    (tmp_path / "mine.py").write_text(TOOLS)
+    kwargs = {"tools": [f"{tmp_path}/mine.py:add", f"{tmp_path}/mine.py:divide"], "tool_parser": "hermes"}
+    two = [("add", {"a": 2, "b": 3}), ("divide", {"a": 1, "b": 0})]
+    said = ["\n".join(call(name, json.dumps(given)) for name, given in two), "<tool_call>\nadd\n</tool_call>"]
+    said += [call("sum", "{}"), "<think>\nSo it is.\n</think>\n\n5"]
+    tokenizer, variables = tokenizer_of(), dict(ToolAgent.template_kwargs(kwargs))
+    episode = play(ToolAgent(**kwargs), Speaker(tokenizer, *said), variables)
+    assert [text for mask, text in parts(episode) if mask] == [f"{text}<|im_end|>" for text in said]
+    told = [text for mask, text in parts(episode) if not mask]
+    errors = [each.split("\n<tool_response>\n")[-1].partition("\n</tool_response>")[0] for each in told]
+    assert [text.partition(":")[0] for text in errors] == ["Error"] * 3
+    assert episode.metrics == {"tool_calls": 4, "tool_errors": 3}
+    whole: list[dict[str, Any]] = [*MESSAGES]
+    functions = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in two]
+    whole += [{"role": "assistant", "content": "", "tool_calls": functions}]
+    whole += [{"role": "tool", "content": "5"}, {"role": "tool", "content": errors[0]}]
+    for text, error in zip(said[1:], [*errors[1:], None], strict=True):
+        whole += [{"role": "assistant", "content": text}, *([{"role": "tool", "content": error}] if error else [])]
+    rendered = tokenizer.apply_chat_template(whole, tokenize=False, **variables)
+    assert tokenizer.decode(episode.prompt_ids + episode.token_ids) + "\n" == rendered

@@ -1,95 +1,19 @@
-"""What vLLM's server is started with. tests/cli/test_serve.py starts one."""
+"""Where the server listens, and how long a request may take. tests/cli/test_serve.py starts one."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvicorn
 
 from grpo_dist import hosts
-from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.arguments import quiet_environment
-from grpo_dist.engines.vllm.server import TimedProtocol, listen, server_arguments
+from grpo_dist.engines.vllm.server import TimedProtocol, listen
 from grpo_dist.errors import ConfigError
 from tests.messages import refuses
-from tests.worker_settings import changed, engine_settings
-
-MODEL = resolve_model_path("builtin:tiny-qwen3")
-SETTINGS = engine_settings(MODEL, max_num_batched_tokens=1024, seed=3, needs_tokenizer=True)
-RUN = Usage(3, "Be brief.", {"enable_thinking": False}, {"temperature": 0.0, "max_tokens": 200, "stop": ["###"]})
-
-
-def arguments(*more: str, usage: Usage = RUN, settings: EngineSettings = SETTINGS) -> Any:
-    quiet_environment("cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        return server_arguments(settings, usage, name="policy", folder=folder, token="secret", more=more)
-
-
-def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
-    found = arguments()
-    assert (found.model, found.dtype, found.max_model_len, found.seed) == (MODEL, "float32", 96, 3)
-    assert (found.kv_cache_memory_bytes, found.max_num_seqs) == (0.0625 * 2**30, 64)
-    assert found.served_model_name == ["policy"]
-    assert found.default_chat_template_kwargs == {"enable_thinking": False}
-    assert found.chat_template_content_format == "string", "what templates see in training"
-    assert found.middleware == ["grpo_dist.engines.vllm.openai_app.Front"]
-    assert (found.front.token, found.api_key) == ("secret", None)
-    assert not found.disable_log_stats, "/metrics has nothing without them"
-
-
-def test_a_responses_usual_length_is_one_that_fits() -> None:
-    assert arguments().front.usage.sampling == {"temperature": 0.0, "max_tokens": 96, "stop": ["###"]}
-    longer = replace(SETTINGS, max_model_len=400)
-    assert arguments(settings=longer).front.usage.sampling["max_tokens"] == 200
-
-
-def test_the_models_own_sampling_counts_where_there_is_no_run() -> None:
-    assert arguments().generation_config == "vllm"
-    assert arguments(usage=Usage()).generation_config == "auto"
-    assert arguments(usage=Usage()).default_chat_template_kwargs is None
-
-
-def test_options_of_vllm_win() -> None:
-    more = ["--max-num-seqs", "5", "--enable-auto-tool-choice", "--tool-call-parser=hermes", "--middleware", "a.B"]
-    found = arguments(*more, "--default-chat-template-kwargs", '{"x": 1}')
-    assert (found.max_num_seqs, found.tool_call_parser, found.enable_auto_tool_choice) == (5, "hermes", True)
-    assert found.middleware == ["a.B", "grpo_dist.engines.vllm.openai_app.Front"]
-    assert found.default_chat_template_kwargs == {"x": 1}
-    own = changed(SETTINGS, vllm={"max_num_seqs": 6, "disable_log_stats": True})
-    assert (arguments(settings=own).max_num_seqs, arguments(settings=own).disable_log_stats) == (6, True)
-    assert arguments(*more, settings=own).max_num_seqs == 5
-
-
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        (["--no-such-option"], ["--no-such-option"]),
-        (["--max-num-seqs", "many"], ["--max-num-seqs", "many"]),
-        (["--port", "9000"], ["--port"]),
-        (["--host=0.0.0.0"], ["--host"]),
-        (["--api-key", "other"], ["--api-key"]),
-        (["another/model"], ["--model-tag"]),
-        (["--uds", "/a/socket"], ["--uds"]),
-        (["--enable-auto-tool-choice"], ["--enable-auto-tool-choice", "--tool-call-parser"]),
-        (["--enable-auto-tool-choice", "--tool-call-parser", "no_such"], ["no_such"]),
-    ],
-)
-def test_options_that_are_wrong_or_given_otherwise_are_refused(more: list[str], named: list[str]) -> None:
-    with refuses(ConfigError, "--", *named):
-        arguments(*more)
-
-
-def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
-    with refuses(ConfigError, "actor_rollout_ref.rollout.engine_kwargs.vllm", "no_such"):
-        arguments(settings=changed(SETTINGS, vllm={"no_such": 1}))
 
 
 def test_a_taken_port_is_refused_at_once() -> None:
