@@ -15,9 +15,9 @@ from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.config.adapter import ADAPTER_KEY
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_roles import ADAPTER_KEY
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
 from grpo_dist.data.tokenize import TokenizedPrompt

@@ -265,7 +265,7 @@ class RunConfig(JobConfig):
         return self.needs_reference and (self.has_teacher or not self.actor_rollout_ref.model.trains_factors)
 
     def sequence_parallel_size(self, role: str) -> int:
-        """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
+        """See `JobConfig.sequence_parallel_size`."""
         section = getattr(self.actor_rollout_ref, role, None) or getattr(self, role, None)
         size: int = getattr(section, "ulysses_sequence_parallel_size", 1)
         return size

@@ -138,6 +138,10 @@ class JobConfig(Section):
         """Type of the weights in the exported folder."""
         raise NotImplementedError
 
+    def sequence_parallel_size(self, role: str) -> int:
+        """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
+        return 1
+
     @property
     def has_builtin_model(self) -> bool:
         """Tell if that model comes with the package: a small one, whose runs on CPU are exact."""

@@ -17,7 +17,6 @@ from grpo_dist.config.field_types import (
     Text,
     TrainDtype,
 )
-from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, LoraSection, OptimConfig
 
@@ -102,13 +101,6 @@ class SupervisedConfig(JobConfig):
     def world_size(self) -> int:
         """Ranks that train. On CPU the built-in model has two: its matrices are too small for two threads to help."""
         return self.cluster.world_size or self.num_gpus or (2 if self.has_builtin_model else 1)
-
-    @property
-    def num_threads(self) -> int:
-        """Compute threads of a rank on CPU: the ranks of a machine share its cores, unless the model is too small."""
-        if self.cluster.num_threads_per_worker is not None or self.device != "cpu" or self.has_builtin_model:
-            return self.cluster.num_threads_per_worker or 1
-        return max(1, min(physical_cores(), physical_cores() * self.trainer.nnodes // self.world_size))
 
 
 class RewardModelTrainingConfig(SupervisedConfig):

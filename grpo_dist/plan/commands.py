@@ -13,10 +13,7 @@ from grpo_dist.config.command import CONFIG_DIR, AnyCommand, Command
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
-from grpo_dist.plan import supervised
-from grpo_dist.plan.key_rules import job_notes
-from grpo_dist.plan.memory_rules import memory_notes
-from grpo_dist.plan.rules import NOTES, RULES
+from grpo_dist.plan.rules import NOTES, RULES, SUPERVISED_NOTES, SUPERVISED_RULES
 
 _TRAINER = "grpo_dist.trainer"
 _PLAN = ("the plan, and all that would make a run on this machine fail", "trainer.dry_run=true")
@@ -80,8 +77,8 @@ def _supervised(
         file=folder / file / f"{file}.yaml",
         shared=folder / "supervised.yaml",
         schema=schema,
-        rules=supervised.RULES,
-        notes=(supervised.notes, memory_notes, job_notes),
+        rules=SUPERVISED_RULES,
+        notes=SUPERVISED_NOTES,
         load=f"{_TRAINER}.supervised.rows:load",
         trainer=f"{_TRAINER}.supervised.trainer:SupervisedTrainer",
         chosen={TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "files")},

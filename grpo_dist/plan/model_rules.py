@@ -60,7 +60,7 @@ def position_problems(config: JobConfig, model: Model, model_config: Mapping[str
 
 
 def model_problems(
-    config: RunConfig,
+    config: JobConfig,
     model_config: Mapping[str, Any] | None,
     memory_gib: float | None,
     host_gib: float | None = None,
@@ -77,11 +77,12 @@ def model_problems(
     """
     if model_config is None:
         return
-    found = {**model_config, **config.actor_rollout_ref.model.override_config}
-    yield from between_keys(functools.partial(_engines_split_it, found=found))(config)
-    yield from _rope_is_set_as_a_whole(config, model_config)
+    if isinstance(config, RunConfig):
+        found = {**model_config, **config.actor_rollout_ref.model.override_config}
+        yield from between_keys(functools.partial(_engines_split_it, found=found))(config)
+        yield from _rope_is_set_as_a_whole(config, model_config)
+        yield from between_keys(functools.partial(_experts_are_trained_as_asked, found=found))(config)
     yield from position_problems(config, models_of(config)[0], model_config)
-    yield from between_keys(functools.partial(_experts_are_trained_as_asked, found=found))(config)
     yield from memory_problems(config, model_config, memory_gib, host_gib, num_parameters)
 
 
@@ -185,7 +186,7 @@ def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) 
     )
 
 
-def models_take_it(config: RunConfig) -> Iterator[Problem]:
+def models_take_it(config: JobConfig) -> Iterator[Problem]:
     """Report what the models' config.json rule out, where these are at hand."""
     policy, *others = models_of(config)
     at_hand = model_config_at_hand(policy.path)

@@ -214,7 +214,7 @@ def _processes(config: JobConfig, row: Role) -> str:
         return _many(value_of(config, row.size_key), "process", "processes")
     if (model := row.model(config)) is None:
         return ""
-    split = config.sequence_parallel_size(row.name) if isinstance(config, RunConfig) else 1
+    split = config.sequence_parallel_size(row.name)
     ranks = _many(place.world_sizes[row.name], "rank")
     if split > 1:
         ranks += f" in {_many(place.world_sizes[row.name] // split, 'group')} that split sequences"

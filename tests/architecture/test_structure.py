@@ -44,7 +44,7 @@ TESTED_ELSEWHERE = {
     "plan/model_shape.py": "plan/test_plan.py",  # sizes that the dry run counts with
     "plan/role_models.py": "plan/test_roles.py",  # what the rows of the table say of models
     "config/overrides.py": "config/test_load.py",  # the command line
-    "checks/result.py": "checks/test_earlier_runs.py",  # plain records
+    "checks/result.py": "checks/test_run_folder.py",  # plain records
     "config/problems.py": "config/test_load.py",  # wording of messages
     "algorithms/settings.py": "trainer/test_loss_settings.py",  # plain records, made there
     "engines/settings.py": "engines/train/test_fsdp_engine.py",  # plain records
