@@ -25,8 +25,7 @@ from grpo_dist.checks.result import Checks, Ready
 from grpo_dist.checks.run_folder import check_disk, check_resume
 from grpo_dist.config.problems import Problem, config_error
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.engines.vllm.installed import attention_problem
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import memory_estimate
@@ -55,7 +54,7 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
     checks, machine, ready = Checks(), Machine("", None), None
     with checks:
         machine = check_machine(config, slots(config))
-        tell(machine.found)
+        tell(machine.description)
     with checks:
         check_trackers(config.trainer.logger)
         check_run_dir(config.trainer.record_dir.absolute())

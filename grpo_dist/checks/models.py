@@ -262,9 +262,9 @@ def check_conversations(
             "rendered again for the reward model"
         )
     render = _renderer(config, own, scorer, theirs)
-    by_roles = {tuple(message["role"] for message in each.prompt.messages): each for each in prompts}
-    for each in by_roles.values():
-        token_ids = render(each)
+    by_roles = {tuple(message["role"] for message in row.prompt.messages): row for row in prompts}
+    for row in by_roles.values():
+        token_ids = render(row)
         if scorer.vocab_size is not None and max(token_ids) >= scorer.vocab_size:
             raise DataError(
                 f"{setting}: a conversation has the token {max(token_ids)}, and the model knows tokens below "
@@ -277,11 +277,11 @@ def _renderer(config: RunConfig, own: Any, scorer: ModelFolder, theirs: Any) -> 
     form, setting = step_form(config), f"{REWARD_MODEL_KEY}={config.reward_model.model.path}"
     if form is None:
         render = ConversationRenderer(own, setting, theirs)
-        return lambda each: render(each.prompt.messages, each.token_ids.tolist(), each.token_ids[-1:].tolist())
+        return lambda row: render(row.prompt.messages, row.token_ids.tolist(), row.token_ids[-1:].tolist())
     for text, key in zip(config.reward_model.process.judging_tokens or (), JUDGING_KEYS, strict=False):
         judging_token(own, text, key)
     judge = StepRenderer(own, setting, form, padding_id(read_model_config(scorer.folder, setting)), theirs)
-    return lambda each: judge(each.prompt.messages, each.token_ids[-1:].tolist())[0].token_ids.tolist()
+    return lambda row: judge(row.prompt.messages, row.token_ids[-1:].tolist())[0].token_ids.tolist()
 
 
 def build_models(rows: Iterable[CheckedModel], device: str, tell: Callable[[str], None]) -> None:

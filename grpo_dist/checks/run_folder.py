@@ -106,7 +106,7 @@ def is_finished(config: JobConfig, steps: int) -> bool:
     if trainer.val_only or trainer.resume_mode not in ("auto", "force") or folder is None:
         return False
     exported, lora = [EXPORTED] if trainer.export_hf_model else [], command_of(config).lora_section
-    if exported and lora and value_of(config, f"{lora}.lora_rank"):
+    if exported and lora and value_of(config, lora).trains_factors:
         exported.append(ADAPTER_FOLDER)
     try:
         return read_state(folder).step >= steps and all(

@@ -95,7 +95,9 @@ def _environment_as_references() -> Iterator[None]:
     """Resolve references to the environment to themselves; their values are hidden in texts from now on."""
 
     def reference(name: str, *default: Any) -> str:
-        text = ",".join([f"${{{_RESOLVER}:{name}", *("null" if each is None else str(each) for each in default)]) + "}"
+        text = (
+            ",".join([f"${{{_RESOLVER}:{name}", *("null" if value is None else str(value) for value in default)]) + "}"
+        )
         hide_in_texts(os.environ.get(name, ""), f"${{{_RESOLVER}:{name}}}")
         return text
 

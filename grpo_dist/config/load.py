@@ -30,6 +30,7 @@ from grpo_dist.config.environment import (
     recorded,
     take_adapter,
 )
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.overrides import CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
 from grpo_dist.config.schema_job import JobConfig
@@ -122,8 +123,8 @@ def with_overrides(
         OmegaConf.update(of_groups, key, line.values.get(key, OmegaConf.select(merged, key)))
     composed = OmegaConf.to_container(of_groups, resolve=True)
     assert isinstance(composed, dict)
-    usual = dict(_leaves(default_values(command)))
-    by_group = {key: value for key, value in _leaves(composed) if value not in (usual.get(key, MISSING), MISSING)}
+    usual = dict(flatten(default_values(command)))
+    by_group = {key: value for key, value in flatten(composed) if value not in (usual.get(key, MISSING), MISSING)}
     for key, value in (by_group | line.values).items():
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     return saved_values(cast(dict[str, Any], OmegaConf.to_container(merged)), command)
@@ -153,7 +154,9 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 def default_values(command: AnyCommand) -> dict[str, Any]:
     """The command's config without groups and overrides."""
-    return _defaults(command.file, command.shared)
+    values = OmegaConf.to_container(_composed(command.file, command.shared, ()), resolve=True)
+    assert isinstance(values, dict)
+    return cast(dict[str, Any], values)
 
 
 def _read(
@@ -210,24 +213,12 @@ def _copied_keys(command: AnyCommand, line: CommandLine) -> dict[str, str]:
     """The keys whose value is that of another key, by the YAML files, with that key; not those that are set."""
     raw = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=False)
     assert isinstance(raw, dict)
-    copied = {key: match[1] for key, value in _leaves(raw) if (match := _COPY.fullmatch(str(value)))}
+    copied = {key: match[1] for key, value in flatten(raw) if (match := _COPY.fullmatch(str(value)))}
     return {key: source for key, source in copied.items() if key not in line.values}
 
 
-def _leaves(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _missing_keys(raw: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            yield from _missing_keys(value, f"{prefix}{name}.")
-        elif value == MISSING:
-            yield f"{prefix}{name}"
+def _missing_keys(raw: Any) -> Iterator[str]:
+    return (key for key, value in flatten(raw) if value == MISSING)
 
 
 def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
@@ -267,17 +258,13 @@ def _validate(raw: dict[str, Any], line: CommandLine, command: Command[Config]) 
     copied = _copied_keys(command, line)
     once = [problem for problem in wrong_values if not any(copied.get(key) in wrong for key in problem.keys)]
     line.problems += [problem for problem in once if "${" not in problem.text]
+    defaults = default_values(command)
     for path in paths:
-        _restore_default(raw, default_values(command), path)
+        _restore_default(raw, defaults, path)
     try:
         return command.schema.model_validate(raw)
     except ValidationError:
         return None
-
-
-@cache
-def _defaults(file: Path, shared: Path | None) -> Any:
-    return OmegaConf.to_container(_composed(file, shared, ()), resolve=True)
 
 
 def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:

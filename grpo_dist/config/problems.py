@@ -49,11 +49,6 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def problem_between(config: Any, why: str, *keys: str) -> Problem:
-    """A problem between `keys`; its message starts with their values."""
-    return Problem(f"{', '.join(f'{key}={shown(value_of(config, key))}' for key in keys)}: {why}", keys)
-
-
 def between_keys(texts: Callable[[Config], Iterator[str]]) -> Callable[[Config], Iterator[Problem]]:
     """Make a rule of a function that yields its problems as texts, in which `<KEY>` stands for a key and its value."""
 

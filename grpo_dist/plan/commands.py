@@ -11,8 +11,7 @@ from typing import Any
 from grpo_dist.assets import POLICY_SECTION, TRAINED_MODEL_KEY
 from grpo_dist.config.command import CONFIG_DIR, AnyCommand, Command
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.plan.rules import NOTES, RULES, SUPERVISED_NOTES, SUPERVISED_RULES
 
 _TRAINER = "grpo_dist.trainer"

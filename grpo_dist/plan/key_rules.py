@@ -275,25 +275,18 @@ def stopping_rules(config: RunConfig) -> Iterator[str]:
 @between_keys
 def run_notes(config: RunConfig) -> Iterator[str]:
     """Yield what may surprise of valid values."""
-    actor, rollout, stale = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.trainer.max_staleness,
-    )
+    roles, stale = config.actor_rollout_ref, config.trainer.max_staleness
+    actor, rollout = roles.actor, roles.rollout
     if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
         why = "as a loss its gradient has mean zero, so it does not regularise; use k2 or k3 (low_var_kl)"
         yield f"<actor.kl_loss_type>: {why}"
     if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
         why = "the loss is published with seq-mean-token-mean; this one weighs long responses differently"
         yield f"<actor.policy_loss.loss_mode>, <actor.loss_agg_mode>: {why}"
-    if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
-        yield "<actor.optim.min_lr_ratio>, <actor.optim.lr_scheduler_type>: this schedule never lowers the rate"
     if config.algorithm.adv_estimator == "gae" and not config.needs_critic:
         yield "<algorithm.adv_estimator>, <critic.enable>: there is no critic, so all values are 0"
     if config.reward_model.model.path is not None and not config.reward_model.enable:
         yield "<reward_model.model.path>, <reward_model.enable>: this reward model is not asked"
-    if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
-        yield "<custom_reward_function.reward_kwargs>, <custom_reward_function.path>: no function gets them"
     cuts = {
         "top_p": rollout.top_p < 1,
         "top_k": rollout.top_k > 0,

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Colocation, Device
-from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.plan.roles import ROLES, roles_of, table_of
 
 SEPARATE: Colocation = "separate"  # no roles share GPUs

@@ -218,9 +218,9 @@ def passes_hold_what_they_must(config: RunConfig) -> Iterator[str]:
         model = None if row.model is None else row.model(config)
         if model is not None and 0 < model.longest < longest:
             continue  # its sequences are shorter; a longer one gets a pass of its own
-        for each in row.passes(config):
-            if each.max_token_len is not None and each.max_token_len < longest:
-                short.setdefault(each.key, config.sequence_parallel_size(row.name))
+        for limits in row.passes(config):
+            if limits.max_token_len is not None and limits.max_token_len < longest:
+                short.setdefault(limits.key, config.sequence_parallel_size(row.name))
     for key, ranks in short.items():
         least = f" / {ranks} ranks = {-(-longest // ranks)}" if ranks > 1 else ""
         why = f"a micro-batch must hold the longest sequence: at least prompt + response = {longest}{least}"

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
+from grpo_dist.config.schema_job import SFTConfig, SupervisedConfig
 
 POLICY = "model"  # the title of the model that is trained, and has the tokenizer
 _MODEL, _TOKENS = "actor_rollout_ref.model", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"

@@ -17,10 +17,10 @@ import yaml
 from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder, resolve_model_path
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.problems import Problem, between_keys, shown, value_of
+from grpo_dist.config.run_code import UPDATE
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ADAPTER_KEY
-from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.key_rules import KEY_RULES, job_notes, job_rules, run_notes
 from grpo_dist.plan.memory_rules import memory_notes
@@ -30,6 +30,7 @@ from grpo_dist.plan.roles import models_of
 from grpo_dist.plugins.names import parse_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_CODE = (*UPDATE, f"{_ROLLOUT}.name", f"{_ROLLOUT}.agent.default_agent_loop", "data.sampler.class_path")
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _ENGINE_ARGUMENTS: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_name("engine_arguments.yaml").read_text(encoding="utf-8")
@@ -69,17 +70,10 @@ def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
-    agent, custom = config.actor_rollout_ref.rollout.agent, config.custom_reward_function
-    named = {
-        "data.sampler.class_path": config.data.sampler.class_path,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
-        "actor_rollout_ref.rollout.name": config.actor_rollout_ref.rollout.name,
-        "actor_rollout_ref.rollout.agent.default_agent_loop": agent.default_agent_loop,
-        "actor_rollout_ref.actor.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type,
-        "actor_rollout_ref.actor.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
-    }
-    functions = [custom.path] if custom.listed is None else [each.get("path") for each in custom.listed]
-    for key, name in [*(("custom_reward_function.path", path) for path in functions), *named.items()]:
+    custom = config.custom_reward_function
+    functions = [custom.path] if custom.listed is None else [entry.get("path") for entry in custom.listed]
+    named = [("custom_reward_function.path", path) for path in functions]
+    for key, name in [*named, *((key, value_of(config, key)) for key in _CODE)]:
         source = parse_code(str(name or "")).source
         if source and (source.endswith(".py") or "/" in source) and not is_file(source):
             yield _missing(key, source, "file")

@@ -30,14 +30,12 @@ TESTED_ELSEWHERE = {
     "cli/arguments.py": "cli/test_entry.py",  # every command explains itself
     "trainer/model_usage.py": "cli/test_trained.py",  # read there
     "agents/child_loop.py": "agents/test_external.py",  # what runs beside a rollout engine
-    "config/documented.py": "cli/test_help.py",  # what is told of keys
     "trainer/checkpoint/export.py": "cli/test_export.py",  # by its command
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
     "sizes.py": "plan/test_memory.py",  # counted with there
     "plan/commands.py": "config/test_load.py",  # the commands whose configs are loaded there
     "plan/key_rules.py": "plan/test_rules.py",  # most of the rules there
-    "config/schema_job.py": "config/test_schema.py",  # a part of the schema
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
     "config/schema_models.py": "plan/test_rules.py",  # a part of the schema
     "config/schema_health.py": "trainer/test_health.py",  # the rules that are judged there

@@ -76,8 +76,7 @@ def test_ranks_that_split_sequences_count_as_one():
 def test_passes_hold_whole_groups_or_tokens(overrides, passes):
     config, notes = load(*overrides)
     assert dict(batch_arithmetic(config))["micro-batches per actor rank and mini-batch"] == passes
-    what = "16,384 tokens" if "tokens" in passes else f"{passes.split()[0]} micro-batches"
-    says(format_summary(config, notes), what)
+    says(format_summary(config, notes), "16,384 tokens" if "tokens" in passes else passes)
 
 
 def test_no_reference_row_without_reference():

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.documented import usage
+from grpo_dist.config.command import usage
 from grpo_dist.config.load import load_command
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from tests.messages import refuses, says
