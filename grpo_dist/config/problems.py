@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -77,9 +78,7 @@ def _full_name(config: JobConfig, key: str) -> str:
 
 def value_of(config: Any, key: str) -> Any:
     """The value of a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return reduce(getattr, key.split("."), config)
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:
