@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from grpo_dist.config.command import AnyCommand, default_options
-from grpo_dist.config.documented import Key, documented_keys, first_comment, set_by_groups
+from grpo_dist.config.command import AnyCommand, Key, default_options, documented_keys, first_comment, set_by_groups
 from grpo_dist.config.keys import ELSEWHERE, FOREIGN_KEYS, RENAMED
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_health import RULES, rule_defaults

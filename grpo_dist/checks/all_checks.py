@@ -10,8 +10,6 @@ from typing import Any
 
 from grpo_dist.assets import is_on_the_hub
 from grpo_dist.assets.model_folder import ModelFolder
-from grpo_dist.checks.disk import check_disk
-from grpo_dist.checks.earlier_runs import check_resume
 from grpo_dist.checks.machine import Machine, check_machine
 from grpo_dist.checks.models import (
     REWARD_MODEL,
@@ -24,10 +22,10 @@ from grpo_dist.checks.models import (
 )
 from grpo_dist.checks.own_code import check_code, try_sampler
 from grpo_dist.checks.result import Checks, Ready
+from grpo_dist.checks.run_folder import check_disk, check_resume
 from grpo_dist.config.problems import Problem, config_error
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.engines.vllm.installed import attention_problem
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import memory_estimate
@@ -56,7 +54,7 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
     checks, machine, ready = Checks(), Machine("", None), None
     with checks:
         machine = check_machine(config, slots(config))
-        tell(machine.found)
+        tell(machine.description)
     with checks:
         check_trackers(config.trainer.logger)
         check_run_dir(config.trainer.record_dir.absolute())
@@ -103,19 +101,14 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
 
 def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, machine: Machine) -> Iterator[Problem]:
     """Yield what a model's config.json and the machine's memory rule out."""
-    if row.model.title != POLICY or isinstance(config, SupervisedConfig):
-        yield from position_problems(config, row.model, model.config)
     if row.model.title != POLICY:
+        yield from position_problems(config, row.model, model.config)
         return
-    sizes = machine.gpu_gib, machine.host_gib, model.num_parameters
-    if isinstance(config, SupervisedConfig):
-        yield from memory_problems(config, model.config, *sizes)
-    if isinstance(config, RunConfig):
-        yield from model_problems(config, model.config, *sizes)
-        changed = {**model.config, **row.settings.override_config}
-        if config.device == "cpu" and (why := attention_problem(changed)):
-            text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
-            yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))
+    yield from model_problems(config, model.config, machine.gpu_gib, machine.host_gib, model.num_parameters)
+    changed, engines_on_cpu = {**model.config, **row.settings.override_config}, config.device == "cpu"
+    if isinstance(config, RunConfig) and engines_on_cpu and (why := attention_problem(changed)):
+        text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
+        yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))
 
 
 def _check_together(

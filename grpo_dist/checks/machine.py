@@ -25,12 +25,12 @@ class Machine:
     """The machine or cluster that a run will use.
 
     Attributes:
-        found: a description for the user.
+        description: for the user.
         gpu_gib: memory of the smallest GPU, GiB; None: unknown, or there is no GPU.
         host_gib: CPU memory, GiB; None: unknown.
     """
 
-    found: str
+    description: str
     gpu_gib: float | None
     host_gib: float | None = None
 
@@ -61,8 +61,8 @@ def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
     _check_cpus(config, slots)
     if not gpus:
         return Machine(f"{os.cpu_count()} CPUs, {memory_gib():.3g} GiB", None, memory_gib())
-    found = f"{len(gpus)} GPUs, {min(gpus):.3g} GiB each; {memory_gib():.3g} GiB of CPU memory"
-    return Machine(found, config.cluster.gpu_memory_gib or min(gpus), memory_gib())
+    description = f"{len(gpus)} GPUs, {min(gpus):.3g} GiB each; {memory_gib():.3g} GiB of CPU memory"
+    return Machine(description, config.cluster.gpu_memory_gib or min(gpus), memory_gib())
 
 
 def gpu_memory_gib() -> list[float]:
@@ -86,15 +86,15 @@ def memory_gib() -> float:
 def _check_cpus(config: JobConfig, slots: Sequence[Slot]) -> None:
     """Check that the logical CPUs that all processes request exist: Ray would wait for them for ever."""
     asked = config.ray_kwargs.ray_init.num_cpus
-    there = asked or os.cpu_count() or 1
+    available = asked or os.cpu_count() or 1
     slots = [slot for slot in slots if slot.required]
     needed = sum(slot.num_cpus for slot in slots)
-    if needed > there + 1e-6:
+    if needed > available + 1e-6:
         seats = [seat for slot in slots for seat in slot.seats]
-        each = f"cluster.num_cpus_per_worker={min(seat.num_cpus for seat in seats):g}"
+        setting = f"cluster.num_cpus_per_worker={min(seat.num_cpus for seat in seats):g}"
         sizes = "cluster.*, reward.num_workers" if any(seat.role == "reward" for seat in seats) else "cluster.*"
-        have = f"ray_kwargs.ray_init.num_cpus={asked}" if asked else f"this machine has {there}"
+        have = f"ray_kwargs.ray_init.num_cpus={asked}" if asked else f"this machine has {available}"
         raise ConfigError(
-            f"{each}: the processes of all roles request {needed:g} logical CPUs from Ray, but {have}; lower it, "
+            f"{setting}: the processes of all roles request {needed:g} logical CPUs from Ray, but {have}; lower it, "
             f"or the numbers of processes ({sizes})"
         )

@@ -15,9 +15,9 @@ from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.config.adapter import ADAPTER_KEY
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_roles import ADAPTER_KEY
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
 from grpo_dist.data.tokenize import TokenizedPrompt
@@ -262,9 +262,9 @@ def check_conversations(
             "rendered again for the reward model"
         )
     render = _renderer(config, own, scorer, theirs)
-    by_roles = {tuple(message["role"] for message in each.prompt.messages): each for each in prompts}
-    for each in by_roles.values():
-        token_ids = render(each)
+    by_roles = {tuple(message["role"] for message in row.prompt.messages): row for row in prompts}
+    for row in by_roles.values():
+        token_ids = render(row)
         if scorer.vocab_size is not None and max(token_ids) >= scorer.vocab_size:
             raise DataError(
                 f"{setting}: a conversation has the token {max(token_ids)}, and the model knows tokens below "
@@ -277,11 +277,11 @@ def _renderer(config: RunConfig, own: Any, scorer: ModelFolder, theirs: Any) -> 
     form, setting = step_form(config), f"{REWARD_MODEL_KEY}={config.reward_model.model.path}"
     if form is None:
         render = ConversationRenderer(own, setting, theirs)
-        return lambda each: render(each.prompt.messages, each.token_ids.tolist(), each.token_ids[-1:].tolist())
+        return lambda row: render(row.prompt.messages, row.token_ids.tolist(), row.token_ids[-1:].tolist())
     for text, key in zip(config.reward_model.process.judging_tokens or (), JUDGING_KEYS, strict=False):
         judging_token(own, text, key)
     judge = StepRenderer(own, setting, form, padding_id(read_model_config(scorer.folder, setting)), theirs)
-    return lambda each: judge(each.prompt.messages, each.token_ids[-1:].tolist())[0].token_ids.tolist()
+    return lambda row: judge(row.prompt.messages, row.token_ids[-1:].tolist())[0].token_ids.tolist()
 
 
 def build_models(rows: Iterable[CheckedModel], device: str, tell: Callable[[str], None]) -> None:

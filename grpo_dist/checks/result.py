@@ -32,21 +32,21 @@ class Checks:
     """Collects the errors of the checks, each of which runs in its own `with` block."""
 
     def __init__(self) -> None:
-        self.found: list[GrpoDistError] = []
+        self.errors: list[GrpoDistError] = []
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if isinstance(error, GrpoDistError) and str(error) not in map(str, self.found):
-            self.found.append(error)
+        if isinstance(error, GrpoDistError) and str(error) not in map(str, self.errors):
+            self.errors.append(error)
         return isinstance(error, GrpoDistError)
 
     def end(self) -> None:
         """Raise all collected errors as one."""
-        if len(self.found) == 1:
-            (error,) = self.found
+        if len(self.errors) == 1:
+            (error,) = self.errors
             raise (error if isinstance(error, ConfigError) else ConfigError(str(error))) from None
-        if self.found:
-            listed = "\n  ".join(str(error) for error in self.found)
-            raise ConfigError(f"the run has {len(self.found)} problems:\n  {listed}")
+        if self.errors:
+            listed = "\n  ".join(str(error) for error in self.errors)
+            raise ConfigError(f"the run has {len(self.errors)} problems:\n  {listed}")

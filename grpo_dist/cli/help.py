@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from grpo_dist.cli.entry import ENTRIES, overview
-from grpo_dist.config.command import AnyCommand, default_options
-from grpo_dist.config.documented import Key, all_keys, group_lines, set_by_groups
+from grpo_dist.config.command import AnyCommand, Key, all_keys, default_options, group_lines, set_by_groups
 from grpo_dist.config.keys import nearest_keys
 from grpo_dist.config.problems import shown
 from grpo_dist.errors import ConfigError

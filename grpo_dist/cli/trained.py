@@ -26,7 +26,7 @@ from grpo_dist.config.run_code import (
     require_trust,
 )
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.installed import attention_problem, build_problem
 from grpo_dist.errors import ConfigError

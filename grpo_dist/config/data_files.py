@@ -62,10 +62,10 @@ def parse_data_file(name: str) -> DataFile | DataFileProblem:
     if name.startswith(BUILTIN):
         return DataFile("builtin", name.removeprefix(BUILTIN))
     if name.startswith(HUB):
-        found = _HUB_NAME.fullmatch(name.removeprefix(HUB))
-        if found is None:
+        match = _HUB_NAME.fullmatch(name.removeprefix(HUB))
+        if match is None:
             return DataFileProblem(f"must be {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG, either with :SPLIT")
-        return _with_library(DataFile("hub", *found.groups()))
+        return _with_library(DataFile("hub", *match.groups()))
     path, split = expanded(name), None
     named = _WITH_SPLIT.fullmatch(name)
     if not (is_file(path) or is_folder(path)) and named is not None and path.suffix not in SUFFIXES:

@@ -1,4 +1,5 @@
-"""What a config takes from its surroundings: values of the environment, and the folder that a relative one lies in.
+"""What a config takes from its surroundings: values of the environment, the folder that a relative one lies in, and
+LoRA's keys from an adapter that training goes on from.
 
 Of a value of the environment (`${oc.env:NAME}`) the reference is saved, never the value.
 
@@ -8,7 +9,7 @@ A run uses the values; whoever reads the saved config back takes them from its o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from omegaconf.base import Container
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from grpo_dist.assets import expanded
-from grpo_dist.errors import ConfigError
+from grpo_dist.assets import expanded, is_folder
+from grpo_dist.assets.adapter_folder import read_adapter_folder
+from grpo_dist.config.problems import Problem, shown
+from grpo_dist.config.schema_roles import ADAPTER_KEY
+from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.redact import hide_in_texts, redact
 
 _RESOLVER = "oc.env"
@@ -54,14 +58,14 @@ def recorded(config: Any, values: dict[str, Any]) -> dict[str, Any]:
         config: a `JobConfig`.
         values: its values, as plain dicts and lists.
     """
-    shown: dict[str, Any] = redact(values)
+    result: dict[str, Any] = redact(values)
     for (*sections, last), reference in config.references.items():
-        inner: Any = shown
+        inner: Any = result
         for name in sections:
             inner = inner[name]
         if isinstance(inner, dict | list):  # not in a section that is hidden as a whole
             inner[last] = redact({last: reference})[last]
-    return shown
+    return result
 
 
 def from_environment(values: Any, place: Place = ()) -> Any:
@@ -91,7 +95,9 @@ def _environment_as_references() -> Iterator[None]:
     """Resolve references to the environment to themselves; their values are hidden in texts from now on."""
 
     def reference(name: str, *default: Any) -> str:
-        text = ",".join([f"${{{_RESOLVER}:{name}", *("null" if each is None else str(each) for each in default)]) + "}"
+        text = (
+            ",".join([f"${{{_RESOLVER}:{name}", *("null" if value is None else str(value) for value in default)]) + "}"
+        )
         hide_in_texts(os.environ.get(name, ""), f"${{{_RESOLVER}:{name}}}")
         return text
 
@@ -140,3 +146,44 @@ def keep_run_dir(raw: dict[str, Any]) -> list[str]:
         f"trainer.default_local_dir={given}: results go to {trainer['default_local_dir']}, because Ray deletes the "
         f"working copy of this job ({here}); set an absolute path, on several machines one on a disk that they share"
     ]
+
+
+def take_adapter(raw: dict[str, Any], section: str, given: Collection[str]) -> tuple[list[Problem], list[str]]:
+    """Put what an adapter says into LoRA's other keys. A folder that does not exist is left to the rules.
+
+    Args:
+        raw: the config before it is validated; changed in place.
+        section: the section with LoRA's keys, such as "actor_rollout_ref.model".
+        given: the keys that the user has set.
+
+    Returns:
+        (what is wrong with the adapter, or contradicts it; keys that have no effect beside it, a note each).
+    """
+    model: Any = raw
+    for name in section.split("."):
+        model = model[name]
+    path, key = model.get(ADAPTER_KEY), f"{section}.{ADAPTER_KEY}"
+    if not isinstance(path, str) or not is_folder(path):
+        return [], []
+    setting = f"{key}={shown(path)}"
+    try:
+        adapter = read_adapter_folder(path, setting)
+    except DataError as error:
+        return [Problem(str(error), (key,))], []
+    problems = [
+        Problem(
+            f"{section}.{name}={shown(model[name])}, {setting}: the adapter has {own}={value:g}, and training goes on "
+            f"with that; leave {name} out",
+            (f"{section}.{name}", key),
+        )
+        for name, own, value in (("lora_rank", "r", adapter.rank), ("lora_alpha", "lora_alpha", adapter.alpha))
+        if f"{section}.{name}" in given and model[name] not in (0, value)
+    ]
+    idle = [f"{section}.{name}" for name in ("target_modules", "exclude_modules") if f"{section}.{name}" in given]
+    model |= {
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layers}),
+        "exclude_modules": None,
+    }
+    return problems, [f"{name} has no effect: the layers with factors are those of {setting}" for name in idle]

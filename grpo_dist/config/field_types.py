@@ -88,12 +88,12 @@ def as_tuple(value: Any) -> Any:
 
 def _at_home(path: str) -> str:
     """Replace ~, as a shell does where it stands alone, by the home folder."""
-    found = os.path.expanduser(path)
-    if found.startswith("~"):
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
         raise ValueError("there is no such user; write ./~... for a folder of that name")
-    if "\0" in found:
+    if "\0" in expanded:
         raise ValueError("no path has a null character")
-    return found
+    return expanded
 
 
 def _folder_name(name: str) -> str:
@@ -155,12 +155,12 @@ def _alias(names: Mapping[str, str]) -> BeforeValidator:
     """Translates the dtype names of PyTorch, vLLM and verl into the name that this key uses."""
 
     def canonical(value: Any) -> Any:
-        found = names.get(value, value) if isinstance(value, str) else value
-        if found == NOT_FOR_TRAINING:
+        name = names.get(value, value) if isinstance(value, str) else value
+        if name == NOT_FOR_TRAINING:
             raise ValueError(
                 "float16 overflows without loss scaling, which is not implemented; use bfloat16 or float32"
             )
-        return found
+        return name
 
     return BeforeValidator(canonical)
 

@@ -188,7 +188,7 @@ def foreign_key(key: str) -> ForeignKey | None:
         return FOREIGN_KEYS[key]
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
-        found = FOREIGN_KEYS.get(".".join(parts[:length]) + ".*")
-        if found is not None:
-            return found
+        entry = FOREIGN_KEYS.get(".".join(parts[:length]) + ".*")
+        if entry is not None:
+            return entry
     return None

@@ -21,9 +21,16 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from grpo_dist.assets import expanded
-from grpo_dist.config.adapter import take_adapter
 from grpo_dist.config.command import AnyCommand, Command, Config
-from grpo_dist.config.environment import Place, find_references, from_environment, keep_run_dir, recorded
+from grpo_dist.config.environment import (
+    Place,
+    find_references,
+    from_environment,
+    keep_run_dir,
+    recorded,
+    take_adapter,
+)
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.overrides import CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
 from grpo_dist.config.schema_job import JobConfig
@@ -49,27 +56,25 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     Raises:
         ConfigError: lists every problem, one a line.
     """
-    line, problems, raw, references = _read(overrides, command)
+    line, raw, references = _read(overrides, command)
     if command.lora_section:
         wrong, idle = take_adapter(raw, command.lora_section, line.values)
-        problems += wrong
+        line.problems += wrong
         line.notes += idle
-    copied = _copied_keys(command, line)
-    config = _validate(raw, problems, command, copied)
-    suspects = {key for problem in problems for key in problem.keys}
-    found = [] if config is None else command.problems(config)
+    config = _validate(raw, line, command)
+    suspects = {key for problem in line.problems for key in problem.keys}
+    broken = [] if config is None else command.problems(config)
     # A rule about a key that is itself wrong would report the default in its place.
-    found = [problem for problem in found if not suspects.intersection(problem.keys)]
-    notes = list(line.notes)
+    broken = [problem for problem in broken if not suspects.intersection(problem.keys)]
     if config is not None and config.trainer.dry_run == "config":
-        notes += [problem.text for problem in found if problem.missing_file]
-        found = [problem for problem in found if not problem.missing_file]
-    problems += found
-    if problems or config is None:
-        raise config_error(problems)
+        line.notes += [problem.text for problem in broken if problem.missing_file]
+        broken = [problem for problem in broken if not problem.missing_file]
+    line.problems += broken
+    if line.problems or config is None:
+        raise config_error(line.problems)
     config.references.update(references)
-    notes += [problem.text for note in command.notes for problem in note(config)]
-    return config, [redact_text(note) for note in notes]
+    line.notes += [problem.text for note in command.notes for problem in note(config)]
+    return config, [redact_text(note) for note in line.notes]
 
 
 def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> Path:
@@ -78,9 +83,9 @@ def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Conf
     Raises:
         ConfigError: there are no such keys or options.
     """
-    _, problems, raw, _ = _read(overrides, command)
-    if problems:
-        raise config_error(problems)
+    line, raw, _ = _read(overrides, command)
+    if line.problems:
+        raise config_error(line.problems)
     return expanded(str(raw["trainer"]["default_local_dir"]))
 
 
@@ -118,8 +123,8 @@ def with_overrides(
         OmegaConf.update(of_groups, key, line.values.get(key, OmegaConf.select(merged, key)))
     composed = OmegaConf.to_container(of_groups, resolve=True)
     assert isinstance(composed, dict)
-    usual = dict(_leaves(default_values(command)))
-    by_group = {key: value for key, value in _leaves(composed) if value not in (usual.get(key, MISSING), MISSING)}
+    usual = dict(flatten(default_values(command)))
+    by_group = {key: value for key, value in flatten(composed) if value not in (usual.get(key, MISSING), MISSING)}
     for key, value in (by_group | line.values).items():
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     return saved_values(cast(dict[str, Any], OmegaConf.to_container(merged)), command)
@@ -149,58 +154,45 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 def default_values(command: AnyCommand) -> dict[str, Any]:
     """The command's config without groups and overrides."""
-    return _defaults(command.file, command.shared)
+    values = OmegaConf.to_container(_composed(command.file, command.shared, ()), resolve=True)
+    assert isinstance(values, dict)
+    return cast(dict[str, Any], values)
 
 
 def _read(
     overrides: Sequence[str | tuple[str, Any]], command: AnyCommand
-) -> tuple[CommandLine, list[Problem], dict[str, Any], dict[Place, str]]:
-    """The overrides, what is wrong with them so far, the composed config with the run's folder in its place, and its
-    references to the environment.
+) -> tuple[CommandLine, dict[str, Any], dict[Place, str]]:
+    """The overrides with what is wrong so far, the composed config as nested dicts with interpolations resolved and the
+    run's folder in its place, and its references to the environment.
 
     Raises:
         ConfigError: the config cannot be composed.
     """
-    line = read_command_line(overrides, command)
-    problems = list(line.problems)
-    raw, references = _compose(line, problems, command)
-    if raw is None:
-        raise config_error(problems)
-    line.notes += keep_run_dir(raw)
-    return line, problems, raw, references
-
-
-def _compose(
-    line: CommandLine, problems: list[Problem], command: AnyCommand
-) -> tuple[dict[str, Any] | None, dict[Place, str]]:
-    """The config as nested dicts with interpolations resolved, and its references to the environment; None, with a
-    problem added, if Hydra fails.
-    """
-    references: dict[Place, str] = {}
+    line, references = read_command_line(overrides, command), {}
     try:
         composed = copy.deepcopy(_composed(command.file, command.shared, tuple(line.groups.items())))
     except (HydraException, OmegaConfBaseException) as error:
-        problems.append(_hydra_problem(error))
-        return None, references
+        raise config_error([*line.problems, _hydra_problem(error)]) from None
     for key, value in line.values.items():
         try:
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
         except OmegaConfBaseException as error:
-            problems.append(Problem(f"{key}={shown(value)}: {str(error).splitlines()[0]}", (key,)))
+            line.problems.append(Problem(f"{key}={shown(value)}: {str(error).splitlines()[0]}", (key,)))
     try:
         raw = OmegaConf.to_container(composed, resolve=True)
         references = find_references(composed, raw)
     except OmegaConfBaseException as error:
-        problems.append(_hydra_problem(error))
+        line.problems.append(_hydra_problem(error))
         raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
     for key, name in _odd_names(raw):
-        text = f"{key}: names in a mapping must be text, and {shown(name)} is not"
-        problems.append(Problem(text, (key,)))
+        line.problems.append(Problem(f"{key}: names in a mapping must be text, and {shown(name)} is not", (key,)))
     for key in _missing_keys(raw):
         example = f"{key}={command.needed.get(key, 'VALUE')}"
-        problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
-    return {str(key): value for key, value in raw.items()}, references
+        line.problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
+    values = {str(key): value for key, value in raw.items()}
+    line.notes += keep_run_dir(values)
+    return line, values, references
 
 
 def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -221,24 +213,12 @@ def _copied_keys(command: AnyCommand, line: CommandLine) -> dict[str, str]:
     """The keys whose value is that of another key, by the YAML files, with that key; not those that are set."""
     raw = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=False)
     assert isinstance(raw, dict)
-    copied = {key: match[1] for key, value in _leaves(raw) if (match := _COPY.fullmatch(str(value)))}
+    copied = {key: match[1] for key, value in flatten(raw) if (match := _COPY.fullmatch(str(value)))}
     return {key: source for key, source in copied.items() if key not in line.values}
 
 
-def _leaves(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _missing_keys(raw: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            yield from _missing_keys(value, f"{prefix}{name}.")
-        elif value == MISSING:
-            yield f"{prefix}{name}"
+def _missing_keys(raw: Any) -> Iterator[str]:
+    return (key for key, value in flatten(raw) if value == MISSING)
 
 
 def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
@@ -263,34 +243,28 @@ def _composed(file: Path, shared: Path | None, groups: tuple[tuple[str, str], ..
     return merged
 
 
-def _validate(
-    raw: dict[str, Any], problems: list[Problem], command: Command[Config], copied: Mapping[str, str]
-) -> Config | None:
+def _validate(raw: dict[str, Any], line: CommandLine, command: Command[Config]) -> Config | None:
     """Validate the config. A wrong value is replaced by its default, so that the rules of other keys can still run.
 
-    What is wrong with a key that another one copies (`copied`: its source by key) is said once.
+    What is wrong with a key that another one copies is said once.
     """
     try:
         return command.schema.model_validate(raw)
     except ValidationError as error:
-        found = schema_problems(error, command.schema)
+        wrong_values = schema_problems(error, command.schema)
         paths = {path_of(finding["loc"], command.schema) for finding in error.errors(include_url=False)}
     # An interpolation that cannot be resolved has been reported, and its text is in the place of its value.
-    wrong = {key for problem in found for key in problem.keys}
-    once = [problem for problem in found if not any(copied.get(key) in wrong for key in problem.keys)]
-    problems += [problem for problem in once if "${" not in problem.text]
-    defaults = _defaults(command.file, command.shared)
+    wrong = {key for problem in wrong_values for key in problem.keys}
+    copied = _copied_keys(command, line)
+    once = [problem for problem in wrong_values if not any(copied.get(key) in wrong for key in problem.keys)]
+    line.problems += [problem for problem in once if "${" not in problem.text]
+    defaults = default_values(command)
     for path in paths:
         _restore_default(raw, defaults, path)
     try:
         return command.schema.model_validate(raw)
     except ValidationError:
         return None
-
-
-@cache
-def _defaults(file: Path, shared: Path | None) -> Any:
-    return OmegaConf.to_container(_composed(file, shared, ()), resolve=True)
 
 
 def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:

@@ -106,9 +106,8 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
     elif options is not None and not isinstance(override.value(), dict):
         problem = _take_option(line, key, str(override.value()), options, command)
     elif key in section_keys(schema) and not isinstance(override.value(), dict):
-        problem = Problem(
-            f"{text}: {key} is a section; its keys are {_names_below(key, schema)}", (key, *_keys_below(key, schema))
-        )
+        below = [known for known in leaf_keys(schema) if known.startswith(f"{key}.")]
+        problem = Problem(f"{text}: {key} is a section; its keys are {_names_below(key, schema)}", (key, *below))
     elif key not in leaf_keys(schema) and key not in section_keys(schema) and not is_free_form(key, schema):
         problem = Problem(
             unknown_key(key, schema) if key else f"{text}: the key is missing; write key=value",
@@ -182,10 +181,6 @@ def _no_such_option(group: str, option: str, options: list[str], own: str) -> st
     if own and not nearest:
         hint = f"; for one of your own write {own}={option}"
     return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
-
-
-def _keys_below(section: str, schema: type[JobConfig]) -> list[str]:
-    return [key for key in leaf_keys(schema) if key.startswith(f"{section}.")]
 
 
 def _names_below(section: str, schema: type[JobConfig]) -> str:

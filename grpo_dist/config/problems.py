@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -49,11 +50,6 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def problem_between(config: Any, why: str, *keys: str) -> Problem:
-    """A problem between `keys`; its message starts with their values."""
-    return Problem(f"{', '.join(f'{key}={shown(value_of(config, key))}' for key in keys)}: {why}", keys)
-
-
 def between_keys(texts: Callable[[Config], Iterator[str]]) -> Callable[[Config], Iterator[Problem]]:
     """Make a rule of a function that yields its problems as texts, in which `<KEY>` stands for a key and its value."""
 
@@ -82,9 +78,7 @@ def _full_name(config: JobConfig, key: str) -> str:
 
 def value_of(config: Any, key: str) -> Any:
     """The value of a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+    return reduce(getattr, key.split("."), config)
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:

@@ -38,28 +38,28 @@ def code_of_run(config: Any, keys: Sequence[str], given: Any = None) -> list[str
         keys: dotted keys.
         given: the defaults, with what the command line sets: that is not the run's; None: nothing is set.
     """
-    found = []
+    lines = []
     for key in keys:
         value = value_of(config, key)
         mine = set() if given is None else set(_code(key, value_of(given, key)))
         if not mine.issuperset(_code(key, value)):
-            found.append(one_line(f"{key}={shown(value)}"))
-    return found
+            lines.append(one_line(f"{key}={shown(value)}"))
+    return lines
 
 
-def require_trust(file: Path, found: Sequence[str]) -> None:
+def require_trust(file: Path, lines: Sequence[str]) -> None:
     """Refuse what `code_of_run` has found in a file.
 
     Raises:
-        ConfigError: it has found something.
+        ConfigError: there is something.
     """
-    if found:
-        raise ConfigError(refusal(file, found))
+    if lines:
+        raise ConfigError(refusal(file, lines))
 
 
-def refusal(file: Path, found: Sequence[str]) -> str:
+def refusal(file: Path, lines: Sequence[str]) -> str:
     """Return why what `code_of_run` has found in a file is not used, and what to do."""
-    listed = "\n".join(f"  {line}" for line in found)
+    listed = "\n".join(f"  {line}" for line in lines)
     return (
         f"{file} names code to run, or what to start and ask:\n{listed}\nA command does not take that from a folder, "
         f"which may be somebody else's. If you trust this one, add {FLAG}; or set these keys yourself (key=value)"
@@ -79,11 +79,11 @@ def _code(key: str, value: Any) -> Iterator[str]:
 def _named(value: Any, name: str = "path") -> Iterator[str]:
     """The functions and addresses in `custom_reward_function`, and in those of a sum; `name`: of the value."""
     if isinstance(value, Mapping):
-        for entry, each in value.items():
-            yield from _named(each, str(entry))
+        for entry, part in value.items():
+            yield from _named(part, str(entry))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _named(each, name)
+        for part in value:
+            yield from _named(part, name)
     elif isinstance(value, str) and (name == "url" or (name == "path" and not _is_built_in(value))):
         yield value
 

@@ -141,7 +141,7 @@ class CustomRewardFunctionConfig(Section):
         """A list of functions as grpo_dist.rewards.weighted has them; None: `path` is no list."""
         if not isinstance(self.path, tuple):
             return None
-        entries = [dict(each) if isinstance(each, Mapping) else _entry(each) for each in self.path]
+        entries = [dict(item) if isinstance(item, Mapping) else _entry(item) for item in self.path]
         for entry, weight in zip(entries, self.weights or (), strict=False):
             entry["weight"] = weight
         return entries
@@ -265,7 +265,7 @@ class RunConfig(JobConfig):
         return self.needs_reference and (self.has_teacher or not self.actor_rollout_ref.model.trains_factors)
 
     def sequence_parallel_size(self, role: str) -> int:
-        """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
+        """See `JobConfig.sequence_parallel_size`."""
         section = getattr(self.actor_rollout_ref, role, None) or getattr(self, role, None)
         size: int = getattr(section, "ulysses_sequence_parallel_size", 1)
         return size
@@ -315,7 +315,7 @@ class RunConfig(JobConfig):
             if path is None:
                 return RewardCode(None, custom.name, custom.reward_kwargs)
             return RewardCode(absolute(path), parse_code(path, custom.name).attribute, custom.reward_kwargs)
-        functions = [each | {"path": absolute(str(each["path"]))} if each.get("path") else each for each in listed]
+        functions = [part | {"path": absolute(str(part["path"]))} if part.get("path") else part for part in listed]
         return RewardCode(path, custom.name, {"functions": functions, "key": "custom_reward_function.path"})
 
     @property

@@ -1,9 +1,13 @@
-"""The typed config that all commands share: files, records, resuming and machines. See schema.py."""
+"""The typed config that all commands share (files, records, resuming, machines), and that of the commands which train
+one model on rows with known answers. See schema.py.
+
+Sections and keys of the latter have the names of verl's supervised trainer where it has them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
@@ -22,6 +26,7 @@ from grpo_dist.config.field_types import (
     NonNegativeInt,
     OptionalFiles,
     PositiveFloat,
+    Processes,
     Resume,
     Section,
     Text,
@@ -30,7 +35,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
 )
 from grpo_dist.config.processor import has_bf16
-from grpo_dist.config.schema_roles import Device
+from grpo_dist.config.schema_roles import CheckpointConfig, Device, FSDPConfig, LoraSection, OptimConfig
 from grpo_dist.plugins.names import LOGGERS
 
 
@@ -138,6 +143,10 @@ class JobConfig(Section):
         """Type of the weights in the exported folder."""
         raise NotImplementedError
 
+    def sequence_parallel_size(self, role: str) -> int:
+        """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
+        return 1
+
     @property
     def has_builtin_model(self) -> bool:
         """Tell if that model comes with the package: a small one, whose runs on CPU are exact."""
@@ -158,3 +167,114 @@ class JobConfig(Section):
     def data_seed(self) -> int:
         """Seed of the shuffle: data.seed, or trainer.seed where that is null."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
+
+
+# --- commands that train one model -----------------------------------------------------------------------------------
+class SupervisedModelConfig(Section):
+    """`model`: what is trained."""
+
+    path: Annotated[Text, Resume.OTHER_MODEL]
+    trust_remote_code: Annotated[bool, Resume.FREE]
+    use_remove_padding: Annotated[bool, Resume.FREE]
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+    override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
+
+
+class SupervisedDataConfig(JobDataConfig):
+    """`data`: the rows, and how many of them a pass takes."""
+
+    max_length: Count
+    micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    use_dynamic_bsz: Annotated[bool, Resume.FREE]
+    max_token_len_per_gpu: Annotated[Count, Resume.FREE]
+
+    @property
+    def max_token_len(self) -> int | None:
+        """Most tokens of a pass; None: it is filled by sequences."""
+        return self.max_token_len_per_gpu if self.use_dynamic_bsz else None
+
+
+class PreferenceDataConfig(SupervisedDataConfig):
+    """`data` of `grpo-dist reward-model`: pairs, or labelled steps and how they are written."""
+
+    step_separator: Text
+    step_tag: Text | None
+
+
+class SupervisedOptimConfig(OptimConfig):
+    """`optim`: AdamW and its schedule."""
+
+    clip_grad: PositiveFloat
+
+
+class SupervisedTrainerConfig(JobTrainerConfig):
+    """`trainer`: the run, its records and its machines."""
+
+    nccl_timeout: Annotated[Count, Resume.FREE]
+
+
+class SupervisedClusterConfig(JobClusterConfig):
+    """`cluster`: the number of ranks, and what each gets."""
+
+    world_size: Processes | None
+
+
+class SupervisedConfig(JobConfig):
+    """A whole run of a command that trains one model.
+
+    Attributes:
+        role: the name of the model's role, of its folder in checkpoints and of its metrics.
+    """
+
+    role: ClassVar[str]
+
+    data: SupervisedDataConfig
+    trainer: SupervisedTrainerConfig
+    cluster: Annotated[SupervisedClusterConfig, Resume.FREE]
+    model: SupervisedModelConfig
+    optim: SupervisedOptimConfig
+    engine: FSDPConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def model_path(self) -> str:
+        """See `JobConfig.model_path`."""
+        return self.model.path
+
+    @property
+    def export_dtype(self) -> TrainDtype:
+        """See `JobConfig.export_dtype`."""
+        return self.trainer.export_dtype or self.engine.model_dtype
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train. On CPU the built-in model has two: its matrices are too small for two threads to help."""
+        return self.cluster.world_size or self.num_gpus or (2 if self.has_builtin_model else 1)
+
+
+class RewardModelTrainingConfig(SupervisedConfig):
+    """A whole run of `grpo-dist reward-model`."""
+
+    role = "reward_model"
+
+    data: PreferenceDataConfig
+
+
+class SFTModelConfig(SupervisedModelConfig, LoraSection):
+    """`model`: what is trained, whole or by LoRA."""
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """`data`: the conversations, and how many of them a pass takes."""
+
+    messages_key: Text
+    apply_chat_template_kwargs: dict[str, Any]
+
+
+class SFTConfig(SupervisedConfig):
+    """A whole run of `grpo-dist sft`."""
+
+    role = "sft"
+
+    data: SFTDataConfig
+    model: SFTModelConfig

@@ -8,16 +8,13 @@ from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     PositiveFloat,
-    Processes,
     Resume,
     Section,
     Share,
     Text,
     TrainDtypeName,
-    one_of,
 )
-from grpo_dist.config.schema_roles import ActorConfig, AdamWConfig, ForwardConfig, FSDPConfig, OptimConfig
-from grpo_dist.plugins.names import LOSS_AGG_MODES
+from grpo_dist.config.schema_roles import ActorConfig, AdamWConfig, ForwardConfig, FSDPConfig, UpdateSection
 
 _OTHER_WHERE_IT_TRAINS = Resume.REFUSED(Resume.OTHER_MODEL.why, switch="reward_model.retrain.freq")
 
@@ -102,29 +99,14 @@ class CriticModelConfig(Section):
     fsdp_config: FSDPConfig
 
 
-class CriticConfig(Section):
+class CriticConfig(UpdateSection):
     """`critic`: the model that foresees returns, its loss and its optimizer."""
 
     enable: Annotated[bool | None, Resume.REFUSED("a checkpoint has a critic if its run had one")]
     model: CriticModelConfig
-    optim: OptimConfig
-    ppo_mini_batch_size: Count
-    ppo_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     forward_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
-    use_dynamic_bsz: Annotated[bool, Resume.FREE]
-    ppo_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
     forward_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
-    ulysses_sequence_parallel_size: Annotated[Processes, Resume.FREE]
-    ppo_epochs: Count
-    shuffle: bool
-    grad_clip: PositiveFloat
     cliprange_value: PositiveFloat
-    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
-
-    @property
-    def max_token_len(self) -> int | None:
-        """Most tokens of a forward/backward pass of the ranks that split it; None: it is filled by sequences."""
-        return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
 
     @property
     def forward_max_token_len(self) -> int | None:

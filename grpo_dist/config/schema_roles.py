@@ -48,6 +48,7 @@ Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
 
 
 ALL_LINEAR = "all-linear"  # of `target_modules`
+ADAPTER_KEY = "lora_adapter_path"
 
 
 class LoraSyncConfig(Section):
@@ -75,6 +76,13 @@ class LoraSection(Section):
     def targets(self) -> str | tuple[str, ...]:
         """The modules that get factors: "all-linear" (all but the output layer), or the ends of their names."""
         return ALL_LINEAR if self.target_modules == (ALL_LINEAR,) else self.target_modules
+
+    @property
+    def targets_output_layer(self) -> bool:
+        """Tell if LoRA's factors are to stand beside the output layer, by its usual name."""
+        lists = (self.target_modules, self.exclude_modules or ())
+        targets, excluded = ({name.rpartition(".")[2] for name in names} for names in lists)
+        return "lm_head" in targets - excluded
 
     def without_factors(self) -> Self:
         """Return the section of the base model alone."""
@@ -163,25 +171,36 @@ class CheckpointConfig(Section):
     async_save: Annotated[bool, Resume.FREE]
 
 
-class ActorConfig(Section):
-    """`actor_rollout_ref.actor`: the objective and its optimizer."""
+class UpdateSection(Section):
+    """Keys of the actor and of the critic: the optimizer, and how a batch becomes its steps and their passes."""
 
     ppo_mini_batch_size: Count
     ppo_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     use_dynamic_bsz: Annotated[bool, Resume.FREE]
     ppo_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
     ulysses_sequence_parallel_size: Annotated[Processes, Resume.FREE]
-    use_prefix_grouper: Annotated[bool, Resume.FREE]
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat
+    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
+    optim: OptimConfig
+
+    @property
+    def max_token_len(self) -> int | None:
+        """Most tokens of a forward/backward pass of the ranks that split it; None: it is filled by sequences."""
+        return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
+
+
+class ActorConfig(UpdateSection):
+    """`actor_rollout_ref.actor`: the objective and its optimizer."""
+
+    use_prefix_grouper: Annotated[bool, Resume.FREE]
     clip_ratio: PositiveFloat
     clip_ratio_low: PositiveFloat | None
     clip_ratio_high: PositiveFloat | None
     clip_ratio_c: Annotated[PositiveFloat, Field(gt=1)]
     tau_pos: PositiveFloat
     tau_neg: PositiveFloat
-    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
     loss_scale_factor: PositiveFloat | None
     entropy_coeff: NonNegativeFloat
     top_entropy_quantile: PositiveShare
@@ -189,14 +208,8 @@ class ActorConfig(Section):
     kl_loss_coef: NonNegativeFloat
     kl_loss_type: Annotated[str, builtin_or_custom(KL_LOSS_TYPES)]
     policy_loss: PolicyLossConfig
-    optim: OptimConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig
-
-    @property
-    def max_token_len(self) -> int | None:
-        """Most tokens of a forward/backward pass of the ranks that split it; None: it is filled by sequences."""
-        return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
 
     def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
         """Most tokens of a log-prob pass, as `max_token_len`; the rollout's section is about the actor's passes."""

@@ -11,12 +11,8 @@ from typing import Any
 from grpo_dist.assets import POLICY_SECTION, TRAINED_MODEL_KEY
 from grpo_dist.config.command import CONFIG_DIR, AnyCommand, Command
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
-from grpo_dist.plan import supervised
-from grpo_dist.plan.key_rules import job_notes
-from grpo_dist.plan.memory_rules import memory_notes
-from grpo_dist.plan.rules import NOTES, RULES
+from grpo_dist.config.schema_job import JobConfig, RewardModelTrainingConfig, SFTConfig
+from grpo_dist.plan.rules import NOTES, RULES, SUPERVISED_NOTES, SUPERVISED_RULES
 
 _TRAINER = "grpo_dist.trainer"
 _PLAN = ("the plan, and all that would make a run on this machine fail", "trainer.dry_run=true")
@@ -55,56 +51,47 @@ GRPO = Command(
 )
 
 
-def _supervised(
-    schema: type[SupervisedConfig], name: str, purpose: str, example: str, rows: str, yours: tuple[str, str]
-) -> Command[Any]:
-    """Return a command that trains one model on rows with known answers.
-
-    Args:
-        schema: of its config.
-        name: its name.
-        purpose: one sentence for --help.
-        example: what the built-in run does.
-        rows: an example of a data file.
-        yours: what a run on GPUs does, and its overrides.
-    """
-    file, folder = name.replace("-", "_"), CONFIG_DIR / "commands"
-    return Command(
-        name=name,
-        purpose=purpose,
-        examples=(
-            (example, ""),
-            _PLAN,
-            (yours[0], f"{yours[1]} data.train_files={rows} trainer.n_gpus_per_node=8"),
+# What the commands that train one model on rows with known answers have in common.
+_SUPERVISED: dict[str, Any] = {
+    "shared": CONFIG_DIR / "commands" / "supervised.yaml",
+    "rules": SUPERVISED_RULES,
+    "notes": SUPERVISED_NOTES,
+    "load": f"{_TRAINER}.supervised.rows:load",
+    "trainer": f"{_TRAINER}.supervised.trainer:SupervisedTrainer",
+    "chosen": {TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "files")},
+}
+SFT = Command(
+    name="sft",
+    purpose="Fine-tunes a language model on conversations (SFT).",
+    examples=(
+        ("train the built-in tiny model on worked sums, on CPU", ""),
+        _PLAN,
+        (
+            "your model on your conversations, by LoRA, on 8 GPUs",
+            "model.path=Qwen/Qwen3-8B model.lora_rank=32 data.train_files=chats.parquet trainer.n_gpus_per_node=8",
         ),
-        file=folder / file / f"{file}.yaml",
-        shared=folder / "supervised.yaml",
-        schema=schema,
-        rules=supervised.RULES,
-        notes=(supervised.notes, memory_notes, job_notes),
-        load=f"{_TRAINER}.supervised.rows:load",
-        trainer=f"{_TRAINER}.supervised.trainer:SupervisedTrainer",
-        chosen={TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "files")},
-        needed={TRAINED_MODEL_KEY: "Qwen/Qwen3-0.6B, or a folder", "data.train_files": rows},
-        lora_section="model" if schema is SFTConfig else "",
-    )
-
-
-SFT = _supervised(
-    SFTConfig,
-    "sft",
-    "Fine-tunes a language model on conversations (SFT).",
-    "train the built-in tiny model on worked sums, on CPU",
-    "chats.parquet",
-    ("your model on your conversations, by LoRA, on 8 GPUs", "model.path=Qwen/Qwen3-8B model.lora_rank=32"),
+    ),
+    file=CONFIG_DIR / "commands" / "sft" / "sft.yaml",
+    schema=SFTConfig,
+    needed={TRAINED_MODEL_KEY: "Qwen/Qwen3-0.6B, or a folder", "data.train_files": "chats.parquet"},
+    lora_section="model",
+    **_SUPERVISED,
 )
-REWARD_MODEL = _supervised(
-    RewardModelTrainingConfig,
-    "reward-model",
-    "Trains a reward model on pairs of answers or on labelled steps.",
-    "train the built-in tiny model on pairs of sums, on CPU",
-    "pairs.parquet",
-    ("your model on your pairs, on 8 GPUs", "model.path=Qwen/Qwen3-0.6B"),
+REWARD_MODEL = Command(
+    name="reward-model",
+    purpose="Trains a reward model on pairs of answers or on labelled steps.",
+    examples=(
+        ("train the built-in tiny model on pairs of sums, on CPU", ""),
+        _PLAN,
+        (
+            "your model on your pairs, on 8 GPUs",
+            "model.path=Qwen/Qwen3-0.6B data.train_files=pairs.parquet trainer.n_gpus_per_node=8",
+        ),
+    ),
+    file=CONFIG_DIR / "commands" / "reward_model" / "reward_model.yaml",
+    schema=RewardModelTrainingConfig,
+    needed={TRAINED_MODEL_KEY: "Qwen/Qwen3-0.6B, or a folder", "data.train_files": "pairs.parquet"},
+    **_SUPERVISED,
 )
 COMMANDS: dict[str, AnyCommand] = {command.name: command for command in (GRPO, SFT, REWARD_MODEL)}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_dist.config.adapter import targets_output_layer
 from grpo_dist.config.problems import between_keys
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
@@ -21,6 +20,7 @@ from grpo_dist.plugins.names import (
     SEQUENCE_LOSSES,
     parse_code,
 )
+from grpo_dist.sizes import ENGINE_LORA_RANKS
 
 _USE_KL = "actor_rollout_ref.actor.use_kl_loss"
 
@@ -53,7 +53,7 @@ def job_notes(config: JobConfig) -> Iterator[str]:
 @between_keys
 def method_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong between the keys of estimators, losses and corrections."""
-    algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     estimator, loss, correction = algorithm.adv_estimator, actor.policy_loss.loss_mode, algorithm.rollout_correction
     own_bypass, reinforce = "<algorithm.rollout_correction.bypass_mode>", correction.loss_type == "reinforce"
     if estimator in GROUP_ADV_ESTIMATORS and config.actor_rollout_ref.rollout.n < 2:
@@ -82,9 +82,21 @@ def method_rules(config: RunConfig) -> Iterator[str]:
     if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
-    if model.lora_rank and actor.use_kl_loss and actor.kl_loss_type == "full" and targets_output_layer(model):
+
+
+@between_keys
+def factor_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what cannot be computed with LoRA's factors beside the model's weights."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if model.lora_rank and actor.use_kl_loss and actor.kl_loss_type == "full" and model.targets_output_layer:
         why = "the exact KL needs an output layer without factors; choose low_var_kl or leave lm_head out"
         yield f"<actor.kl_loss_type>, <model.target_modules>: {why}"
+    if model.sends_factors and model.lora_rank > ENGINE_LORA_RANKS[-1]:
+        why = f"engines take ranks up to {ENGINE_LORA_RANKS[-1]}; lower it, or set the second to true"
+        yield f"<model.lora_rank>, <model.lora.merge>: {why}"
+    if model.sends_factors and model.targets_output_layer:
+        why = "engines get no factors of the output layer; leave lm_head out, or set the second to true"
+        yield f"<model.target_modules>, <model.lora.merge>: {why}"
 
 
 @between_keys
@@ -263,25 +275,18 @@ def stopping_rules(config: RunConfig) -> Iterator[str]:
 @between_keys
 def run_notes(config: RunConfig) -> Iterator[str]:
     """Yield what may surprise of valid values."""
-    actor, rollout, stale = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.trainer.max_staleness,
-    )
+    roles, stale = config.actor_rollout_ref, config.trainer.max_staleness
+    actor, rollout = roles.actor, roles.rollout
     if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
         why = "as a loss its gradient has mean zero, so it does not regularise; use k2 or k3 (low_var_kl)"
         yield f"<actor.kl_loss_type>: {why}"
     if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
         why = "the loss is published with seq-mean-token-mean; this one weighs long responses differently"
         yield f"<actor.policy_loss.loss_mode>, <actor.loss_agg_mode>: {why}"
-    if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
-        yield "<actor.optim.min_lr_ratio>, <actor.optim.lr_scheduler_type>: this schedule never lowers the rate"
     if config.algorithm.adv_estimator == "gae" and not config.needs_critic:
         yield "<algorithm.adv_estimator>, <critic.enable>: there is no critic, so all values are 0"
     if config.reward_model.model.path is not None and not config.reward_model.enable:
         yield "<reward_model.model.path>, <reward_model.enable>: this reward model is not asked"
-    if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
-        yield "<custom_reward_function.reward_kwargs>, <custom_reward_function.path>: no function gets them"
     cuts = {
         "top_p": rollout.top_p < 1,
         "top_k": rollout.top_k > 0,
@@ -310,6 +315,7 @@ def run_notes(config: RunConfig) -> Iterator[str]:
 
 KEY_RULES = (
     method_rules,
+    factor_rules,
     gdpo_rules,
     sampling_rules,
     reference_rules,

@@ -13,9 +13,8 @@ from typing import Any
 
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Device, FSDPConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model, Pass
@@ -198,22 +197,22 @@ def memory_estimate(
     return roles
 
 
-def _shape(model: Model, found: Mapping[str, Any] | None, num_parameters: int = 0) -> ModelShape | None:
+def _shape(model: Model, model_config: Mapping[str, Any] | None, num_parameters: int = 0) -> ModelShape | None:
     """Return the sizes of a model; one with a head of its own has no output layer to speak of."""
-    if found is None:
+    if model_config is None:
         return None
-    shape = model_shape({**found, **(model.override_config or {})}, num_parameters)
+    shape = model_shape({**model_config, **(model.override_config or {})}, num_parameters)
     return shape.without_output_layer() if shape is not None and model.outputs else shape
 
 
 def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> RoleMemory:
     """Return the memory of a rank of a row that holds a model; one that trains nothing gathers as the first does."""
-    passes = [each for each in (*row.passes(config), *row.own_passes(config)) if not each.none]
-    update = next((each for each in passes if each.updates and not config.trainer.val_only), None)
+    passes = [limits for limits in (*row.passes(config), *row.own_passes(config)) if not limits.none]
+    update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
     fsdp, first = value_of(config, row.fsdp), value_of(config, roles_of(config)[0].fsdp)
     ranks, adapted = placement(config).world_sizes[row.name], value_of(config, model.key.removesuffix(".path"))
-    factors = shape.lora_parameters(adapted) if getattr(adapted, "lora_rank", 0) else 0
+    factors = shape.lora_parameters(adapted) if getattr(adapted, "trains_factors", False) else 0
     rank = Rank(
         shape,
         config.device,
@@ -227,7 +226,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         recomputes=getattr(layers, "enable_gradient_checkpointing", False),
         saves_on_cpu=getattr(layers, "enable_activation_offload", False) and config.device == "cuda",
     )
-    peaks = [rank.forward(_tokens(config, row, each)) for each in passes if not each.updates]
+    peaks = [rank.forward(_tokens(config, row, limits)) for limits in passes if not limits.updates]
     peaks += [] if update is None else [rank.update(_tokens(config, row, update))]
     states, optimizer = rank.weights + rank.step["optimizer"], rank.kept["optimizer"]
     waiting = rank.weights * (not fsdp.param_offload) + optimizer

@@ -7,8 +7,7 @@ from typing import Any
 
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import CUDA_GIB, RoleMemory, largest, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import placement
@@ -69,10 +68,10 @@ def memory_problems(
     ways = _SUPERVISED_STATES if supervised else _STATES
     if not certain:
         ways = (*(_SUPERVISED_PASSES if supervised else _PASSES), *ways)
-    found = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib, certain=certain)]
+    texts = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib, certain=certain)]
     if host_gib is not None and (config.device == "cpu" or not certain):
-        found += _in_machines(config, roles, host_gib, certain=certain)
-    for text in found:
+        texts += _in_machines(config, roles, host_gib, certain=certain)
+    for text in texts:
         advice = f"what makes room, in this order: {', '.join(ways)}"
         estimate = "" if certain else "by the estimate "
         yield Problem(f"{model.setting}: {estimate}{text}; {advice}", (model.key, *_GPUS[:2], "cluster.gpu_memory_gib"))

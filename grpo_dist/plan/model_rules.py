@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_dist.config.problems import Problem, between_keys, problem_between, shown
+from grpo_dist.config.problems import Problem, between_keys, shown, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.memory_rules import memory_problems
@@ -56,11 +56,12 @@ def position_problems(config: JobConfig, model: Model, model_config: Mapping[str
         f"{model.longest} tokens, and {model.path} has {positions[1]} positions ({positions[0]} in its config.json), "
         f"which are not exceeded; {lower}{more}"
     )
-    yield problem_between(config, why, *model.lengths, model.key)
+    keys = (*model.lengths, model.key)
+    yield Problem(f"{with_values(config, ', '.join(f'<{key}>' for key in keys))}: {why}", keys)
 
 
 def model_problems(
-    config: RunConfig,
+    config: JobConfig,
     model_config: Mapping[str, Any] | None,
     memory_gib: float | None,
     host_gib: float | None = None,
@@ -77,25 +78,26 @@ def model_problems(
     """
     if model_config is None:
         return
-    found = {**model_config, **config.actor_rollout_ref.model.override_config}
-    yield from between_keys(functools.partial(_engines_split_it, found=found))(config)
-    yield from _rope_is_set_as_a_whole(config, model_config)
+    if isinstance(config, RunConfig):
+        entries = {**model_config, **config.actor_rollout_ref.model.override_config}
+        yield from between_keys(functools.partial(_engines_split_it, entries=entries))(config)
+        yield from _rope_is_set_as_a_whole(config, model_config)
+        yield from between_keys(functools.partial(_experts_are_trained_as_asked, entries=entries))(config)
     yield from position_problems(config, models_of(config)[0], model_config)
-    yield from between_keys(functools.partial(_experts_are_trained_as_asked, found=found))(config)
     yield from memory_problems(config, model_config, memory_gib, host_gib, num_parameters)
 
 
 def max_positions(model_config: Mapping[str, Any]) -> tuple[str, int] | None:
     """(entry of config.json, longest sequence in tokens), as vLLM derives it; None if config.json does not say."""
     text = text_config(model_config)
-    found = {name: number for name in _POSITIONS if (number := count(text, name))}
+    limits = {name: number for name in _POSITIONS if (number := count(text, name))}
     if decides := count(text, "model_max_length"):  # Cohere's models: it overrides the others
-        found = {"model_max_length": decides}
-    if not found:
+        limits = {"model_max_length": decides}
+    if not limits:
         return None
-    name = min(found, key=lambda each: found[each])
+    name = min(limits, key=limits.__getitem__)
     scaled = 1.0 if "gemma3" in str(model_config.get("model_type")) else _scaling_factor(text)
-    return name, int(found[name] * scaled)
+    return name, int(limits[name] * scaled)
 
 
 def _scaling_factor(text: Mapping[str, Any]) -> float:
@@ -103,11 +105,11 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
     settings = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(settings, Mapping):
         return 1.0
-    nested = [each for each in settings.values() if isinstance(each, Mapping)]
+    nested = [value for value in settings.values() if isinstance(value, Mapping)]
     factor = 1.0
-    for each in nested or [settings]:
-        own = each.get("factor")
-        if each.get("rope_type", each.get("type", "default")) not in _ALREADY_SCALED and isinstance(own, int | float):
+    for rope in nested or [settings]:
+        own = rope.get("factor")
+        if rope.get("rope_type", rope.get("type", "default")) not in _ALREADY_SCALED and isinstance(own, int | float):
             factor = float(own)
     return factor
 
@@ -119,12 +121,12 @@ def _heads(model_config: Mapping[str, Any]) -> tuple[int, int]:
     return heads, count(text, "num_key_value_heads") or heads
 
 
-def _engines_split_it(config: RunConfig, found: Mapping[str, Any]) -> Iterator[str]:
+def _engines_split_it(config: RunConfig, entries: Mapping[str, Any]) -> Iterator[str]:
     """Tensor parallelism gives each process whole attention heads, whole key-value heads or a copy of one, and a part
     of every expert along its intermediate size.
     """
-    size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, text_config(found)
-    heads, kv_heads = _heads(found)
+    size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, text_config(entries)
+    heads, kv_heads = _heads(entries)
     if heads and not heads_split(heads, kv_heads, size):
         per_node = config.trainer.n_gpus_per_node or heads
         of_node = (number for number in range(1, per_node + 1) if per_node % number == 0)
@@ -138,12 +140,12 @@ def _engines_split_it(config: RunConfig, found: Mapping[str, Any]) -> Iterator[s
         yield f"<rollout.tensor_model_parallel_size>, <model.path>: {why}"
 
 
-def _experts_are_trained_as_asked(config: RunConfig, found: Mapping[str, Any]) -> Iterator[str]:
+def _experts_are_trained_as_asked(config: RunConfig, entries: Mapping[str, Any]) -> Iterator[str]:
     """The auxiliary loss that balances a router would be computed but not used. LoRA adapts linear layers only, and
     experts are one tensor of a layer; where it has adapters vLLM computes experts by Triton (its
     fused_moe/oracle/unquantized.py), which CPU lacks.
     """
-    model, text = config.actor_rollout_ref.model, text_config(found)
+    model, text = config.actor_rollout_ref.model, text_config(entries)
     key, balance = f"{_MODEL}.override_config", model.override_config.get("router_aux_loss_coef")
     why = "the router's auxiliary loss is not part of the training loss (as in verl), so it would have no effect"
     if text.get("output_router_logits") is True:
@@ -170,7 +172,7 @@ def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) 
     changes, text = model.override_config, text_config(model_config)
     scaling = changes.get("rope_parameters", changes.get("rope_scaling"))
     names = [name for name in ("rope_theta", "rope_scaling") if name in changes]
-    nested = isinstance(scaling, Mapping) and any(isinstance(each, Mapping) for each in scaling.values())
+    nested = isinstance(scaling, Mapping) and any(isinstance(value, Mapping) for value in scaling.values())
     incomplete = isinstance(scaling, Mapping) and not nested and "rope_theta" not in scaling
     if model.trust_remote_code or not (names or incomplete):
         return
@@ -185,7 +187,7 @@ def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) 
     )
 
 
-def models_take_it(config: RunConfig) -> Iterator[Problem]:
+def models_take_it(config: JobConfig) -> Iterator[Problem]:
     """Report what the models' config.json rule out, where these are at hand."""
     policy, *others = models_of(config)
     at_hand = model_config_at_hand(policy.path)

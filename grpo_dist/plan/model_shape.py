@@ -13,8 +13,8 @@ from grpo_dist.assets import BUILTIN, expanded, is_folder, resolve_model_path
 from grpo_dist.errors import ConfigError
 
 if TYPE_CHECKING:
+    from grpo_dist.config.schema_job import SFTModelConfig
     from grpo_dist.config.schema_roles import ModelConfig
-    from grpo_dist.config.schema_supervised import SFTModelConfig
 
 # Model types whose MLP has two matrices; that of the others has three, one of them a gate.
 _UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}
@@ -128,8 +128,8 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
 
 def num_experts(text: Mapping[str, Any]) -> int:
     """Routed experts per layer, by config.json; 0 if the model has none."""
-    found = next(filter(None, (count(text, name) for name in _EXPERTS)), 0)
-    return found if found > 1 else 0
+    number = next(filter(None, (count(text, name) for name in _EXPERTS)), 0)
+    return number if number > 1 else 0
 
 
 def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -155,11 +155,11 @@ def model_config_at_hand(path: str) -> dict[str, Any] | None:
         return None
     for candidate in (folder, *_cached_snapshots(path)):
         try:
-            found = json.loads((candidate / "config.json").read_text(encoding="utf-8"))
+            entries = json.loads((candidate / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(entries, dict):
+            return entries
     known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
     return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
 

@@ -126,12 +126,12 @@ def fill(count: int, size: int, free: list[int]) -> tuple[int, ...]:
     Returns:
         The machine of each unit; fewer than `count` if not all of them fit.
     """
-    found: list[int] = []
+    homes: list[int] = []
     for machine in range(len(free)):
-        fitting = min(free[machine] // size, count - len(found))
-        found += [machine] * fitting
+        fitting = min(free[machine] // size, count - len(homes))
+        homes += [machine] * fitting
         free[machine] -= fitting * size
-    return tuple(found)
+    return tuple(homes)
 
 
 def spread(count: int, processes: list[int]) -> tuple[int, ...]:
@@ -144,9 +144,9 @@ def spread(count: int, processes: list[int]) -> tuple[int, ...]:
     Returns:
         The machine of each process.
     """
-    each, over = divmod(count, len(processes))
+    base, over = divmod(count, len(processes))
     emptiest = set(sorted(range(len(processes)), key=processes.__getitem__)[:over])
-    shares = [each + (machine in emptiest) for machine in range(len(processes))]
+    shares = [base + (machine in emptiest) for machine in range(len(processes))]
     for machine, share in enumerate(shares):
         processes[machine] += share
     return tuple(machine for machine, share in enumerate(shares) for _ in range(share))

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Colocation, Device
-from grpo_dist.config.schema_supervised import SupervisedConfig
-from grpo_dist.plan.roles import ROLES, roles_of
+from grpo_dist.plan.roles import ROLES, roles_of, table_of
 
+SEPARATE: Colocation = "separate"  # no roles share GPUs
 # Logical CPUs that Ray reserves per process on CPU: small, so that all roles fit on a laptop.
 CPU_SHARE = 0.1
 # Up to so many processes that share a GPU get equal parts of it from Ray, however many there are.
@@ -95,57 +95,46 @@ class Placement:
 
 def placement(config: JobConfig) -> Placement:
     """Return the placement of a config: `cluster.*`, with defaults for the keys that are null."""
-    if isinstance(config, SupervisedConfig):
-        return _of_one_model(config)
-    assert isinstance(config, RunConfig)
-    return _of_run(config)
-
-
-def _of_one_model(config: SupervisedConfig) -> Placement:
-    """Return the placement of a command that trains one model, whose ranks have GPUs of their own."""
-    on_cpu = config.device == "cpu"
-    return Placement(
-        device=config.device,
-        world_sizes={config.role: config.world_size},
-        tensor_parallel=1,
-        colocate="separate",
-        num_devices=config.trainer.nnodes if on_cpu else config.world_size,
-        num_cpus_per_worker=config.cluster.num_cpus_per_worker or (CPU_SHARE if on_cpu else 1.0),
-        num_threads={config.role: config.num_threads},
-        extra_engines=0,
-    )
-
-
-def _of_run(config: RunConfig) -> Placement:
-    asked, gpus = config.cluster, config.num_gpus
-    tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    colocate = _colocate(config, tensor_parallel)
-    if config.device == "cpu":
-        actor = asked.actor_world_size or _cpu_actors(config)
-        rollout = asked.rollout_world_size or tensor_parallel
-        followers = {
-            role: size or (actor if ROLES[role].trains else config.sequence_parallel_size(role))
-            for role, size in _followers(config).items()
-        }
-    elif colocate == "all":
-        actor = asked.actor_world_size or gpus
-        rollout = asked.rollout_world_size or max(actor // tensor_parallel, 1) * tensor_parallel
-        followers = {role: size or actor for role, size in _followers(config).items()}
+    on_cpu, tensor_parallel, colocate, most = config.device == "cpu", 1, SEPARATE, 0
+    if isinstance(config, SupervisedConfig):  # its ranks have GPUs of their own
+        sizes = {config.role: config.world_size}
     else:
-        actor, rollout, followers = _split(config, gpus, tensor_parallel, colocate)
-    absent = {role: 0 for role, row in ROLES.items() if row.follows}
-    sizes = {"actor": actor, "rollout": rollout, **absent, **followers}
-    own = sum(size for role, size in sizes.items() if role == "actor" or colocate not in ROLES[role].shares)
+        assert isinstance(config, RunConfig)
+        tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        colocate = _colocate(config, tensor_parallel)
+        sizes = _sizes(config, tensor_parallel, colocate)
+        most = config.cluster.max_rollout_world_size or 0
+    shares = {role: role != "actor" and colocate in row.shares for role, row in table_of(config).items()}
     return Placement(
         device=config.device,
         world_sizes=sizes,
         tensor_parallel=tensor_parallel,
         colocate=colocate,
-        num_devices=config.trainer.nnodes if config.device == "cpu" else own,
-        num_cpus_per_worker=asked.num_cpus_per_worker or (CPU_SHARE if config.device == "cpu" else 1.0),
+        num_devices=config.trainer.nnodes if on_cpu else sum(n for role, n in sizes.items() if not shares[role]),
+        num_cpus_per_worker=config.cluster.num_cpus_per_worker or (CPU_SHARE if on_cpu else 1.0),
         num_threads=_threads(config, {role: size for role, size in sizes.items() if size}),
-        extra_engines=max((asked.max_rollout_world_size or rollout) - rollout, 0) // tensor_parallel,
+        extra_engines=max(most - sizes.get("rollout", most), 0) // tensor_parallel,
     )
+
+
+def _sizes(config: RunConfig, tensor_parallel: int, colocate: Colocation) -> dict[str, int]:
+    """Return the number of processes by role; roles that the run lacks have 0."""
+    asked, wanted = config.cluster, _followers(config)
+    if config.device == "cpu":
+        actor = asked.actor_world_size or _cpu_actors(config)
+        rollout = asked.rollout_world_size or tensor_parallel
+        followers = {
+            role: size or (actor if ROLES[role].trains else config.sequence_parallel_size(role))
+            for role, size in wanted.items()
+        }
+    elif colocate == "all":
+        actor = asked.actor_world_size or config.num_gpus
+        rollout = asked.rollout_world_size or max(actor // tensor_parallel, 1) * tensor_parallel
+        followers = {role: size or actor for role, size in wanted.items()}
+    else:
+        actor, rollout, followers = _split(config, config.num_gpus, tensor_parallel, colocate)
+    absent = {role: 0 for role, row in ROLES.items() if row.follows}
+    return {"actor": actor, "rollout": rollout, **absent, **followers}
 
 
 def _colocate(config: RunConfig, tensor_parallel: int) -> Colocation:
@@ -175,7 +164,7 @@ def _cpu_actors(config: RunConfig) -> int:
     return max(2 if config.has_builtin_model else 1, config.sequence_parallel_size("actor"))
 
 
-def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
+def _threads(config: JobConfig, processes: Mapping[str, int]) -> dict[str, int]:
     """Compute threads per process of each role. Roles take turns, so the processes of one role share all cores.
 
     The reference overlaps with generation, but gets all cores too: it has little work then, and runs alone afterwards.

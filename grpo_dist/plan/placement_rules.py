@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 
 from grpo_dist.config.problems import Problem, between_keys, value_of
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.node_layout import copy_size, node_layout
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES, Role, roles_of
+from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of
 from grpo_dist.sizes import divisor_up_to
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
 
-_CLUSTER = tuple(row.size_key for row in ROLES.values() if row.shares)
-_SIZES = ", ".join(f"<{key}>" for key in _CLUSTER)
+_SIZES = ", ".join(f"<{row.size_key}>" for row in ROLES.values() if row.shares)
 _PER_NODE, _TENSOR_PARALLEL = "<trainer.n_gpus_per_node>", "<rollout.tensor_model_parallel_size>"
 _BACKEND, _MOST = "<rollout.checkpoint_engine.backend>", "<cluster.max_rollout_world_size>"
 _ULYSSES = "ulysses_sequence_parallel_size"
@@ -49,7 +49,7 @@ def batches_are_divided(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
-def ranks_are_divided(config: RunConfig) -> Iterator[str]:
+def ranks_are_divided(config: JobConfig) -> Iterator[str]:
     """The ranks of a role are a number of groups that split sequences, which they can where padding is removed, and of
     copies of its weights.
     """
@@ -60,7 +60,12 @@ def ranks_are_divided(config: RunConfig) -> Iterator[str]:
             fitting = " or ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
             why = f"{ranks} {row.name} ranks are no whole number of groups of {size}; set it to {fitting}"
             yield f"<{row.section}.{_ULYSSES}>, <{row.size_key}>: {why}"
-        if ranks and size > 1 and not config.actor_rollout_ref.model.use_remove_padding:
+        if (
+            isinstance(config, RunConfig)
+            and ranks
+            and size > 1
+            and not config.actor_rollout_ref.model.use_remove_padding
+        ):
             why = "only sequences without padding are split over ranks; set the second to true, or the first to 1"
             yield f"<{row.section}.{_ULYSSES}>, {padding}: {why}"
         copy = value_of(config, f"{row.fsdp}.fsdp_size") if row.trains else -1
@@ -106,18 +111,21 @@ def more_engines_are_whole_and_apart(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
-def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[str]:
+def roles_fit_on_the_gpus(config: JobConfig) -> Iterator[str]:
     """There are as many GPUs as the roles need together."""
     place, gpus = placement(config), config.num_gpus
     if place.device == "cpu" or place.num_devices <= gpus:
         return
     own = {role: size for role, size in place.world_sizes.items() if size and (role not in place.sharing[1:])}
     split = " + ".join(f"{role} {size}" for role, size in own.items())
-    asked = "".join(f"<{key}>, " for key in _CLUSTER if value_of(config, key) is not None)
-    shared = "" if place.shares_gpu else ", or cluster.colocate=all, where all roles share the actor's GPUs"
+    sizes = [table_of(config)[role].size_key for role in place.world_sizes]
+    keys, shared = [f"<{key}>" for key in sizes if value_of(config, key) is not None], ""
+    if isinstance(config, RunConfig):
+        keys += ["<cluster.colocate>", _TENSOR_PARALLEL]
+        shared = "" if place.shares_gpu else ", or cluster.colocate=all, where all roles share the actor's GPUs"
     yield (
-        f"{asked}<cluster.colocate>, {_TENSOR_PARALLEL}, <trainer.nnodes>, {_PER_NODE}: {split} = {place.num_devices} "
-        f"GPUs are needed and there are {gpus}; set smaller {', '.join(_CLUSTER)}, or more machines{shared}"
+        f"{', '.join(keys)}, <trainer.nnodes>, {_PER_NODE}: {split} = {place.num_devices} GPUs are needed and there "
+        f"are {gpus}; set smaller {', '.join(sizes)} (null: the default), or more machines{shared}"
     )
 
 
@@ -210,9 +218,9 @@ def passes_hold_what_they_must(config: RunConfig) -> Iterator[str]:
         model = None if row.model is None else row.model(config)
         if model is not None and 0 < model.longest < longest:
             continue  # its sequences are shorter; a longer one gets a pass of its own
-        for each in row.passes(config):
-            if each.max_token_len is not None and each.max_token_len < longest:
-                short.setdefault(each.key, config.sequence_parallel_size(row.name))
+        for limits in row.passes(config):
+            if limits.max_token_len is not None and limits.max_token_len < longest:
+                short.setdefault(limits.key, config.sequence_parallel_size(row.name))
     for key, ranks in short.items():
         least = f" / {ranks} ranks = {-(-longest // ranks)}" if ranks > 1 else ""
         why = f"a micro-batch must hold the longest sequence: at least prompt + response = {longest}{least}"

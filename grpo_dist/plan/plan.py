@@ -8,8 +8,7 @@ from math import ceil
 from grpo_dist.config.load import readable_config
 from grpo_dist.config.problems import shown, value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.node_layout import node_layout
@@ -103,8 +102,8 @@ def _passes_of(config: RunConfig, row: Role) -> Rows:
     """Return the passes of a role over a batch, and over the mini-batches of one that trains."""
     groups, n = placement(config).row_groups(config, row.name), config.actor_rollout_ref.rollout.n
     rows, whose = [], "" if row.name == "actor" else f"{row.name}'s "
-    for each in row.passes(config):
-        if each.updates:
+    for limits in row.passes(config):
+        if limits.updates:
             section = value_of(config, row.section)
             mini, epochs = section.ppo_mini_batch_size, section.ppo_epochs
             count, per_rank = config.data.train_batch_size // mini, mini * n // groups
@@ -112,11 +111,11 @@ def _passes_of(config: RunConfig, row: Role) -> Rows:
                 (f"{whose}mini-batches per pass", f"{count:,} of {mini:,} prompts = {mini * n:,} sequences"),
                 (f"{whose}optimizer steps per training step", f"{count:,} * ppo_epochs={epochs} = {count * epochs:,}"),
                 (f"sequences per {row.name} rank and mini-batch", f"{per_rank:,}"),
-                (f"micro-batches per {row.name} rank and mini-batch", _passes(per_rank, n, each)),
+                (f"micro-batches per {row.name} rank and mini-batch", _passes(per_rank, n, limits)),
             ]
         else:
             per_rank = ceil(config.data.train_batch_size * n / groups)
-            rows.append((f"{each.what} passes per {row.name} rank", each.none or _passes(per_rank, n, each)))
+            rows.append((f"{limits.what} passes per {row.name} rank", limits.none or _passes(per_rank, n, limits)))
     return rows
 
 
@@ -148,14 +147,10 @@ def _step(config: JobConfig) -> str:
     actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     per_rank = actor.ppo_mini_batch_size * n // placement(config).row_groups(config, "actor")
     steps = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
-    if actor.max_token_len is not None:
-        micro = f"micro-batches of at most {actor.max_token_len:,} tokens"
-    else:
-        size = _whole_groups(actor.ppo_micro_batch_size_per_gpu, n)
-        micro = _many(ceil(per_rank / size), "micro-batch", "micro-batches")
+    update, *_ = roles_of(config)[0].passes(config)
     return (
         f"{prompts:,} prompts * n={n} = {prompts * n:,} sequences; {_many(steps, 'optimizer step')}; a mini-batch is "
-        f"{_many(per_rank, 'sequence')} per actor rank, in {micro}"
+        f"{_many(per_rank, 'sequence')} per actor rank, in micro-batches: {_passes(per_rank, n, update)}"
     )
 
 
@@ -214,7 +209,7 @@ def _processes(config: JobConfig, row: Role) -> str:
         return _many(value_of(config, row.size_key), "process", "processes")
     if (model := row.model(config)) is None:
         return ""
-    split = config.sequence_parallel_size(row.name) if isinstance(config, RunConfig) else 1
+    split = config.sequence_parallel_size(row.name)
     ranks = _many(place.world_sizes[row.name], "rank")
     if split > 1:
         ranks += f" in {_many(place.world_sizes[row.name] // split, 'group')} that split sequences"

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
+from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
+from grpo_dist.config.schema_job import SFTConfig, SupervisedConfig
 
 POLICY = "model"  # the title of the model that is trained, and has the tokenizer
-_ACTOR, _REF, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+_MODEL, _TOKENS = "actor_rollout_ref.model", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 _LOADS = "grpo_dist.trainer.model_settings"
 
 
@@ -106,19 +107,23 @@ def _lengths(config: RunConfig) -> tuple[str, ...]:
     return ("data.max_prompt_length", "data.max_response_length")
 
 
+def _budget(config: RunConfig, key: str) -> str:
+    """Return the key of the tokens of a pass: this one, or where it is null the actor's."""
+    return _TOKENS if value_of(config, key) is None else key
+
+
 def policy_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the passes of the ranks that train the policy."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    own, asked = f"{_ACTOR}.ppo_max_token_len_per_gpu", "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu"
+    key = _budget(config, "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
     none = ""
     if config.on_policy:
         none = "none: on-policy, so the update computes them"
     elif not config.needs_old_log_probs:
         none = "none: the rollout log-probs are used (bypass_mode)"
     limit = actor.log_prob_max_token_len(rollout)
-    key = asked if rollout.log_prob_max_token_len_per_gpu else own
     return (
-        Pass("update", actor.ppo_micro_batch_size_per_gpu, actor.max_token_len, own, updates=_MODEL),
+        Pass("update", actor.ppo_micro_batch_size_per_gpu, actor.max_token_len, _TOKENS, updates=_MODEL),
         Pass("old log-prob", rollout.log_prob_micro_batch_size_per_gpu, limit, key, none=none),
     )
 
@@ -150,8 +155,7 @@ def reference(config: RunConfig) -> Model:
 def reference_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the pass of the reference."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    own, asked = f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_REF}.log_prob_max_token_len_per_gpu"
-    key = asked if ref.log_prob_max_token_len_per_gpu else own
+    key = _budget(config, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu")
     return (Pass("reference", ref.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(ref), key),)
 
 
@@ -188,8 +192,7 @@ def scorer(config: RunConfig) -> Model | None:
 def scorer_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the reward model's pass over what is sampled."""
     section, actor = config.reward_model, config.actor_rollout_ref.actor
-    own, asked = f"{_ACTOR}.ppo_max_token_len_per_gpu", "reward_model.forward_max_token_len_per_gpu"
-    key = asked if section.forward_max_token_len_per_gpu else own
+    key = _budget(config, "reward_model.forward_max_token_len_per_gpu")
     return (Pass("score", section.micro_batch_size_per_gpu, section.max_token_len(actor), key),)
 
 

@@ -1,4 +1,4 @@
-"""The rules of `grpo-dist train`, and those on the files that a config names: one problem for each that is missing.
+"""The rules and notes of the commands, and the rules on files that a config names: a problem for each that is missing.
 
 All of them run, so one attempt shows everything. Machines are not asked here: whether a GPU is
 really there is found out when Ray starts.
@@ -7,24 +7,34 @@ really there is found out when Ray starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder, resolve_model_path
-from grpo_dist.config.adapter import ADAPTER_KEY, engines_take_the_factors
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
-from grpo_dist.config.engine_arguments import ENGINE_RULES, engine_notes
-from grpo_dist.config.problems import Problem, value_of
+from grpo_dist.config.problems import Problem, between_keys, shown, value_of
+from grpo_dist.config.run_code import UPDATE
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
+from grpo_dist.config.schema_roles import ADAPTER_KEY
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.key_rules import KEY_RULES, job_notes, job_rules, run_notes
 from grpo_dist.plan.memory_rules import memory_notes
 from grpo_dist.plan.model_rules import experts_stay_frozen, models_take_it
-from grpo_dist.plan.placement_rules import PLACEMENT_RULES, Rule
+from grpo_dist.plan.placement_rules import PLACEMENT_RULES, Rule, ranks_are_divided, roles_fit_on_the_gpus
 from grpo_dist.plan.roles import models_of
 from grpo_dist.plugins.names import parse_code
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_CODE = (*UPDATE, f"{_ROLLOUT}.name", f"{_ROLLOUT}.agent.default_agent_loop", "data.sampler.class_path")
+_VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
+_ENGINE_ARGUMENTS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("engine_arguments.yaml").read_text(encoding="utf-8")
+)
 
 
 def files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -60,17 +70,10 @@ def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
-    agent, custom = config.actor_rollout_ref.rollout.agent, config.custom_reward_function
-    named = {
-        "data.sampler.class_path": config.data.sampler.class_path,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator,
-        "actor_rollout_ref.rollout.name": config.actor_rollout_ref.rollout.name,
-        "actor_rollout_ref.rollout.agent.default_agent_loop": agent.default_agent_loop,
-        "actor_rollout_ref.actor.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type,
-        "actor_rollout_ref.actor.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
-    }
-    functions = [custom.path] if custom.listed is None else [each.get("path") for each in custom.listed]
-    for key, name in [*(("custom_reward_function.path", path) for path in functions), *named.items()]:
+    custom = config.custom_reward_function
+    functions = [custom.path] if custom.listed is None else [entry.get("path") for entry in custom.listed]
+    named = [("custom_reward_function.path", path) for path in functions]
+    for key, name in [*named, *((key, value_of(config, key)) for key in _CODE)]:
         source = parse_code(str(name or "")).source
         if source and (source.endswith(".py") or "/" in source) and not is_file(source):
             yield _missing(key, source, "file")
@@ -87,12 +90,55 @@ def vllm_is_installed(config: RunConfig) -> Iterator[Problem]:
         yield Problem(text, (key,), missing_file=True)
 
 
+# --- arguments that go to vLLM as they are ---------------------------------------------------------------------------
+def drafts(config: RunConfig) -> str:
+    """Return the argument that makes engines decode speculatively, as key=value; "" if none does."""
+    given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    return next(
+        (f"{_VLLM}.{name}={shown(given[name])}" for name in _ENGINE_ARGUMENTS["drafts"] if given.get(name) is not None),
+        "",
+    )
+
+
+def vllm_arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Problem]:
+    """Engines that are told otherwise than the trainer would sample what the trainer takes for something else."""
+    for name, value in config.actor_rollout_ref.rollout.engine_kwargs.vllm.items():
+        owned = _ENGINE_ARGUMENTS["owned"].get(name)
+        if owned is not None and value not in (None, owned["plain"]):
+            yield Problem(f"{_VLLM}.{name}={shown(value)}: {owned['why']}", (f"{_VLLM}.{name}",))
+
+
+def seeded_samples_are_not_drafted(config: RunConfig) -> Iterator[Problem]:
+    """Drafts make a seed give other tokens, by how many of them are accepted."""
+    rollout, given = config.actor_rollout_ref.rollout, drafts(config)
+    if given and rollout.resolved_deterministic(config.device):
+        deterministic, where = f"{_ROLLOUT}.deterministic", "" if rollout.deterministic else ", on CPU that is true"
+        why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
+        text = f"{given}, {deterministic}={shown(rollout.deterministic)}{where}: {why}"
+        yield Problem(text, (given.partition("=")[0], deterministic))
+
+
+def engine_notes(config: RunConfig) -> Iterator[Problem]:
+    """Notes on arguments that change what is sampled."""
+    given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    for name in (name for name, plain in _ENGINE_ARGUMENTS["inexact"].items() if given.get(name) not in (None, plain)):
+        why = (
+            "responses are sampled from another distribution than the one that the trainer's log-probs are of; "
+            "training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction corrects for it"
+        )
+        yield Problem(f"{_VLLM}.{name}={shown(given[name])}: {why}", (f"{_VLLM}.{name}",))
+    if drafted := drafts(config):
+        why = "drafted tokens are of the same distribution, but not those that the same seeds give without"
+        yield Problem(f"{drafted}: {why}", (drafted.partition("=")[0],))
+
+
+# --- all rules -------------------------------------------------------------------------------------------------------
 RULES: tuple[Rule, ...] = (
     job_rules,
     *KEY_RULES,
-    engines_take_the_factors,
     *PLACEMENT_RULES,
-    *ENGINE_RULES,
+    vllm_arguments_are_no_keys_of_the_config,
+    seeded_samples_are_not_drafted,
     models_take_it,
     files_exist,
     model_folders_exist,
@@ -100,6 +146,28 @@ RULES: tuple[Rule, ...] = (
     vllm_is_installed,
 )
 NOTES: tuple[Rule, ...] = (run_notes, engine_notes, experts_stay_frozen, memory_notes, job_notes)
+
+
+@between_keys
+def passes_hold_the_longest_row(config: SupervisedConfig) -> Iterator[str]:
+    """The token budget holds at least the longest conversation."""
+    budget = config.data.max_token_len
+    if budget is not None and budget < config.data.max_length:
+        why = "a pass must hold the longest conversation; raise the first or lower the second"
+        yield f"<data.max_token_len_per_gpu>, <data.max_length>: {why}"
+
+
+# Of the commands that train one model on rows with known answers.
+SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Iterator[Problem]], ...] = (
+    job_rules,
+    files_exist,
+    model_folders_exist,
+    roles_fit_on_the_gpus,
+    ranks_are_divided,
+    passes_hold_the_longest_row,
+    models_take_it,
+)
+SUPERVISED_NOTES: tuple[Callable[[SupervisedConfig], Iterator[Problem]], ...] = (memory_notes, job_notes)
 
 
 def looks_like_folder(path: str) -> bool:

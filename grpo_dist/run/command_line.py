@@ -10,8 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from grpo_dist.config.command import AnyCommand
-from grpo_dist.config.documented import usage
+from grpo_dist.config.command import AnyCommand, usage
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from grpo_dist.assets import is_on_the_hub
 from grpo_dist.checks.all_checks import check_all
-from grpo_dist.checks.earlier_runs import is_finished, nothing_to_train
 from grpo_dist.checks.models import build_models, checked_models
+from grpo_dist.checks.run_folder import is_finished, nothing_to_train
 from grpo_dist.config.run_code import ENGINE, FLAG, REWARD, code_of_run
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig

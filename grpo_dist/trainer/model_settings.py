@@ -13,8 +13,8 @@ from grpo_dist.assets import (
     TRAINED_MODEL_KEY,
 )
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import SFTConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import FSDPConfig
-from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
 from grpo_dist.engines.settings import (
     CRITIC_ROOM,
     REF_ROOM,

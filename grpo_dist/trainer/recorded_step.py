@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from grpo_dist.config.engine_arguments import drafts
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, require_trust
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.rules import drafts
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.jsonl import METRICS, ROLLOUTS, read_metrics

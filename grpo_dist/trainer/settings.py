@@ -9,9 +9,8 @@ from typing import Any
 from grpo_dist.algorithms.kl import KLController
 from grpo_dist.algorithms.settings import ValueSettings
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
-from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import AgentConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.data.step_tokens import step_form
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.plan.placement import Placement

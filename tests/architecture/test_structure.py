@@ -30,21 +30,19 @@ TESTED_ELSEWHERE = {
     "cli/arguments.py": "cli/test_entry.py",  # every command explains itself
     "trainer/checkpoint/identity.py": "cli/test_trained.py",  # read there
     "agents/child_loop.py": "agents/test_external.py",  # what runs beside a rollout engine
-    "config/documented.py": "cli/test_help.py",  # what is told of keys
     "trainer/checkpoint/export.py": "cli/test_export.py",  # by its command
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
     "sizes.py": "plan/test_memory.py",  # counted with there
     "plan/commands.py": "config/test_load.py",  # the commands whose configs are loaded there
     "plan/key_rules.py": "plan/test_rules.py",  # most of the rules there
-    "config/schema_job.py": "config/test_schema.py",  # a part of the schema
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
     "config/schema_models.py": "plan/test_rules.py",  # a part of the schema
     "config/schema_health.py": "trainer/test_health.py",  # the rules that are judged there
     "plan/model_shape.py": "plan/test_plan.py",  # sizes that the dry run counts with
     "plan/role_models.py": "plan/test_roles.py",  # what the rows of the table say of models
     "config/overrides.py": "config/test_load.py",  # the command line
-    "checks/result.py": "checks/test_earlier_runs.py",  # plain records
+    "checks/result.py": "checks/test_run_folder.py",  # plain records
     "config/problems.py": "config/test_load.py",  # wording of messages
     "algorithms/settings.py": "trainer/test_loss_settings.py",  # plain records, made there
     "engines/settings.py": "engines/train/test_fsdp_engine.py",  # plain records

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.help import COMMON, explain, matches
-from grpo_dist.config.documented import all_keys
+from grpo_dist.config.command import all_keys
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import COMMANDS, GRPO

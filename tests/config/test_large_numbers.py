@@ -22,6 +22,7 @@ import resource, signal, sys
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 for command in (GRPO, SFT, REWARD_MODEL):
     for key in leaf_keys(command.schema):

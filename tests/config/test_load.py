@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.documented import usage
+from grpo_dist.config.command import usage
 from grpo_dist.config.keys import nearest_keys
 from grpo_dist.config.load import readable_config, saved_values, with_overrides
 from grpo_dist.errors import ConfigError
@@ -274,7 +274,7 @@ def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
 def test_the_check_loads_no_heavy_module():
     code = """
 import sys
-from grpo_dist.config import documented
+from grpo_dist.config import command
 from grpo_dist.plan import plan
 from grpo_dist.plan.commands import load_config
 load_config(["model=smollm2_135m"])

@@ -14,7 +14,7 @@ from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.cli.entry import ENTRIES
-from grpo_dist.config.documented import all_keys
+from grpo_dist.config.command import all_keys
 from grpo_dist.config.field_types import Section
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.plan.commands import COMMANDS, GRPO

@@ -8,8 +8,7 @@ import pytest
 
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.engines import settings
 
 

@@ -10,7 +10,7 @@ import pytest
 from grpo_dist.config.load import load_command
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_supervised import SFTConfig
+from grpo_dist.config.schema_job import SFTConfig
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
 from grpo_dist.plan.roles import ROLES, SUPERVISED_ROLES, Role, models_of, roles_of
 from grpo_dist.plugins.registry import load_attribute

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from grpo_dist.config.documented import documented_keys
+from grpo_dist.config.command import documented_keys
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.plan.commands import GRPO

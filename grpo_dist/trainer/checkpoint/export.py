@@ -13,7 +13,7 @@ from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import saved_values
 from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import load_training_state

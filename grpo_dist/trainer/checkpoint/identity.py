@@ -10,8 +10,7 @@ from pathlib import Path
 
 from grpo_dist.assets.model_folder import Usage, read_usage
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_supervised import SFTConfig
+from grpo_dist.config.schema_job import JobConfig, SFTConfig
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, checkpoints, own_checkpoints
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest

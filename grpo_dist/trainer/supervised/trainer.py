@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import cast
 
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.protocol import Metric, metric_values
 from grpo_dist.roles.supervised import SupervisedGroup
 from grpo_dist.runtime.event_loop import blocking

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.documented import usage
+from grpo_dist.config.command import usage
 from grpo_dist.config.load import load_command
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from tests.messages import refuses, says
@@ -102,25 +102,6 @@ def test_everything_wrong_is_told_at_once() -> None:
 def test_names_of_other_trainers_are_understood(written: str, meant: str) -> None:
     with refuses(ConfigError, f"{written}:", meant):
         load(f"{written}=1")
-
-
-def test_ranks_without_a_gpu_are_counted_with_their_remedy() -> None:
-    gpus = (OWN, "trainer.n_gpus_per_node=4")
-    assert notes("model=tiny", *gpus[1:]) == []
-    says(notes(*gpus, "cluster.world_size=3", "model=hf"), "cluster.world_size=3", "1 of 4 GPUs")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "part"),
-    [
-        (("trainer.test_freq=-1",), "first step"),
-        (("trainer.test_freq=-1", "trainer.val_before_train=false"), "never"),
-    ],
-)
-def test_validation_rows_that_are_hardly_used_are_told(overrides: tuple[str, ...], part: str) -> None:
-    says(notes(*overrides), "trainer.test_freq=-1", "data.val_files", part)
-    assert notes("trainer.test_freq=-1", "data.val_files=null") == []
-    assert notes("trainer.test_freq=-1", "trainer.val_only=true") == []
 
 
 @pytest.mark.parametrize(

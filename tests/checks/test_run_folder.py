@@ -1,4 +1,4 @@
-"""The checks that the commands share: errors become one, and a checkpoint must fit the config."""
+"""The checks that the commands share: errors become one, a checkpoint must fit the config, and there is room for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import pytest
 
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.assets.model_folder import FILE, read_usage
-from grpo_dist.checks.earlier_runs import check_resume, is_finished, nothing_to_train
 from grpo_dist.checks.result import Checks
+from grpo_dist.checks.run_folder import check_disk, check_resume, is_finished, nothing_to_train
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import CheckpointError, ConfigError, DataError
-from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
+from grpo_dist.plan.memory import RoleMemory, memory_estimate
+from grpo_dist.plan.model_shape import model_config_at_hand
+from grpo_dist.sizes import GIB
 from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest, write_manifest
 from grpo_dist.trainer.record import EXPORTED
@@ -232,3 +235,60 @@ def test_the_model_of_another_experiment_without_a_checkpoint_is_not_replaced_by
         assert check_resume(asked, {}, LAST, verify=verify) == ""
     (tmp_path / "run" / CONFIG).unlink()
     assert check_resume(load(command, tmp_path, other), {}, LAST, verify=False) == "", "of whatever it was"
+
+
+# --- the room on the disk ----------------------------------------------------------------------------------------
+# 3 GiB in a checkpoint.
+ROLES = [RoleMemory("actor", {}, saved=2.0), RoleMemory("rollout", {}), RoleMemory("critic", {}, saved=1.0)]
+STEPS = 100
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs the check on a disk with so many GiB free; gives what it says."""
+
+    def run(free: float, *overrides: str, roles: list[RoleMemory] = ROLES) -> str:
+        monkeypatch.setattr("grpo_dist.checks.run_folder.free_bytes", lambda folder: int(free * GIB))
+        config, _ = load_config([f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=10", *overrides])
+        return check_disk(config, roles, STEPS)
+
+    return run
+
+
+def test_a_run_that_cannot_write_one_checkpoint_is_refused(check, tmp_path: Path) -> None:
+    key = f"trainer.default_local_dir={tmp_path}/run"
+    with refuses(ConfigError, key, "3 GiB", "2.9 GiB", "trainer.default_local_dir"):
+        check(2.9)
+    with refuses(ConfigError, key, "3 GiB"):
+        check(2.9, "trainer.save_freq=-1", "trainer.save_interval_minutes=30")
+    says(check(3.5), "3.5 GiB", "3 GiB")
+
+
+def test_what_a_killed_run_has_left_is_room(check, tmp_path: Path) -> None:
+    left = tmp_path / "run" / "global_step_10.tmp" / "actor"
+    left.mkdir(parents=True)
+    (left / "__0_0.distcp").write_bytes(bytes(1 << 20))
+    says(check(3 - 0.5 / 1024), "3 GiB")
+    with refuses(ConfigError, "3 GiB"):
+        check(3 - 1.5 / 1024)
+
+
+def test_a_run_that_writes_nothing_is_asked_for_nothing(check, tmp_path: Path) -> None:
+    assert check(0.0, "trainer.val_only=true") == ""
+    assert check(0.0, "trainer.save_freq=-1") == ""
+    assert check(0.0, roles=[]) == "", "a model of unknown sizes"
+    config, _ = load_config([f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=10"])
+    finished_run(config, STEPS)
+    assert check(0.0) == "", "the same command again only says that it is done"
+
+
+def test_the_estimate_has_what_every_role_that_trains_saves() -> None:
+    """Of the built-in model: 12 bytes a parameter."""
+    count, model = 476_224, model_config_at_hand("builtin:tiny-qwen3")
+
+    def saved(*overrides: str) -> dict[str, float]:
+        roles = memory_estimate(load_config(list(overrides))[0], model, count) or []
+        return {role.role: role.saved * GIB / (4 * count) for role in roles if role.saved}
+
+    assert saved() == saved("cluster.actor_world_size=4") == pytest.approx({"actor": 3})
+    assert saved("algorithm.adv_estimator=gae")["critic"] == pytest.approx(3, rel=0.1)

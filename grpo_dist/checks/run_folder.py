@@ -1,8 +1,8 @@
-"""What the checks before Ray starts ask of earlier runs: the checkpoint to resume from, and whether all is done."""
+"""The checks before Ray starts of the run's folder: its checkpoint to resume from, whether all is done, its disk."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,11 @@ from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.assets.model_folder import read_usage
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.engines.train.durable_files import free_bytes
 from grpo_dist.errors import CheckpointError, ConfigError, DataError
 from grpo_dist.plan.commands import command_of
+from grpo_dist.plan.memory import RoleMemory
+from grpo_dist.sizes import GIB
 from grpo_dist.trainer.checkpoint.config_changes import (
     another_place,
     check_changes,
@@ -19,7 +22,7 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     find_changes,
     read_config,
 )
-from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, leftovers, read_state
 from grpo_dist.trainer.checkpoint.identity import is_model_of
 from grpo_dist.trainer.record import EXPORTED
 
@@ -103,7 +106,7 @@ def is_finished(config: JobConfig, steps: int) -> bool:
     if trainer.val_only or trainer.resume_mode not in ("auto", "force") or folder is None:
         return False
     exported, lora = [EXPORTED] if trainer.export_hf_model else [], command_of(config).lora_section
-    if exported and lora and value_of(config, f"{lora}.lora_rank"):
+    if exported and lora and value_of(config, lora).trains_factors:
         exported.append(ADAPTER_FOLDER)
     try:
         return read_state(folder).step >= steps and all(
@@ -124,3 +127,33 @@ def nothing_to_train(config: JobConfig, steps: int) -> str:
     key = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
     lines.append(f"To train longer, raise {key}. For another run, set trainer.experiment_name to another name.")
     return "\n".join(lines)
+
+
+def check_disk(config: JobConfig, roles: Sequence[RoleMemory], steps: int) -> str:
+    """Check that the first checkpoint fits on the disk; every later one is asked again before it is written.
+
+    Args:
+        config: the run's config.
+        roles: what each role writes.
+        steps: training steps of the run.
+
+    Returns:
+        The room in a few words, for a dry run; "" if the run writes no checkpoint.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
+    saves = trainer.save_freq > 0 or trainer.save_interval_minutes is not None
+    if trainer.val_only or not saves or not roles or is_finished(config, steps):
+        return ""
+    left = (path for folder in leftovers(run_dir) for path in folder.rglob("*") if path.is_file())  # removed first
+    room = (free_bytes(run_dir) + sum(path.stat().st_size for path in left)) / GIB
+    size = sum(role.saved for role in roles)
+    if size > room:
+        key = "trainer.default_local_dir"
+        raise ConfigError(
+            f"{key}={trainer.default_local_dir}: a checkpoint needs {size:.3g} GiB, and {room:.3g} GiB are free. Make "
+            f"room, or set {key} to a folder on a larger disk"
+        )
+    return f"disk: {room:.3g} GiB free; a checkpoint takes {size:.3g} GiB"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from grpo_dist.config.load import load_command
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from grpo_dist.plan.node_layout import slots
-from grpo_dist.plan.placement import CPU_SHARE
+from grpo_dist.plan.placement import CPU_SHARE, placement
 from tests.messages import refuses, says
 
 OWN = "model.path=Qwen/Qwen3-0.6B"
@@ -46,13 +46,17 @@ def test_ranks_fill_one_machine_after_the_other_and_are_spread_where_there_are_n
 
 
 def test_threads_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_dist.config.schema_supervised.physical_cores", lambda: 8)
-    assert load().num_threads == 1, "the built-in model is too small for more"
-    assert load(OWN).num_threads == 8
-    assert load(OWN, "cluster.world_size=2").num_threads == 4
-    assert load(OWN, "cluster.world_size=2", "trainer.nnodes=2").num_threads == 8
-    assert load(OWN, "cluster.world_size=3", "cluster.num_threads_per_worker=5").num_threads == 5
-    assert load(*NODES).num_threads == 1
+    monkeypatch.setattr("grpo_dist.plan.placement.physical_cores", lambda: 8)
+
+    def threads(*overrides: str) -> int:
+        return placement(load(*overrides)).num_threads["reward_model"]
+
+    assert threads() == 1, "the built-in model is too small for more"
+    assert threads(OWN) == 8
+    assert threads(OWN, "cluster.world_size=2") == 4
+    assert threads(OWN, "cluster.world_size=2", "trainer.nnodes=2") == 8
+    assert threads(OWN, "cluster.world_size=3", "cluster.num_threads_per_worker=5") == 5
+    assert threads(*NODES) == 1
 
 
 def test_types(monkeypatch: pytest.MonkeyPatch) -> None:
