@@ -112,7 +112,7 @@ def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, 
         yield from memory_problems(config, model.config, *sizes)
     if isinstance(config, RunConfig):
         yield from model_problems(config, model.config, *sizes)
-        changed = {**model.config, **row.settings.override_config}
+        changed = {**model.config, **row.settings.model.override_config}
         if config.device == "cpu" and (why := attention_problem(changed)):
             text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
             yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from grpo_dist.config.field_types import (
     Count,
@@ -24,6 +24,8 @@ _OTHER_WHERE_IT_TRAINS = Resume.REFUSED(Resume.OTHER_MODEL.why, switch="reward_m
 
 class RewardModelFolderConfig(Section):
     """`reward_model.model`: what is loaded, and how conversations reach it."""
+
+    override_config: ClassVar[dict[str, Any]] = {}
 
     path: Annotated[Text | None, _OTHER_WHERE_IT_TRAINS]
     input_tokenizer: Text | None
@@ -47,6 +49,8 @@ class ProcessRewardConfig(Section):
 
 class RetrainConfig(Section):
     """`reward_model.retrain`: the reward model learns from what the policy samples (DeepSeekMath, algorithm 1)."""
+
+    enable_activation_offload: ClassVar[bool] = False
 
     freq: Annotated[
         CountOrMinusOne, Resume.REFUSED("the judged responses of earlier steps are those of the saved iterations")
@@ -94,6 +98,8 @@ class RewardModelConfig(Section):
 
 class CriticModelConfig(Section):
     """`critic.model`: what is loaded, and how it is held."""
+
+    trust_remote_code: ClassVar[bool] = False
 
     path: Annotated[Text, Resume.OTHER_MODEL]
     enable_gradient_checkpointing: Annotated[bool, Resume.FREE]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -132,8 +132,8 @@ class OptimConfig(AdamWConfig):
         )
 
 
-class ForwardConfig(Section):
-    """`fsdp_config` of a role that only runs forward."""
+class ShardsConfig(Section):
+    """The keys of every section that says how a role's weights are held."""
 
     dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
@@ -143,7 +143,14 @@ class ForwardConfig(Section):
         return self.dtype or default
 
 
-class FSDPConfig(ForwardConfig):
+class ForwardConfig(ShardsConfig):
+    """`fsdp_config` of a role that only runs forward; constants stand in place of keys that it lacks."""
+
+    fsdp_size: ClassVar[int] = -1
+    defer_grad_sync: ClassVar[bool] = False
+
+
+class FSDPConfig(ShardsConfig):
     """`actor_rollout_ref.actor.fsdp_config`."""
 
     model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]

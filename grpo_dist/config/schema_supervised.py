@@ -25,6 +25,8 @@ from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, LoraSect
 class SupervisedModelConfig(Section):
     """`model`: what is trained."""
 
+    enable_activation_offload: ClassVar[bool] = False
+
     path: Annotated[Text, Resume.OTHER_MODEL]
     trust_remote_code: Annotated[bool, Resume.FREE]
     use_remove_padding: Annotated[bool, Resume.FREE]
@@ -92,6 +94,16 @@ class SupervisedConfig(JobConfig):
     def model_path(self) -> str:
         """See `JobConfig.model_path`."""
         return self.model.path
+
+    @property
+    def nccl_timeout(self) -> int:
+        """See `RunConfig.nccl_timeout`."""
+        return self.trainer.nccl_timeout
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest row in tokens."""
+        return self.data.max_length
 
     @property
     def export_dtype(self) -> TrainDtype:
