@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from grpo_dist.algorithms.settings import ObjectiveSettings, ValueSettings
-from grpo_dist.assets import POLICY_KEY
+from grpo_dist.assets import POLICY_KEY, POLICY_SECTION
 from grpo_dist.config.schema_roles import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -65,6 +65,7 @@ def model_settings(
         enable_gradient_checkpointing=False, lora=LoraSyncConfig(merge=merge), **factors
     )
     keys = {"sequence_parallel_key": "actor_rollout_ref.actor.ulysses_sequence_parallel_size"}
+    keys["layers_key"] = POLICY_SECTION
     keys["room"] = "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
     plain = ModelSettings(model, default_roles().actor.fsdp_config, model, POLICY_KEY, path, "fp32", "fp32")
     return changed_model(plain, **(keys | changes))

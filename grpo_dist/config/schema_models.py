@@ -16,7 +16,14 @@ from grpo_dist.config.field_types import (
     TrainDtypeName,
     one_of,
 )
-from grpo_dist.config.schema_roles import ActorConfig, AdamWConfig, ForwardConfig, FSDPConfig, OptimConfig
+from grpo_dist.config.schema_roles import (
+    ActorConfig,
+    AdamWConfig,
+    ForwardConfig,
+    FSDPConfig,
+    OptimConfig,
+    RecomputedConfig,
+)
 from grpo_dist.plugins.names import LOSS_AGG_MODES
 
 _OTHER_WHERE_IT_TRAINS = Resume.REFUSED(Resume.OTHER_MODEL.why, switch="reward_model.retrain.freq")
@@ -47,10 +54,8 @@ class ProcessRewardConfig(Section):
         return None if self.bad is None or self.good is None else (self.bad, self.good)
 
 
-class RetrainConfig(Section):
+class RetrainConfig(RecomputedConfig):
     """`reward_model.retrain`: the reward model learns from what the policy samples (DeepSeekMath, algorithm 1)."""
-
-    enable_activation_offload: ClassVar[bool] = False
 
     freq: Annotated[
         CountOrMinusOne, Resume.REFUSED("the judged responses of earlier steps are those of the saved iterations")
@@ -60,7 +65,6 @@ class RetrainConfig(Section):
     train_batch_size: Count
     micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
-    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]
     optimizer_offload: Annotated[bool, Resume.FREE]
     optim: AdamWConfig

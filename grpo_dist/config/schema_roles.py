@@ -81,6 +81,14 @@ class LoraSection(Section):
         return self.replaced(lora_rank=0)
 
 
+class RecomputedConfig(Section):
+    """The key that says what layers keep for their backward pass, with a constant in place of one that it lacks."""
+
+    enable_activation_offload: ClassVar[bool] = False
+
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+
+
 class ModelConfig(LoraSection):
     """`actor_rollout_ref.model`: the policy that all three roles load."""
 

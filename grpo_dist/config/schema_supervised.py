@@ -13,24 +13,20 @@ from grpo_dist.config.field_types import (
     PositiveFloat,
     Processes,
     Resume,
-    Section,
     Text,
     TrainDtype,
 )
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
-from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, LoraSection, OptimConfig
+from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, LoraSection, OptimConfig, RecomputedConfig
 
 
-class SupervisedModelConfig(Section):
+class SupervisedModelConfig(RecomputedConfig):
     """`model`: what is trained."""
-
-    enable_activation_offload: ClassVar[bool] = False
 
     path: Annotated[Text, Resume.OTHER_MODEL]
     trust_remote_code: Annotated[bool, Resume.FREE]
     use_remove_padding: Annotated[bool, Resume.FREE]
-    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
 
 

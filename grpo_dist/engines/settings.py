@@ -42,16 +42,17 @@ class ModelSettings:
         shares_gpu: whether processes of other roles are on the same GPU.
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
-        num_labels: outputs per token of a classifier's head: 1 (reward models, critics), 2 (process reward models that
-            tell bad from good); 0: a causal LM.
+        num_labels: outputs per token of a classifier's head: 1 (a score or a value), 2 (process reward models that tell
+            bad from good); 0: a causal LM.
         judging_tokens: token ids of bad and good of a causal LM that judges steps by its next token: their rows of the
             output layer become a head of two outputs.
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
-        small_new_head: whether that head is so small that its first values are near 0: a critic's.
+        small_new_head: whether that head is so small that its first values are near 0: one of values.
         sequence_parallel_size: ranks that split the tokens of their micro-batches; see engines/train/ulysses.py.
         sequence_parallel_key: its config key, for messages.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
+        layers_key: the key of `layers`, for messages.
     """
 
     model: ModelSection
@@ -73,6 +74,7 @@ class ModelSettings:
     sequence_parallel_size: int = 1
     sequence_parallel_key: str = ""
     room: str = ""
+    layers_key: str = ""
 
     @property
     def section(self) -> str:
@@ -95,7 +97,7 @@ class PassLimits:
     """The most that a pass holds, and the config's keys that say so.
 
     Attributes:
-        keys: what the keys begin with, such as "critic.ppo_".
+        keys: what the keys begin with, such as "actor_rollout_ref.actor.ppo_".
         micro_batch_size: sequences.
         max_token_len: tokens, of the ranks that split a pass together; None: the number of sequences is the limit.
         budget: name of the key of the most tokens, between `keys` and `_per_gpu`.

@@ -51,6 +51,7 @@ def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSetti
         sequence_parallel_size=config.sequence_parallel_size(row.name) if isinstance(config, RunConfig) else 1,
         sequence_parallel_key=f"{row.section}.ulysses_sequence_parallel_size",
         room=_room(row, model),
+        layers_key=updates,
     )
 
 

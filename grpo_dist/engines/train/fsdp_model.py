@@ -82,7 +82,9 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     layers = settings.layers
     if layers is not None and layers.enable_gradient_checkpointing:
         away = functools.partial(saved_in_cpu_memory, device)
-        recompute_layers(model, settings.section, away if layers.enable_activation_offload else contextlib.nullcontext)
+        recompute_layers(
+            model, settings.layers_key, away if layers.enable_activation_offload else contextlib.nullcontext
+        )
     return unloaded
 
 
