@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
 from grpo_dist.data.tokenize import TokenizedPrompt
-from grpo_dist.engines.settings import ModelSettings, SamplingSettings
+from grpo_dist.engines.settings import PassLimits, SamplingSettings
 from grpo_dist.roles.gang import Gang
 from grpo_dist.roles.policy import PolicySettings, PolicyWorker
 from grpo_dist.roles.rollout import RolloutWorker
@@ -16,6 +16,7 @@ from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
+from tests.worker_settings import model_settings
 
 PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 16, 4, 96, 32
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -78,12 +79,12 @@ def _sample(engine: WorkerGroup, prompts: Sequence[TokenizedPrompt]) -> DataProt
 
 def _policy_settings(path: str, threads: int, dtype: str) -> PolicySettings:
     return PolicySettings(
-        model=ModelSettings(path, False, "fp32", dtype, False, True),
+        model=model_settings(path, compute_dtype=dtype),
         device="cpu",
         num_threads=threads,
         temperature=1.0,
         columns=("ref_log_probs",),
-        log_prob_micro_batch_size=8,
+        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 8),
         collective_timeout_s=240.0,
         seed=1,
     )

@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import local_shard
@@ -32,6 +31,7 @@ from grpo_dist.runtime.freed_memory import FreedMemory
 from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from tests.worker_settings import model_settings
 
 MIB, SAMPLED_S, PIECE, TIMEOUT_S = 1 << 20, 0.1, 16 << 20, 600.0
 # Imported once, by the server that the ranks are forked from.
@@ -93,7 +93,7 @@ def _serve(rank: int, count: int, port: int, model: str, pipe: Connection) -> No
     FreedMemory()  # as workers on CPU have it
     store = torch.distributed.TCPStore(LOOPBACK, port)
     init_process_group(device="cpu", rank=rank, world_size=count, store=store, timeout_s=TIMEOUT_S)
-    settings = ModelSettings(model, False, "fp32", "fp32", False, True)
+    settings = model_settings(model)
     schedule = AdamWConfig(lr=1e-6, weight_decay=0.0, betas=(0.9, 0.999))
     engine = FSDPEngine(settings, device="cpu", temperature=1.0, optimizer=schedule)
     for parameter in engine.model.parameters():

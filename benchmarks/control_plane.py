@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plan.node_layout import slots_of
 from grpo_dist.protocol import DataProto, Mean, Ragged
@@ -28,13 +27,14 @@ from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.resources import reserve
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from tests.engines.fakes import FakeRolloutEngine
+from tests.worker_settings import objective_settings
 
 N, PROMPT_LENGTH, LENGTHS = 8, 64, (32, 256)
 PROCESSES = {"rollout": 4, "reward": 2, "actor": 1}
 REWARD_WORKERS, ACTOR_RANKS = 64, 64
 PROCESSOR = "driver's processor s"
 LOOP = 200_000  # turns of the loop that a sample's processor time is compared with
-OBJECTIVE = ObjectiveSettings("vanilla", "token-mean", {}, False, "k3", 0.0, 0.0, on_policy=False)
+OBJECTIVE = objective_settings()
 
 
 class FakeRolloutWorker(RolloutWorker):

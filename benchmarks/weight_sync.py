@@ -9,12 +9,13 @@ import numpy as np
 
 from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.roles.gang import Gang
 from grpo_dist.roles.policy import ActorWorker, PolicySettings
 from grpo_dist.roles.rollout import RolloutWorker
 from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.event_loop import run
+from tests.worker_settings import model_settings
 
 TRANSPORTS = ("object_store", "broadcast")
 
@@ -80,12 +81,12 @@ def _num_bytes(path: str) -> int:
 
 def _policy_settings(path: str, threads: int) -> PolicySettings:
     return PolicySettings(
-        model=ModelSettings(path, False, "fp32", "fp32", False, True),
+        model=model_settings(path),
         device="cpu",
         num_threads=threads,
         temperature=1.0,
         columns=("old_log_probs",),
-        log_prob_micro_batch_size=4,
+        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
         collective_timeout_s=240.0,
         seed=1,
         optimizer=AdamWConfig(lr=1e-6, weight_decay=0.0, betas=(0.9, 0.999)),

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
+from tests.worker_settings import model_settings, objective_settings
 
 SMOLLM2_135M = {
     "hidden_size": 576,
@@ -33,15 +32,7 @@ SMOLLM2_135M = {
 # The same widths with 4 of the 30 layers and a vocabulary cut alike, so that head and layers keep their shares.
 SMOLLM2_SLICE = SMOLLM2_135M | {"num_hidden_layers": 4, "vocab_size": 6554}
 
-OBJECTIVE = ObjectiveSettings(
-    loss_mode="vanilla",
-    loss_agg_mode="token-mean",
-    options={"clip_ratio": 0.2, "clip_ratio_c": 3.0},
-    use_kl_loss=True,
-    kl_loss_type="low_var_kl",
-    kl_loss_coef=1e-3,
-    entropy_coeff=0.0,
-)
+OBJECTIVE = objective_settings(use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=1e-3)
 
 
 def join_process_group(device: str) -> None:
@@ -70,8 +61,13 @@ def engine(
 ) -> FSDPEngine:
     """An engine, trainable unless told otherwise; None: float32 on CPU, bf16 compute on GPU."""
     compute = compute or ("bf16" if device == "cuda" else "fp32")
-    model = ModelSettings(
-        path, False, "fp32", compute, gradient_checkpointing, False, layout, optimizer_offload=optimizer_offload
+    model = model_settings(
+        path,
+        compute_dtype=compute,
+        enable_gradient_checkpointing=gradient_checkpointing,
+        reshard_after_forward=False,
+        layout=layout,
+        optimizer_offload=optimizer_offload,
     )
     optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999)) if trains else None
     return FSDPEngine(model, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)

@@ -18,8 +18,9 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.memory import RoleMemory, memory_estimate
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto
-from grpo_dist.trainer.settings import policy_settings, reference_settings
+from grpo_dist.trainer.settings import rank_settings
 from tests.fake_memory import fake_engine, peak_of_pass, peak_of_update, sequences
 
 
@@ -136,13 +137,14 @@ def measured(cell: Cell, config: RunConfig) -> dict[str, float]:
     """What the tracker sees, in GiB: two micro-batches of an update, or a pass of the reference."""
     place = placement(config)
     trains = cell.role == "actor"
-    settings = policy_settings(config, place, 10) if trains else reference_settings(config, place)
+    settings = rank_settings(config, ROLES[cell.role], place, 10)
     with fake_engine(MODELS[cell.model], settings.model, cell.ranks, trains=trains) as engine:
         if not trains:
-            size, budget = settings.log_prob_micro_batch_size, settings.log_prob_max_token_len
+            size, budget = settings.forward.micro_batch_size, settings.forward.max_token_len
             data = _largest_pass(cell, size, budget, passes=1)
             return peak_of_pass(engine, data, micro_batch_size=size, max_token_len=budget)
-        size, budget = settings.train_micro_batch_size, settings.train_max_token_len
+        assert settings.update is not None
+        size, budget = settings.update.micro_batch_size, settings.update.max_token_len
         data = _largest_pass(cell, size, budget, passes=2)
         return peak_of_update(engine, data, micro_batch_size=size, max_token_len=budget)
 

@@ -15,9 +15,9 @@ from grpo_dist.assets.model_folder import ModelFolder
 from grpo_dist.checks.models import check_files, checked_models
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import AdamWConfig, LoraSection, OptimConfig
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
+from tests.worker_settings import model_settings, objective_settings
 
 VOCAB = 96
 # Of a mixture of experts; vLLM pads the width of an expert on CPU.
@@ -146,15 +146,12 @@ def random_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:
 def objective(**changes: object) -> ObjectiveSettings:
     """GRPO's default objective, with changes."""
     settings = {
-        "loss_mode": "vanilla",
-        "loss_agg_mode": "token-mean",
-        "options": {"clip_ratio": 0.2, "clip_ratio_c": 3.0},
         "use_kl_loss": True,
         "kl_loss_type": "k3",
         "kl_loss_coef": 0.1,
         "entropy_coeff": 0.01,
     }
-    return ObjectiveSettings(**(settings | changes))  # type: ignore[arg-type]
+    return objective_settings(**(settings | changes))
 
 
 def scheduled(*, warmup: int = 2, lr: float = 1e-2, **changes: object) -> OptimConfig:
@@ -186,7 +183,15 @@ def trainable_engine(
 ) -> FSDPEngine:
     """A CPU engine with AdamW."""
     sharding = {"fsdp_size": fsdp_size, "defer_grad_sync": defer_grad_sync}
-    model = ModelSettings(path, False, "fp32", dtype, gradient_checkpointing, reshard, layout, lora=lora, **sharding)
+    model = model_settings(
+        path,
+        compute_dtype=dtype,
+        enable_gradient_checkpointing=gradient_checkpointing,
+        reshard_after_forward=reshard,
+        layout=layout,
+        lora=lora,
+        **sharding,
+    )
     optimizer = AdamWConfig(lr=lr, weight_decay=0.01, betas=(0.9, 0.999))
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)
 

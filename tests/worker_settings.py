@@ -6,16 +6,22 @@ import functools
 from dataclasses import fields, replace
 from typing import Any
 
+from grpo_dist.algorithms.settings import ObjectiveSettings, ValueSettings
+from grpo_dist.assets import POLICY_KEY, POLICY_SECTION
 from grpo_dist.config.schema_roles import (
+    ActorConfig,
     ActorRolloutRefConfig,
     AgentConfig,
     EngineKwargsConfig,
     LoraSection,
+    LoraSyncConfig,
     ModelConfig,
+    PolicyLossConfig,
     RolloutConfig,
 )
-from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.settings import EngineSettings, ModelSettings
 from grpo_dist.plan.commands import load_config
+from grpo_dist.roles.policy import PolicySettings
 
 
 @functools.cache
@@ -41,6 +47,66 @@ def changed(settings: EngineSettings, **changes: Any) -> EngineSettings:
     assert changes.keys() <= RolloutConfig.model_fields.keys(), changes
     sections = {"rollout": settings.rollout.replaced(**changes), "model": settings.model.replaced(**model)}
     return replace(settings, **(sections | own))
+
+
+def model_settings(
+    path: str = "", lora: LoraSection | None = None, *, merge: bool = True, **changes: Any
+) -> ModelSettings:
+    """A policy on CPU in float32, without checkpointing; changes are of fields or of keys of its sections.
+
+    Args:
+        path: of the model.
+        lora: LoRA's keys; None: the weights themselves train.
+        merge: whether engines get factors merged with the weights.
+        **changes: of values.
+    """
+    factors = {} if lora is None else dict(lora)
+    model = default_roles().model.replaced(
+        enable_gradient_checkpointing=False, lora=LoraSyncConfig(merge=merge), **factors
+    )
+    keys = {"sequence_parallel_key": "actor_rollout_ref.actor.ulysses_sequence_parallel_size"}
+    keys["layers_key"] = POLICY_SECTION
+    keys["room"] = "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
+    plain = ModelSettings(model, default_roles().actor.fsdp_config, model, POLICY_KEY, path, "fp32", "fp32")
+    return changed_model(plain, **(keys | changes))
+
+
+def changed_model(settings: ModelSettings, **changes: Any) -> ModelSettings:
+    """The settings of a policy with other values of fields, or of keys of their sections."""
+    own = {field.name: changes.pop(field.name) for field in fields(settings) if field.name in changes}
+    held = {name: changes.pop(name) for name in type(settings.fsdp_config).model_fields if name in changes}
+    assert changes.keys() <= ModelConfig.model_fields.keys(), changes
+    assert isinstance(settings.model, ModelConfig)
+    model, shards = settings.model.replaced(**changes), settings.fsdp_config.replaced(**held)
+    return replace(settings, **({"model": model, "layers": model, "fsdp_config": shards} | own))
+
+
+def changed_sizes(settings: PolicySettings, *, forward: int = 0, update: int = 0, **changes: Any) -> PolicySettings:
+    """The settings of ranks with other numbers of sequences in their passes; 0: as they are."""
+    sizes = {name: size for name, size in (("forward", forward), ("update", update)) if size}
+    limits = {name: replace(getattr(settings, name), micro_batch_size=size) for name, size in sizes.items()}
+    return replace(settings, **(limits | changes))
+
+
+def objective_settings(**changes: Any) -> ObjectiveSettings:
+    """The plain clipped loss; changes are of fields, or of keys of the actor's section and its `policy_loss`."""
+    actor = default_roles().actor.replaced(use_kl_loss=False, loss_agg_mode="token-mean")
+    return changed_objective(ObjectiveSettings(actor), **changes)
+
+
+def changed_objective(settings: ObjectiveSettings, **changes: Any) -> ObjectiveSettings:
+    """The settings with other values of fields, or of keys of the actor's section and its `policy_loss`."""
+    own = {field.name: changes.pop(field.name) for field in fields(settings) if field.name in changes}
+    loss = {name: changes.pop(name) for name in PolicyLossConfig.model_fields if name in changes}
+    assert changes.keys() <= ActorConfig.model_fields.keys(), changes
+    actor = settings.actor.replaced(policy_loss=settings.actor.policy_loss.replaced(**loss), **changes)
+    return replace(settings, **({"actor": actor} | own))
+
+
+def value_settings(cliprange_value: float, loss_agg_mode: str, length: float | None = None) -> ValueSettings:
+    """The critic's loss."""
+    critic = load_config([])[0].critic.replaced(cliprange_value=cliprange_value, loss_agg_mode=loss_agg_mode)
+    return ValueSettings(critic, length)
 
 
 def agent(name: str, kwargs: dict[str, Any] | None = None, **limits: Any) -> AgentConfig:

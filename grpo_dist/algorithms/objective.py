@@ -50,7 +50,7 @@ def policy_objective(
         the other metrics are means over the tokens of this call.
     """
     counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
-    log_probs, mask = columns["log_probs"], columns["response_mask"]
+    actor, log_probs, mask = settings.actor, columns["log_probs"], columns["response_mask"]
     old_log_probs = log_probs.detach() if settings.on_policy else columns["old_log_probs"]
     read = {**columns, "old_log_probs": old_log_probs}
     if settings.correction is not None:
@@ -60,22 +60,22 @@ def policy_objective(
     metrics["actor/pg_loss"] = loss.detach()
 
     def aggregate(values: Tensor) -> Tensor:
-        return agg_loss(values, mask, settings.loss_agg_mode, loss_scale_factor=settings.loss_scale_factor, **counts)
+        return agg_loss(values, mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor, **counts)
 
-    if settings.use_kl_loss:
+    if actor.use_kl_loss:
         kl = _kl(columns, settings)
-        loss = loss + settings.kl_loss_coef * aggregate(kl)
+        loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)
-    if settings.entropy_coeff:
-        entropy = _needed(columns, "entropy", f"entropy_coeff={settings.entropy_coeff}")
-        loss = loss - settings.entropy_coeff * aggregate(entropy)
+    if actor.entropy_coeff:
+        entropy = _needed(columns, "entropy", f"entropy_coeff={actor.entropy_coeff}")
+        loss = loss - actor.entropy_coeff * aggregate(entropy)
         metrics["actor/entropy"] = masked_mean(entropy, mask)
     return loss, metrics
 
 
 def _kl(columns: Mapping[str, Tensor], settings: ObjectiveSettings) -> Tensor:
     """Return the KL of each token, (N, T)."""
-    name, asked = settings.kl_loss_type, f"kl_loss_type={settings.kl_loss_type}"
+    name, asked = settings.actor.kl_loss_type, f"kl_loss_type={settings.actor.kl_loss_type}"
     if settings.exact_kl:
         return _needed(columns, "exact_kl", asked)
     # masked before the estimator, not after: the gradient of an infinite distance is nan, and 0 * nan is nan

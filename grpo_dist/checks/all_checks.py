@@ -105,7 +105,7 @@ def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, 
         yield from position_problems(config, row.model, model.config)
         return
     yield from model_problems(config, model.config, machine.gpu_gib, machine.host_gib, model.num_parameters)
-    changed, engines_on_cpu = {**model.config, **row.settings.override_config}, config.device == "cpu"
+    changed, engines_on_cpu = {**model.config, **row.settings.model.override_config}, config.device == "cpu"
     if isinstance(config, RunConfig) and engines_on_cpu and (why := attention_problem(changed)):
         text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
         yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))

@@ -26,8 +26,8 @@ from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.model_shape import text_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import models_of
-from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.trainer.model_settings import model_of, model_settings
 
 REWARD_MODEL = "reward model"  # the title of the one that reads conversations
 _HEAD = "score.weight"  # of a classifier
@@ -50,10 +50,8 @@ class CheckedModel:
 def checked_models(config: JobConfig) -> list[CheckedModel]:
     """Return the models of a run, the one that is trained and has the tokenizer first."""
     place = placement(config)
-    return [
-        CheckedModel(model, load_attribute(model.settings, key="a row of plan/roles.py")(config, place))
-        for model in models_of(config)
-    ]
+    rows = [row for row in roles_of(config) if row.model is not None and row.model(config) is not None]
+    return [CheckedModel(model_of(config, row), model_settings(config, row, place)) for row in rows]
 
 
 def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
@@ -69,7 +67,7 @@ def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
     """
     settings = row.settings
     folder = resolve_model_path(settings.path, weights=weights, key=settings.key)
-    trust = settings.trust_remote_code or settings.num_labels > 0
+    trust = settings.model.trust_remote_code or settings.num_labels > 0
     return check_model_folder(folder, setting=row.model.setting, trust_remote_code=trust, weights=weights)
 
 
@@ -179,7 +177,7 @@ def _check_logits(row: CheckedModel, model: ModelFolder) -> None:
     """Check that logits are hidden states times the output layer, of which the exact KL is made."""
     from grpo_dist.engines.train.lm_head import CHANGES_LOGITS  # a slow import, which other runs do without
 
-    entries = {**text_config(model.config), **row.settings.override_config}
+    entries = {**text_config(model.config), **row.settings.model.override_config}
     if changes := [name for name in CHANGES_LOGITS if entries.get(name)]:
         raise ConfigError(
             f"actor_rollout_ref.actor.kl_loss_type=full, {row.model.setting}: the exact KL needs logits that are the "
@@ -203,7 +201,7 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
     """
     policy_path, named = config.actor_rollout_ref.model.path, row.model
     if model.folder != policy.folder:
-        own = _vocabulary(model.folder, row.settings.key, trust=row.settings.trust_remote_code)
+        own = _vocabulary(model.folder, row.settings.key, trust=row.settings.model.trust_remote_code)
         if differing := _other_tokens(config, policy, own):
             raise ConfigError(
                 f"{named.setting}: the {named.title} reads the tokens of {POLICY_KEY}={policy_path}, and has "

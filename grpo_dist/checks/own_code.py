@@ -163,7 +163,8 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
     The call raises a ConfigError where the run would fail.
     """
     batch, targets, objective = MadeUpBatch(config), target_settings(config), objective_settings(config)
-    kl, kl_loss = targets.kl_penalty or "", objective.kl_loss_type if objective.use_kl_loss else ""
+    actor = objective.actor
+    kl, kl_loss = targets.kl_penalty or "", actor.kl_loss_type if actor.use_kl_loss else ""
     named: tuple[tuple[str, str, Callable[[], object]], ...] = (
         (ADVANTAGE.key, targets.adv_estimator, lambda: _advantages(batch, targets)),
         (
@@ -172,7 +173,7 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
             lambda: kl_penalty(kl, batch.old_log_probs, batch.ref_log_probs, key="algorithm.kl_penalty"),
         ),
         (KL.key, kl_loss, lambda: kl_penalty(kl_loss, batch.log_probs, batch.ref_log_probs)),
-        (POLICY_LOSS.key, objective.loss_mode, lambda: _policy_loss(batch, objective)),
+        (POLICY_LOSS.key, actor.policy_loss.loss_mode, lambda: _policy_loss(batch, objective)),
     )
     for key, name, call in named:
         # names of reward components are those of the rows' reward functions, which are not called here

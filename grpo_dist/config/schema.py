@@ -255,6 +255,11 @@ class RunConfig(JobConfig):
         return self.actor_rollout_ref.model.path
 
     @property
+    def nccl_timeout(self) -> int:
+        """Seconds that a rank waits for the others in one operation."""
+        return self.actor_rollout_ref.nccl_timeout
+
+    @property
     def export_dtype(self) -> TrainDtype:
         """See `JobConfig.export_dtype`."""
         return self.trainer.export_dtype or self.actor_rollout_ref.actor.fsdp_config.model_dtype

@@ -35,7 +35,14 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
 )
 from grpo_dist.config.processor import has_bf16
-from grpo_dist.config.schema_roles import CheckpointConfig, Device, FSDPConfig, LoraSection, OptimConfig
+from grpo_dist.config.schema_roles import (
+    CheckpointConfig,
+    Device,
+    FSDPConfig,
+    LoraSection,
+    OptimConfig,
+    RecomputedConfig,
+)
 from grpo_dist.plugins.names import LOGGERS
 
 
@@ -170,13 +177,12 @@ class JobConfig(Section):
 
 
 # --- commands that train one model -----------------------------------------------------------------------------------
-class SupervisedModelConfig(Section):
+class SupervisedModelConfig(RecomputedConfig):
     """`model`: what is trained."""
 
     path: Annotated[Text, Resume.OTHER_MODEL]
     trust_remote_code: Annotated[bool, Resume.FREE]
     use_remove_padding: Annotated[bool, Resume.FREE]
-    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
 
 
@@ -240,6 +246,16 @@ class SupervisedConfig(JobConfig):
     def model_path(self) -> str:
         """See `JobConfig.model_path`."""
         return self.model.path
+
+    @property
+    def nccl_timeout(self) -> int:
+        """See `RunConfig.nccl_timeout`."""
+        return self.trainer.nccl_timeout
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest row in tokens."""
+        return self.data.max_length
 
     @property
     def export_dtype(self) -> TrainDtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from grpo_dist.config.field_types import (
     Count,
@@ -14,13 +14,22 @@ from grpo_dist.config.field_types import (
     Text,
     TrainDtypeName,
 )
-from grpo_dist.config.schema_roles import ActorConfig, AdamWConfig, ForwardConfig, FSDPConfig, UpdateSection
+from grpo_dist.config.schema_roles import (
+    ActorConfig,
+    AdamWConfig,
+    ForwardConfig,
+    FSDPConfig,
+    RecomputedConfig,
+    UpdateSection,
+)
 
 _OTHER_WHERE_IT_TRAINS = Resume.REFUSED(Resume.OTHER_MODEL.why, switch="reward_model.retrain.freq")
 
 
 class RewardModelFolderConfig(Section):
     """`reward_model.model`: what is loaded, and how conversations reach it."""
+
+    override_config: ClassVar[dict[str, Any]] = {}
 
     path: Annotated[Text | None, _OTHER_WHERE_IT_TRAINS]
     input_tokenizer: Text | None
@@ -42,7 +51,7 @@ class ProcessRewardConfig(Section):
         return None if self.bad is None or self.good is None else (self.bad, self.good)
 
 
-class RetrainConfig(Section):
+class RetrainConfig(RecomputedConfig):
     """`reward_model.retrain`: the reward model learns from what the policy samples (DeepSeekMath, algorithm 1)."""
 
     freq: Annotated[
@@ -53,7 +62,6 @@ class RetrainConfig(Section):
     train_batch_size: Count
     micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
-    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]
     optimizer_offload: Annotated[bool, Resume.FREE]
     optim: AdamWConfig
@@ -91,6 +99,8 @@ class RewardModelConfig(Section):
 
 class CriticModelConfig(Section):
     """`critic.model`: what is loaded, and how it is held."""
+
+    trust_remote_code: ClassVar[bool] = False
 
     path: Annotated[Text, Resume.OTHER_MODEL]
     enable_gradient_checkpointing: Annotated[bool, Resume.FREE]

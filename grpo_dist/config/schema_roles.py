@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -89,6 +89,14 @@ class LoraSection(Section):
         return self.replaced(lora_rank=0)
 
 
+class RecomputedConfig(Section):
+    """The key that says what layers keep for their backward pass, with a constant in place of one that it lacks."""
+
+    enable_activation_offload: ClassVar[bool] = False
+
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+
+
 class ModelConfig(LoraSection):
     """`actor_rollout_ref.model`: the policy that all three roles load."""
 
@@ -140,8 +148,8 @@ class OptimConfig(AdamWConfig):
         )
 
 
-class ForwardConfig(Section):
-    """`fsdp_config` of a role that only runs forward."""
+class ShardsConfig(Section):
+    """The keys of every section that says how a role's weights are held."""
 
     dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
@@ -151,7 +159,14 @@ class ForwardConfig(Section):
         return self.dtype or default
 
 
-class FSDPConfig(ForwardConfig):
+class ForwardConfig(ShardsConfig):
+    """`fsdp_config` of a role that only runs forward; constants stand in place of keys that it lacks."""
+
+    fsdp_size: ClassVar[int] = -1
+    defer_grad_sync: ClassVar[bool] = False
+
+
+class FSDPConfig(ShardsConfig):
     """`actor_rollout_ref.actor.fsdp_config`."""
 
     model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]

@@ -6,29 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_dist.assets import POLICY_KEY, POLICY_SECTION
-from grpo_dist.config.schema_roles import LoraSection, ModelConfig, RolloutConfig
+from grpo_dist.config.schema_job import SupervisedModelConfig
+from grpo_dist.config.schema_models import CriticModelConfig, RetrainConfig, RewardModelFolderConfig
+from grpo_dist.config.schema_roles import (
+    ForwardConfig,
+    FSDPConfig,
+    LoraSection,
+    ModelConfig,
+    RefModelConfig,
+    RolloutConfig,
+)
 
-ACTOR_ROOM = (
-    "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and param_offload=true, or take more GPUs "
-    "(trainer.n_gpus_per_node, trainer.nnodes)"
-)
-REF_ROOM = (
-    "set actor_rollout_ref.ref.fsdp_config.param_offload=true, or give the reference GPUs of its own, or more of them "
-    "(cluster.ref_world_size)"
-)
-REWARD_MODEL_ROOM = (
-    "set reward_model.model.fsdp_config.param_offload=true, or give the reward model GPUs of its own, or more of them "
-    "(cluster.reward_model_world_size)"
-)
-CRITIC_ROOM = (
-    "set critic.model.fsdp_config.optimizer_offload=true and param_offload=true, or give the critic GPUs of its own, "
-    "or more of them (cluster.critic_world_size)"
-)
-SUPERVISED_ROOM = (
-    "set engine.optimizer_offload=true and engine.param_offload=true, or take more GPUs (trainer.n_gpus_per_node, "
-    "trainer.nnodes)"
-)
+ModelSection = ModelConfig | CriticModelConfig | RefModelConfig | RewardModelFolderConfig | SupervisedModelConfig
+LayersSection = ModelConfig | CriticModelConfig | RetrainConfig | SupervisedModelConfig
 
 
 # Rank of the actor in a weight group; those of the engines' workers follow.
@@ -37,60 +27,93 @@ SENDER = 0
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The settings by which a model is loaded, sharded and fed.
+    """The settings by which a model is loaded, sharded and fed: sections of the config, and what the run adds to them.
 
     Attributes:
-        model_dtype: "fp32" or "bf16", as is `compute_dtype`.
-        override_config: entries of the model's config.json to change.
-        layout: of sequences in a forward pass: "padded", "packed" or "shared".
-        fsdp_size: ranks that hold one copy of the weights together; -1: all.
-        defer_grad_sync: whether gradients are reduced over ranks only in a mini-batch's last micro-batch.
-        param_offload: whether the weights are in CPU memory between the phases of a step.
-        optimizer_offload: whether the optimizer's states are.
-        activation_offload: whether the inputs of layers, all that `gradient_checkpointing` keeps of them, are until the
-            backward pass needs them.
+        model: the section of the model, such as `actor_rollout_ref.model`.
+        fsdp_config: the section that says how its weights are held.
+        layers: the section that says what layers keep for their backward pass; None: nothing trains.
+        key: the config key of `path`, for messages.
+        path: of the model; on a rank a folder of its machine.
+        model_dtype: of the weights that are held: "fp32" or "bf16", as is `compute_dtype`.
+        compute_dtype: of passes.
+        reshard_after_forward: whether gathered weights are freed after each layer's forward pass.
+        optimizer_offload: whether the optimizer's states are in CPU memory between the phases of a step.
         shares_gpu: whether processes of other roles are on the same GPU.
-        lora: train factors beside the weights; None: the weights themselves.
+        layout: of sequences in a forward pass: "padded", "packed" or "shared".
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
-        num_labels: outputs per token of a classifier's head: 1 (reward models, critics), 2 (process reward models that
-            tell bad from good); 0: a causal LM.
+        num_labels: outputs per token of a classifier's head: 1 (a score or a value), 2 (process reward models that tell
+            bad from good); 0: a causal LM.
         judging_tokens: token ids of bad and good of a causal LM that judges steps by its next token: their rows of the
             output layer become a head of two outputs.
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
-        small_new_head: whether that head is so small that its first values are near 0: a critic's.
+        small_new_head: whether that head is so small that its first values are near 0: one of values.
         sequence_parallel_size: ranks that split the tokens of their micro-batches; see engines/train/ulysses.py.
         sequence_parallel_key: its config key, for messages.
-        key: the config key of `path`, for messages.
-        section: the section of the config with the model's other keys, for messages.
-        room: what leaves more room on the GPU, for messages (room.py).
+        room: what leaves more room on the GPU, for messages (memory_errors.py).
+        layers_key: the key of `layers`, for messages.
     """
 
+    model: ModelSection
+    fsdp_config: FSDPConfig | ForwardConfig
+    layers: LayersSection | None
+    key: str
     path: str
-    trust_remote_code: bool
     model_dtype: str
     compute_dtype: str
-    gradient_checkpointing: bool
-    reshard_after_forward: bool
-    layout: str = "shared"
-    fsdp_size: int = -1
-    defer_grad_sync: bool = False
-    override_config: Mapping[str, Any] = field(default_factory=dict)
-    param_offload: bool = False
+    reshard_after_forward: bool = True
     optimizer_offload: bool = False
-    activation_offload: bool = False
     shares_gpu: bool = False
-    lora: LoraSection | None = None
+    layout: str = "shared"
     max_model_len: int | None = None
     num_labels: int = 0
     judging_tokens: tuple[int, int] | None = None
     new_head_seed: int | None = None
     small_new_head: bool = False
     sequence_parallel_size: int = 1
-    sequence_parallel_key: str = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    key: str = POLICY_KEY
-    section: str = POLICY_SECTION
-    room: str = ACTOR_ROOM
+    sequence_parallel_key: str = ""
+    room: str = ""
+    layers_key: str = ""
+
+    @property
+    def section(self) -> str:
+        """The key of the model's section, for messages."""
+        return self.key.rpartition(".")[0]
+
+    @property
+    def sends_factors(self) -> bool:
+        """Tell if engines get LoRA's factors alone, not the whole weights with factors merged."""
+        return isinstance(self.model, ModelConfig) and self.model.sends_factors
+
+    @property
+    def lora(self) -> LoraSection | None:
+        """The keys of the factors that train beside the weights; None: the weights themselves do, or nothing."""
+        return self.model if isinstance(self.model, LoraSection) and self.model.trains_factors else None
+
+
+@dataclass(frozen=True)
+class PassLimits:
+    """The most that a pass holds, and the config's keys that say so.
+
+    Attributes:
+        keys: what the keys begin with, such as "actor_rollout_ref.actor.ppo_".
+        micro_batch_size: sequences.
+        max_token_len: tokens, of the ranks that split a pass together; None: the number of sequences is the limit.
+        budget: name of the key of the most tokens, between `keys` and `_per_gpu`.
+        lengths: the keys that limit a sequence.
+    """
+
+    keys: str
+    micro_batch_size: int
+    max_token_len: int | None = None
+    budget: str = "max_token_len"
+    lengths: str = "data.max_response_length or data.max_prompt_length"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of a train engine's passes."""
+        return {"micro_batch_size": self.micro_batch_size, "max_token_len": self.max_token_len}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from grpo_dist.config.schema_job import SFTConfig, SupervisedConfig
 
 POLICY = "model"  # the title of the model that is trained, and has the tokenizer
 _MODEL, _TOKENS = "actor_rollout_ref.model", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-_LOADS = "grpo_dist.trainer.model_settings"
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,14 @@ class Model:
         title: what the model is, for messages.
         key: of its path.
         path: the value of that key.
-        settings: `module:function` that returns how ranks load it, a `ModelSettings`, from config and placement.
         held: the type that weights are held in.
         compute: the type that passes compute in.
         longest: tokens of the longest sequence that it reads; 0: it is not held against that.
         lengths: the keys that decide it.
         override_config: entries of its config.json that the run changes; None: it has no such key.
         outputs: how many its linear head may have; (): it is a causal LM, and has none.
+        new_head: what becomes a head where the files have none: "scores" or "values", which are drawn, or "steps", rows
+            of the output layer of a causal LM that judges steps; "": nothing does.
         instead: what to do about a head of its own, where it must have none.
         reads_tokens: whether it reads the policy's tokens as they are.
         exact_kl: whether the KL over the whole vocabulary is computed with it.
@@ -42,13 +42,13 @@ class Model:
     title: str
     key: str
     path: str
-    settings: str
     held: str
     compute: str
     longest: int = 0
     lengths: tuple[str, ...] = ()
     override_config: Mapping[str, Any] | None = None
     outputs: tuple[int, ...] = ()
+    new_head: str = ""
     instead: str = "use a causal LM"
     reads_tokens: bool = False
     exact_kl: bool = False
@@ -91,7 +91,6 @@ def policy(config: RunConfig) -> Model:
         POLICY,
         POLICY_KEY,
         roles.model.path,
-        f"{_LOADS}:actor_model",
         fsdp.model_dtype,
         fsdp.resolved_dtype(config.default_dtype),
         longest=0 if unchecked else config.max_model_len,
@@ -132,15 +131,13 @@ def policy_passes(config: RunConfig) -> tuple[Pass, ...]:
 def reference(config: RunConfig) -> Model:
     """Return the row of a teacher, or of the policy's own start, which is checked as the policy."""
     ref, policy, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    settings = f"{_LOADS}:reference_model"
     held, compute = ref.weights_dtype(config.default_dtype), ref.fsdp_config.resolved_dtype(config.default_dtype)
     if ref.model.path is None:
-        return Model("reference", POLICY_KEY, policy.path, settings, held, compute, built=False)
+        return Model("reference", POLICY_KEY, policy.path, held, compute, built=False)
     return Model(
         "teacher",
         TEACHER_KEY,
         ref.model.path,
-        settings,
         held,
         compute,
         longest=config.max_model_len,
@@ -177,12 +174,12 @@ def scorer(config: RunConfig) -> Model | None:
         "reward model",
         REWARD_MODEL_KEY,
         section.model.path,
-        f"{_LOADS}:reward_model",
         retrain.model_dtype if section.is_retrained else compute,
         compute,
         longest=section.max_length or 0,
         lengths=("reward_model.max_length",),
         outputs=heads if process.judging_tokens is None else (),
+        new_head="" if process.judging_tokens is None else "steps",
         instead="set reward_model.process.good=null and reward_model.process.bad=null",
         built=False,
         remark=again if section.is_retrained else "",
@@ -211,13 +208,13 @@ def critic(config: RunConfig) -> Model:
         "critic",
         CRITIC_KEY,
         model.path,
-        f"{_LOADS}:critic_model",
         fsdp.model_dtype,
         fsdp.resolved_dtype(config.default_dtype),
         longest=config.max_model_len,
         lengths=_lengths(config),
         override_config=model.override_config,
         outputs=(1,),
+        new_head="values",
         reads_tokens=True,
     )
 
@@ -239,13 +236,13 @@ def trained_model(config: SupervisedConfig) -> Model:
         POLICY,
         TRAINED_MODEL_KEY,
         config.model.path,
-        f"{_LOADS}:trained_model",
         config.engine.model_dtype,
         config.engine.resolved_dtype(config.default_dtype),
         longest=config.data.max_length,
         lengths=("data.max_length",),
         override_config=config.model.override_config,
         outputs=() if isinstance(config, SFTConfig) else (1,),
+        new_head="" if isinstance(config, SFTConfig) else "scores",
     )
 
 

@@ -31,8 +31,8 @@ class Role:
         section: the key of its section; "": it has none.
         size_key: the key of its number of processes.
         fsdp: the key of the section that says how its weights are sharded.
-        settings: `module:function` that returns what ranks are built from: (config, placement, training steps) ->
-            `PolicySettings`; "": it is no gang.
+        settings: `module:function` that returns what ranks are built from: (config, training steps, what all roles'
+            ranks have) -> `PolicySettings`; "": it is no gang.
         model: the model that ranks hold; None: the policy's.
         trains: whether it has an optimizer: its state is in every checkpoint, and without one a lost rank ends the run.
         resumes: whether it loads the state that a checkpoint may have of it.
@@ -80,7 +80,7 @@ ROLES: dict[str, Role] = _by_name(
         section=_ACTOR,
         size_key="cluster.actor_world_size",
         fsdp=f"{_ACTOR}.fsdp_config",
-        settings=f"{_BUILDS}:policy_settings",
+        settings=f"{_BUILDS}:actor_settings",
         model=role_models.policy,
         trains=True,
         shares=_BESIDE,

@@ -19,7 +19,7 @@ from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
-from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings
+from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, PassLimits
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
@@ -47,20 +47,16 @@ class PolicySettings:
         temperature: the sampling temperature.
         columns: what a log-prob pass computes: a name of `TrainEngine.compute_columns`, with `old_` or `ref_` before it
             where it is one of log-probs.
-        log_prob_micro_batch_size: sequences per forward pass.
-        log_prob_max_token_len: tokens per forward pass, of the ranks that split it together; None: the number of
-            sequences is the limit.
+        forward: the limits of a forward pass.
+        update: the limits of a forward and backward pass; None: nothing trains.
         seed: of torch's random state.
         collective_timeout_s: how long a rank waits for the others in one operation.
         optimizer: the config's section; None for the reference.
         total_steps: optimizer steps of the whole run.
-        train_micro_batch_size: sequences per forward and backward pass.
-        train_max_token_len: tokens per forward and backward pass, likewise.
         grad_clip: largest gradient norm.
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
-        sends_factors: whether rollout engines get LoRA's factors alone, not the whole weights with factors merged.
         weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
         engine: the class of the train engine, as `pkg.module:Class`.
     """
@@ -70,18 +66,15 @@ class PolicySettings:
     num_threads: int
     temperature: float
     columns: tuple[str, ...]
-    log_prob_micro_batch_size: int
+    forward: PassLimits
     seed: int
     collective_timeout_s: float
-    log_prob_max_token_len: int | None = None
+    update: PassLimits | None = None
     optimizer: AdamWConfig | None = None
     total_steps: int = 1
-    train_micro_batch_size: int = 0
-    train_max_token_len: int | None = None
     grad_clip: float = float("inf")
     keeps_output_layer: bool = False
     reference_columns: tuple[str, ...] = ()
-    sends_factors: bool = False
     weight_bucket_bytes: int = 256 << 20
     engine: str = FSDP
 
@@ -118,7 +111,6 @@ class PolicyWorker(Process):
     engine: TrainEngine
     freed_memory: FreedMemory | None = None
     _profile: TorchProfile | None = None
-    forward_keys = "actor_rollout_ref.ref.log_prob_"  # what the keys of its passes begin with
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -172,15 +164,13 @@ class PolicyWorker(Process):
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
     ) -> tuple[Label, DataProto]:
         plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
-        size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
+        limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         try:
-            with smaller_passes(self.forward_keys, size, tokens, ranks=self.settings.model.sequence_parallel_size):
-                computed = compute(
-                    rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), micro_batch_size=size, max_token_len=tokens
-                )
+            with smaller_passes(limits, ranks=ranks):
+                computed = compute(rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), **limits.sizes)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
-        if self.rank % self.settings.model.sequence_parallel_size:  # the first rank of the group returns the same
+        if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({plain[name]: values for name, values in computed.items()})
 
@@ -254,7 +244,6 @@ class TrainedWorker(PolicyWorker):
     """One rank of a model that trains on responses: the base of the actor and the critic."""
 
     role: ClassVar[str]
-    update_keys: ClassVar[str]  # what the keys of its training passes begin with
 
     @on_device()
     def update(
@@ -271,17 +260,15 @@ class TrainedWorker(PolicyWorker):
         Returns:
             ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
         """
+        limits, ranks = self.settings.update, self.settings.model.sequence_parallel_size
+        assert limits is not None, "it trains"
         data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
         results = []
         for number, mini_batch in enumerate(mini_batches):
-            size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
             try:
-                ranks = self.settings.model.sequence_parallel_size
-                with smaller_passes(self.update_keys, size, tokens, ranks=ranks), printing_to(self.printed):
+                with smaller_passes(limits, ranks=ranks), printing_to(self.printed):
                     results.append(
-                        self.engine.train_mini_batch(
-                            data.index(mini_batch), micro_batch_size=size, max_token_len=tokens, objective=objective
-                        )
+                        self.engine.train_mini_batch(data.index(mini_batch), objective=objective, **limits.sizes)
                     )
             except TrainingDiverged as error:
                 where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}"
@@ -298,14 +285,13 @@ class TrainedWorker(PolicyWorker):
 class CriticWorker(TrainedWorker):
     """One rank of the critic, whose passes compute `values`."""
 
-    role, forward_keys, update_keys = "critic", "critic.forward_", "critic.ppo_"
+    role = "critic"
 
 
 class ActorWorker(TrainedWorker):
     """One rank of the policy."""
 
-    role, forward_keys = "actor", "actor_rollout_ref.rollout.log_prob_"
-    update_keys = "actor_rollout_ref.actor.ppo_"
+    role = "actor"
     _weight_store: dist.TCPStore | None = None
     _weight_group: WeightGroup | None = None
 
@@ -333,7 +319,7 @@ class ActorWorker(TrainedWorker):
 
         Gathering is collective; ranks that do not send drop it.
         """
-        if self.settings.sends_factors:
+        if self.settings.model.sends_factors:
             return self.engine.lora_factors(dtype, device)
         return self.engine.full_parameters(dtype, device, as_in_files=sends)
 

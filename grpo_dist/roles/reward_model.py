@@ -18,6 +18,7 @@ import transformers
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.config.schema_models import ProcessRewardConfig, RewardModelConfig
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
 from grpo_dist.engines.settings import ModelSettings
@@ -37,30 +38,23 @@ from grpo_dist.runtime.call import Call
 Text = tuple[Sequence[Mapping[str, Any]], list[int], list[int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(PolicySettings):
     """What a worker of the reward model is built from.
 
     Attributes:
-        input_tokenizer: the folder or hub name of the responses' tokenizer; None: the reward model has the same tokens.
-        trust_input_tokenizer: whether Python code that comes with it may run.
-        max_length: longest conversation in tokens; None: the positions of the reward model.
+        section: of the config, `reward_model`.
+        trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
         steps: how a process reward model reads steps; None: it judges whole responses.
-        judging_tokens: texts of the tokens for bad and good of a causal LM that judges by its next token; None: the
-            model has a head.
     """
 
-    input_tokenizer: str | None = None
+    section: RewardModelConfig
     trust_input_tokenizer: bool = False
-    max_length: int | None = None
     steps: StepForm | None = None
-    judging_tokens: tuple[str, str] | None = None
 
 
 class RewardModelWorker(SupervisedWorker):
     """One rank of the reward model. Every method is collective over its ranks."""
-
-    pass_keys, length_key = "reward_model.retrain.", "reward_model.max_length"
 
     settings: RewardModelSettings
     render: ConversationRenderer
@@ -79,20 +73,22 @@ class RewardModelWorker(SupervisedWorker):
             ConfigError: the folder of a tokenizer is not on this node.
             DataError: a tokenizer cannot be loaded.
         """
-        model, theirs, path = self.settings.model, None, self.settings.input_tokenizer
+        model, theirs, path = self.settings.model, None, self.settings.section.model.input_tokenizer
         if path is not None:
             folder = self.find_model(path, INPUT_KEY, weights=False)
             theirs = load_tokenizer(folder, trust_remote_code=self.settings.trust_input_tokenizer, key=INPUT_KEY)
         folder = self.find_model(model.path, model.key)
-        own = load_tokenizer(folder, trust_remote_code=model.trust_remote_code, key=model.key)
+        own = load_tokenizer(folder, trust_remote_code=model.model.trust_remote_code, key=model.key)
         config, setting = transformers.AutoConfig.from_pretrained(folder), f"{model.key}={model.path}"
         if self.settings.steps is None:
             self.render = ConversationRenderer(own, setting, theirs)
         else:
             self.judge = StepRenderer(own, setting, self.settings.steps, padding_id(config), theirs)
-            self.settings = replace(self.settings, model=judging_model(model, config, own, self.settings))
+            self.settings = replace(
+                self.settings, model=judging_model(model, config, own, self.settings.section.process)
+            )
         positions = max_positions(config.to_dict())
-        self.max_length = self.settings.max_length or (positions and positions[1])
+        self.max_length = self.settings.section.max_length or (positions and positions[1])
         self.padding_id = padding_id(config)
 
     @on_device()
@@ -155,31 +151,31 @@ class RewardModelWorker(SupervisedWorker):
 
     def _values(self, data: DataProto) -> list[np.ndarray]:
         """The values at the response tokens of each row."""
-        size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
+        limits = self.settings.forward
         try:
-            with smaller_passes("reward_model.", size, tokens, budget="forward_max_token_len"):
-                columns = self.engine.compute_columns(data, ("values",), micro_batch_size=size, max_token_len=tokens)
+            with smaller_passes(limits):
+                columns = self.engine.compute_columns(data, ("values",), **limits.sizes)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"reward_model, {error}") from None
         return [row.numpy() for row in columns["values"].rows()]
 
 
-def judging_model(model: ModelSettings, config: Any, tokenizer: Any, settings: RewardModelSettings) -> ModelSettings:
+def judging_model(model: ModelSettings, config: Any, tokenizer: Any, process: ProcessRewardConfig) -> ModelSettings:
     """A process reward model with the outputs of its head: those in its files, or two rows of its output layer.
 
     Args:
         model: without the number of outputs.
         config: its config.json.
         tokenizer: of the model.
-        settings: of the worker.
+        process: the section `reward_model.process`.
 
     Raises:
         ConfigError: a text is not one token.
     """
-    if settings.judging_tokens is None:
+    if process.judging_tokens is None:
         return replace(model, num_labels=config.num_labels)
     bad, good = (
-        judging_token(tokenizer, text, key) for text, key in zip(settings.judging_tokens, JUDGING_KEYS, strict=True)
+        judging_token(tokenizer, text, key) for text, key in zip(process.judging_tokens, JUDGING_KEYS, strict=True)
     )
     return replace(model, num_labels=2, judging_tokens=(bad, good))
 

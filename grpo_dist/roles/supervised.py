@@ -19,8 +19,6 @@ T = TypeVar("T")
 class SupervisedWorker(PolicyWorker):
     """One rank of the model. Every method is collective over the ranks."""
 
-    pass_keys, length_key = "data.", "data.max_length"  # for messages: the size of its passes, the longest sequence
-
     @on_device()
     def train(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Take one optimizer step.
@@ -42,11 +40,11 @@ class SupervisedWorker(PolicyWorker):
 
     def _over(self, rows: DataProtoRef, objective: TrainingSettings, where: str, compute: Callable[..., T]) -> T:
         """Return what the engine computes in passes over rows; `where` begins the message of a loss that diverged."""
-        size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
+        limits = self.settings.update
+        assert limits is not None, "it trains"
         try:
-            with smaller_passes(self.pass_keys, size, tokens, lengths=self.length_key):
-                data = rows.fetch(rows.columns)
-                return compute(data, micro_batch_size=size, max_token_len=tokens, objective=objective)
+            with smaller_passes(limits):
+                return compute(rows.fetch(rows.columns), objective=objective, **limits.sizes)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{where}: {error}") from None
 

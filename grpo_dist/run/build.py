@@ -44,7 +44,7 @@ from grpo_dist.trainer.loss_settings import objective_settings
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
-from grpo_dist.trainer.settings import engine_settings, reward_settings, time_limits
+from grpo_dist.trainer.settings import engine_settings, rank_settings, reward_settings, time_limits
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
@@ -155,8 +155,8 @@ def _start_gangs(config: JobConfig, roles: Roles, num_steps: int) -> list[Corout
     starting = []
     for row in roles_of(config):
         if row.settings:
-            steps = (num_steps,) if row.trains else ()
-            starting.append(roles.gangs[row.name].start(_load(row.settings)(config, placement(config), *steps)))
+            settings = rank_settings(config, row, placement(config), num_steps)
+            starting.append(roles.gangs[row.name].start(settings))
     return starting
 
 

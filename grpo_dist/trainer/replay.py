@@ -27,7 +27,7 @@ from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_stor
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import models_of
+from grpo_dist.plan.roles import ROLES, models_of
 from grpo_dist.protocol import DataProto, metric_values
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.contract import RowNeeds
@@ -41,7 +41,7 @@ from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
-from grpo_dist.trainer.settings import policy_settings, reward_settings
+from grpo_dist.trainer.settings import rank_settings, reward_settings
 
 TIMEOUT_S = 600.0  # no other rank is waited for
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
@@ -297,14 +297,8 @@ def _num_steps(config: RunConfig) -> int:
 @contextmanager
 def _engine(config: RunConfig, num_steps: int) -> Iterator[TrainEngine]:
     """The policy as it trains, on CPU and on one rank."""
-    settings = policy_settings(config, placement(config), num_steps)
-    model = replace(
-        settings.model,
-        path=resolve_model_path(settings.model.path, key=settings.model.key),
-        fsdp_size=-1,
-        param_offload=False,
-        optimizer_offload=False,
-    )
+    settings = rank_settings(config, ROLES["actor"], placement(config), num_steps)
+    model = replace(settings.model, path=resolve_model_path(settings.model.path, key=settings.model.key))
     init_process_group(device="cpu", rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=TIMEOUT_S)
     try:
         yield FSDPEngine(

@@ -7,150 +7,135 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_dist.algorithms.kl import KLController
-from grpo_dist.algorithms.settings import ValueSettings
+from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.step_tokens import step_form
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, PassLimits, SamplingSettings
 from grpo_dist.plan.placement import Placement
+from grpo_dist.plan.roles import Role
 from grpo_dist.plugins.names import absolute
+from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.roles.policy import PolicySettings
 from grpo_dist.roles.reward import OverlongPenalty, RewardSettings
 from grpo_dist.roles.reward_model import RewardModelSettings
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
-from grpo_dist.trainer.model_settings import (
-    actor_model,
-    critic_model,
-    reference_model,
-    reward_model,
-    trained_model,
-)
+from grpo_dist.trainer.model_settings import model_settings
 
 
-def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
-    """Return what the actor's ranks are built from."""
-    actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
-    steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
-    return PolicySettings(
-        model=actor_model(config, place),
+def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int) -> PolicySettings:
+    """Return what the ranks of a row of the table of roles are built from.
+
+    Args:
+        config: of the run.
+        row: of the role, which holds a model.
+        place: the processes of the run.
+        num_steps: training steps of the run.
+    """
+    assert isinstance(config, RunConfig | SupervisedConfig)
+    own: PolicySettings = load_attribute(row.settings, key="a row of plan/roles.py")(
+        config,
+        num_steps,
+        model=model_settings(config, row, place),
         device=place.device,
-        num_threads=place.num_threads["actor"],
+        num_threads=place.num_threads[row.name],
+        seed=config.trainer.seed,
+        collective_timeout_s=config.nccl_timeout,
+    )
+    return own
+
+
+def actor_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySettings:
+    """Return the settings of the actor's ranks; `ranks` is what `rank_settings` says of all roles'."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    mini_batches = config.data.train_batch_size // actor.ppo_mini_batch_size
+    return PolicySettings(
+        **ranks,
         temperature=rollout.temperature,
         columns=("old_log_probs", "old_entropies") if actor.top_entropy_quantile < 1 else ("old_log_probs",),
-        log_prob_micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
-        log_prob_max_token_len=actor.log_prob_max_token_len(rollout),
-        seed=config.trainer.seed,
-        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        forward=_limits(config, "actor_rollout_ref.rollout.log_prob_", actor.log_prob_max_token_len(rollout)),
+        update=_limits(config, "actor_rollout_ref.actor.ppo_", actor.max_token_len),
         optimizer=actor.optim,
-        total_steps=steps,
-        train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
-        train_max_token_len=actor.max_token_len,
+        total_steps=num_steps * actor.ppo_epochs * mini_batches,
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.actor_is_reference else (),
-        sends_factors=config.actor_rollout_ref.model.sends_factors,
         keeps_output_layer=objective_settings(config).exact_kl and not config.has_teacher,
         weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
 
 
-def critic_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
-    """Return what the critic's ranks are built from; a model without a head gets one, drawn with the run's seed."""
+def critic_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySettings:
+    """Return the settings of the critic's ranks; see `actor_settings`."""
     critic = config.critic
     mini_batches = config.data.train_batch_size // critic.ppo_mini_batch_size
     return PolicySettings(
-        model=critic_model(config, place),
-        device=place.device,
-        num_threads=place.num_threads["critic"],
+        **ranks,
         temperature=1.0,
         columns=("values",),
-        log_prob_micro_batch_size=critic.forward_micro_batch_size_per_gpu,
-        log_prob_max_token_len=critic.forward_max_token_len,
-        seed=config.trainer.seed,
-        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        forward=_limits(config, "critic.forward_", critic.forward_max_token_len),
+        update=_limits(config, "critic.ppo_", critic.max_token_len),
         optimizer=critic.optim,
         total_steps=num_steps * critic.ppo_epochs * mini_batches,
-        train_micro_batch_size=critic.ppo_micro_batch_size_per_gpu,
-        train_max_token_len=critic.max_token_len,
         grad_clip=critic.grad_clip,
     )
 
 
-def supervised_settings(config: SupervisedConfig, place: Placement, num_steps: int) -> PolicySettings:
-    """Return what the ranks of a command that trains one model are built from."""
-    data, optim = config.data, config.optim
+def reference_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySettings:
+    """Return the settings of the reference's ranks; see `actor_settings`."""
+    roles = config.actor_rollout_ref
     return PolicySettings(
-        model=trained_model(config, place),
-        device=place.device,
-        num_threads=place.num_threads[config.role],
+        **ranks,
+        temperature=roles.rollout.temperature,
+        columns=reference_columns(config),
+        forward=_limits(config, "actor_rollout_ref.ref.log_prob_", roles.actor.log_prob_max_token_len(roles.ref)),
+    )
+
+
+def reward_model_settings(config: RunConfig, num_steps: int, **ranks: Any) -> RewardModelSettings:
+    """Return the settings of the reward model's ranks; see `actor_settings`."""
+    section = config.reward_model
+    retrain, tokens = section.retrain, section.max_token_len(config.actor_rollout_ref.actor)
+    again = _limits(config, "reward_model.retrain.", retrain.max_token_len_per_gpu)
+    return RewardModelSettings(
+        **ranks,
         temperature=1.0,
         columns=(),
-        log_prob_micro_batch_size=data.micro_batch_size_per_gpu,
-        seed=config.trainer.seed,
-        collective_timeout_s=config.trainer.nccl_timeout,
-        optimizer=optim,
-        total_steps=num_steps,
-        train_micro_batch_size=data.micro_batch_size_per_gpu,
-        train_max_token_len=data.max_token_len,
-        grad_clip=optim.clip_grad,
+        forward=replace(_limits(config, "reward_model.", tokens), budget="forward_max_token_len"),
+        update=replace(again, lengths="reward_model.max_length") if section.is_retrained else None,
+        optimizer=retrain.optim if section.is_retrained else None,
+        grad_clip=retrain.grad_clip,
+        section=section,
+        trust_input_tokenizer=config.actor_rollout_ref.model.trust_remote_code,
+        steps=step_form(config),
     )
 
 
-def value_settings(config: RunConfig) -> ValueSettings:
-    """The critic's loss."""
-    longest = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
-    return ValueSettings(config.critic.cliprange_value, config.critic.loss_agg_mode, longest)
-
-
-def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
-    """Return what the reference's ranks are built from: the same model or a teacher, frozen, held in its compute type
-    or, if it moves by small shares, in fp32.
-    """
-    ref = config.actor_rollout_ref.ref
+def supervised_settings(config: SupervisedConfig, num_steps: int, **ranks: Any) -> PolicySettings:
+    """Return the settings of the ranks of a command that trains one model; see `actor_settings`."""
+    limits = replace(_limits(config, "data.", config.data.max_token_len), lengths="data.max_length")
     return PolicySettings(
-        model=reference_model(config, place),
-        device=place.device,
-        num_threads=place.num_threads["ref"],
-        temperature=config.actor_rollout_ref.rollout.temperature,
-        columns=reference_columns(config),
-        log_prob_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
-        log_prob_max_token_len=config.actor_rollout_ref.actor.log_prob_max_token_len(ref),
-        seed=config.trainer.seed,
-        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        **ranks,
+        temperature=1.0,
+        columns=(),
+        forward=limits,
+        update=limits,
+        optimizer=config.optim,
+        total_steps=num_steps,
+        grad_clip=config.optim.clip_grad,
     )
+
+
+def _limits(config: JobConfig, keys: str, max_token_len: int | None) -> PassLimits:
+    """Return the limits of the passes whose keys begin with `keys`."""
+    return PassLimits(keys, value_of(config, f"{keys}micro_batch_size_per_gpu"), max_token_len)
 
 
 def reference_columns(config: RunConfig) -> tuple[str, ...]:
-    """Return what the reference is asked for."""
+    """Return the columns that the reference is asked for."""
     wanted = {*objective_settings(config).columns, *target_settings(config).columns}
     return tuple(name for name in ("ref_log_probs", "ref_hidden_states") if name in wanted)
-
-
-def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSettings:
-    """Return what the reward model's ranks are built from."""
-    section, policy = config.reward_model, config.actor_rollout_ref.model
-    retrain = section.retrain
-    return RewardModelSettings(
-        model=reward_model(config, place),
-        device=place.device,
-        num_threads=place.num_threads["reward_model"],
-        temperature=1.0,
-        columns=(),
-        log_prob_micro_batch_size=section.micro_batch_size_per_gpu,
-        log_prob_max_token_len=section.max_token_len(config.actor_rollout_ref.actor),
-        seed=config.trainer.seed,
-        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        input_tokenizer=section.model.input_tokenizer,
-        trust_input_tokenizer=policy.trust_remote_code,
-        max_length=section.max_length,
-        optimizer=retrain.optim if section.is_retrained else None,
-        train_micro_batch_size=retrain.micro_batch_size_per_gpu,
-        train_max_token_len=retrain.max_token_len_per_gpu,
-        grad_clip=retrain.grad_clip,
-        steps=step_form(config),
-        judging_tokens=section.process.judging_tokens,
-    )
 
 
 def reward_settings(config: RunConfig) -> RewardSettings:

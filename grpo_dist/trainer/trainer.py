@@ -36,7 +36,7 @@ from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
 from grpo_dist.trainer.metrics import batch_metrics, num_devices, performance_metrics, staleness_metrics
 from grpo_dist.trainer.profiler import StepProfiler
 from grpo_dist.trainer.retraining import Retraining
@@ -44,7 +44,7 @@ from grpo_dist.trainer.rollout.job import describe_failures, group_seed
 from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
-from grpo_dist.trainer.settings import kl_controller, sampling_settings, value_settings
+from grpo_dist.trainer.settings import kl_controller, sampling_settings
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import SampleLog, validation_metrics, validation_requests
 

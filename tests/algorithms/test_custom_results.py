@@ -11,10 +11,10 @@ from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.custom_results import tensor_fault
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.errors import ConfigError
 from tests.messages import refuses
+from tests.worker_settings import objective_settings
 
 N, T = 2, 3
 MASK = torch.tensor([[1.0, 1, 0], [1, 1, 1]])
@@ -67,7 +67,7 @@ def test_an_error_in_an_estimator_shows_its_own_lines(tmp_path: Path) -> None:
     assert "registry.py" not in str(caught.value)
     name = custom(tmp_path, "raise SystemExit(3)")
     with refuses(ConfigError, "SystemExit", "3"):
-        compute_policy_loss(LOSS, ObjectiveSettings(name))
+        compute_policy_loss(LOSS, objective_settings(loss_mode=name))
 
 
 def test_a_function_with_other_parameters_is_refused_before_it_is_called(tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ LOSS = {
 def test_a_policy_loss_that_returns_something_else(tmp_path: Path, returned: str, parts: list[str]) -> None:
     name = custom(tmp_path, f"return {returned}")
     with refuses(ConfigError, f"actor_rollout_ref.actor.policy_loss.loss_mode={name}", *parts):
-        compute_policy_loss(LOSS, ObjectiveSettings(name))
+        compute_policy_loss(LOSS, objective_settings(loss_mode=name))
 
 
 def test_log_probs_that_are_not_finite_are_not_the_losses_fault(tmp_path: Path) -> None:
     """The engine tells of them, with the rows."""
     name = custom(tmp_path, "return batch.log_probs, {}")
     broken = LOSS | {"log_probs": torch.full((N, T), torch.nan, requires_grad=True)}
-    loss, _ = compute_policy_loss(broken, ObjectiveSettings(name))
+    loss, _ = compute_policy_loss(broken, objective_settings(loss_mode=name))
     assert loss.isnan()
 
 

@@ -1,6 +1,5 @@
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.errors import BatchError
 from grpo_dist.plugins.names import KL_LOSS_TYPES, LOSS_AGG_MODES, TOKEN_SELECTING_LOSSES
 from tests.messages import refuses
+from tests.worker_settings import changed_objective, objective_settings
 
 SHAPE = (2, 2)
 COLUMNS = {
@@ -22,8 +21,7 @@ COLUMNS = {
     "ref_log_probs": torch.full(SHAPE, -1.5),
     "entropy": torch.full(SHAPE, 2.0),
 }
-SETTINGS = ObjectiveSettings(
-    options={"clip_ratio": 0.2, "clip_ratio_c": 3.0},
+SETTINGS = objective_settings(
     use_kl_loss=True,
     kl_loss_type="k1",
     kl_loss_coef=0.1,
@@ -34,7 +32,7 @@ SURROGATE_ALONE: dict[str, Any] = {"use_kl_loss": False, "entropy_coeff": 0.0}
 
 def objective(columns: Mapping[str, torch.Tensor] = COLUMNS, **changes: Any) -> tuple[torch.Tensor, dict]:
     """The loss of three tokens in two sequences, with these changes of the settings."""
-    return policy_objective(columns, replace(SETTINGS, **changes), global_tokens=3, global_sequences=2)
+    return policy_objective(columns, changed_objective(SETTINGS, **changes), global_tokens=3, global_sequences=2)
 
 
 def test_the_three_terms_by_hand() -> None:
@@ -119,7 +117,7 @@ def loss_and_gradient(
     log_probs = columns["log_probs"].requires_grad_()
     if not selects:
         del columns["selected_tokens"]
-    settings = replace(SETTINGS, **changes)
+    settings = changed_objective(SETTINGS, **changes)
     loss, metrics = policy_objective(columns | {"response_mask": mask}, settings, global_tokens=9, global_sequences=3)
     loss.backward()
     assert log_probs.grad is not None

@@ -5,10 +5,10 @@ import torch
 
 from grpo_dist.algorithms import compute_policy_loss
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, token_selection
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases
 from tests.messages import refuses
+from tests.worker_settings import objective_settings
 
 CLIP = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
 
@@ -24,7 +24,9 @@ def test_equals_verl_in_loss_gradient_and_metrics(case: dict) -> None:
     log_probs = inputs["log_prob"].requires_grad_()
     mode = "seq-mean-token-mean" if case["name"] == "geo_mean" else case["config"]["loss_agg_mode"]
     columns = inputs | {"log_probs": log_probs, "old_log_probs": inputs["old_log_prob"]}
-    loss, metrics = compute_policy_loss(columns, ObjectiveSettings(case["name"], mode, case["config"]))
+    loss, metrics = compute_policy_loss(
+        columns, objective_settings(**case["config"] | {"loss_mode": case["name"], "loss_agg_mode": mode})
+    )
     loss.backward()
     torch.testing.assert_close(loss.detach(), torch.tensor(case["outputs"]["loss"]), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(log_probs.grad, torch.tensor(case["outputs"]["grad"]), rtol=1e-5, atol=1e-6)
@@ -45,7 +47,7 @@ def one_token(
             "advantages": torch.tensor([[advantage]]),
             "response_mask": torch.ones(1, 1),
         },
-        ObjectiveSettings(name, options=config),
+        objective_settings(loss_mode=name, **config),
     )
     loss.backward()
     return loss.item(), log_prob.grad.item()
@@ -121,7 +123,7 @@ def test_dppo_counts_tokens_whose_ratio_is_truncated(name: str) -> None:
             "advantages": torch.ones(1, 4),
             "response_mask": torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
         },
-        ObjectiveSettings(name, options=CLIP | {"clip_ratio_c": 3.0}),
+        objective_settings(loss_mode=name, **CLIP),
     )
     assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(1 / 3)
     assert float(metrics["actor/pg_clipfrac_lower"]) == pytest.approx(1 / 3)
@@ -131,7 +133,7 @@ def test_clip_cov_reports_the_tokens_it_leaves_out() -> None:
     """One of five is selected. All ratios are 1, where the plain clip holds none."""
     _, metrics = compute_policy_loss(
         {"old_log_probs": LOG_PROBS, "log_probs": LOG_PROBS, "advantages": ADVANTAGES, "response_mask": SEEN},
-        ObjectiveSettings("clip_cov", options=CLIP | {"clip_cov_ratio": 0.2, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}),
+        objective_settings(loss_mode="clip_cov", **CLIP, clip_cov_ratio=0.2, clip_cov_lb=1.0, clip_cov_ub=5.0),
     )
     assert float(metrics["actor/pg_clipfrac"]) == float(metrics["actor/selected"]) == pytest.approx(0.2)
     assert "actor/pg_clipfrac_lower" not in metrics, "verl has none"
@@ -148,7 +150,7 @@ def test_gspo_and_geo_mean_take_the_sequences_ratio() -> None:
                 "advantages": torch.tensor([[2.0, 2.0, 0.0]]),
                 "response_mask": torch.tensor([[1.0, 1.0, 0.0]]),
             },
-            ObjectiveSettings(name, loss_agg_mode="seq-mean-token-mean", options=CLIP),
+            objective_settings(loss_mode=name, loss_agg_mode="seq-mean-token-mean", **CLIP),
         )
         loss.backward()
         assert loss.item() == pytest.approx(-2 * math.exp(mean))
@@ -196,7 +198,7 @@ def test_a_given_selection_makes_micro_batches_add_up() -> None:
                 "response_mask": SEEN[rows],
                 "selected_tokens": selected[rows],
             },
-            ObjectiveSettings("kl_cov", options=config),
+            objective_settings(loss_mode="kl_cov", **config),
             global_tokens=5,
         )
         return value.item()
@@ -219,7 +221,7 @@ def test_huge_ratios_masked_nans_bf16_and_empty_rows(name: str) -> None:
             "advantages": torch.tensor([[1.0, 1.0, float("nan")], [-1.0, -1.0, -1.0], [float("nan")] * 3]),
             "response_mask": mask,
         },
-        ObjectiveSettings(name),
+        objective_settings(loss_mode=name),
     )
     loss.backward()
     assert loss.dtype == torch.float32
@@ -241,7 +243,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
             "advantages": advantages,
             "response_mask": torch.ones(2, 2),
         },
-        ObjectiveSettings(name, loss_agg_mode="token-sum", options={"clip_cov_lb": 10.0, "clip_cov_ub": 11.0}),
+        objective_settings(loss_mode=name, loss_agg_mode="token-sum", clip_cov_lb=10.0, clip_cov_ub=11.0),
     )
     loss.backward()
     torch.testing.assert_close(log_probs.grad, -advantages)
@@ -250,6 +252,6 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
 def test_mistakes_are_named() -> None:
     batch = {"old_log_probs": torch.zeros(1, 2), "log_probs": torch.zeros(1, 2), "response_mask": torch.ones(1, 2)}
     with refuses(BatchError, "advantages (1, 3)", "old_log_probs (1, 2)"):
-        compute_policy_loss({**batch, "advantages": torch.zeros(1, 3)}, ObjectiveSettings("vanilla"))
+        compute_policy_loss({**batch, "advantages": torch.zeros(1, 3)}, objective_settings())
     with refuses(ConfigError, "actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "'vanilla'"):
-        compute_policy_loss({**batch, "advantages": torch.zeros(1, 2)}, ObjectiveSettings("vanila"))
+        compute_policy_loss({**batch, "advantages": torch.zeros(1, 2)}, objective_settings(loss_mode="vanila"))

@@ -52,7 +52,6 @@ TESTED_ELSEWHERE = {
     "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
     "run/build.py": "e2e/test_main_job.py",  # started workers
     "trainer/checkpoint/finished_groups.py": "trainer/test_staleness.py",  # by a run that samples ahead
-    "trainer/model_settings.py": "trainer/test_settings.py",  # a part of the ranks' settings
     "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "runtime/resources.py": "runtime/test_group.py",  # placement group
 }

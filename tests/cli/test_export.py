@@ -15,7 +15,6 @@ from grpo_dist.assets.model_folder import Usage, read_usage
 from grpo_dist.cli.entry import main
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
@@ -25,7 +24,7 @@ from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from tests.messages import says
 from tests.ranks import run_ranks
 from tests.trainer.checkpoints import run_state
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 TINY = "builtin:tiny-qwen3"
 LORA = lora()
@@ -40,7 +39,7 @@ CASES: dict[str, tuple[Any, str, list[str], dict[str, Any]]] = {
 
 def shards(rank: int, folder: Path, whole: Path, options: dict[str, Any]) -> None:
     """A model of two ranks that has changed since it was loaded: its checkpoint, and its export at the end of a run."""
-    model = ModelSettings(resolve_model_path(TINY), False, "fp32", "fp32", False, True, **options)
+    model = model_settings(resolve_model_path(TINY), **options)
     optimizer = AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
     engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
     torch.manual_seed(rank)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms import kl_penalty, policy_objective
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from tests.worker_settings import objective_settings
 
 V = 3
 RESPONSES = torch.tensor(list(product(range(V), repeat=2)))
@@ -58,7 +58,7 @@ def objective(policy: Tensor, teacher: Tensor, *, kl_loss_type: str | None, adva
     columns = {"log_probs": log_probs, "old_log_probs": log_probs.detach(), "advantages": advantages}
     columns |= {"response_mask": mask, "ref_log_probs": of_tokens(teacher)}
     columns |= {} if exact is None else {"exact_kl": exact}
-    settings = ObjectiveSettings(
+    settings = objective_settings(
         loss_agg_mode="token-sum",
         use_kl_loss=kl_loss_type is not None,
         kl_loss_type=kl_loss_type or "",

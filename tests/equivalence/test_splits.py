@@ -11,7 +11,7 @@ import torch
 from grpo_dist.algorithms import kl_penalty, policy_objective
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
-from grpo_dist.algorithms.settings import ObjectiveSettings
+from tests.worker_settings import objective_settings
 
 N, T, V = 8, 5, 7
 LENGTHS = torch.tensor([5, 1, 3, 0, 4, 2, 5, 3])  # one response is masked whole
@@ -46,9 +46,9 @@ def loss_and_gradient(
 ) -> tuple[float, torch.Tensor]:
     data = columns()
     logits = data["logits"].requires_grad_()
-    settings = ObjectiveSettings(
-        loss_mode,
-        mode,
+    settings = objective_settings(
+        loss_mode=loss_mode,
+        loss_agg_mode=mode,
         use_kl_loss=kl != "none",
         kl_loss_type=kl,
         kl_loss_coef=0.3,

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from grpo_dist.assets.model_folder import check_model_folder
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.errors import DataError
 from grpo_dist.plan.model_shape import model_config_at_hand, model_shape
 from tests.messages import refuses, says
 from tests.models import random_qwen3
+from tests.worker_settings import model_settings
 
 CONFIGS, FLIPS = 60, 40
 WEIGHTS = "model.safetensors"
@@ -53,7 +53,7 @@ def folder(good: Path, tmp_path: Path) -> Path:
 def load(folder: Path) -> Any:
     """What the driver and then each actor rank do with a folder."""
     check_model_folder(folder, setting=f"actor_rollout_ref.model.path={folder}", trust_remote_code=False)
-    settings = ModelSettings(str(folder), False, "fp32", "fp32", False, True, "shared", -1)
+    settings = model_settings(str(folder))
     return load_sharded_model(settings, "cpu")
 
 
@@ -91,7 +91,7 @@ def test_pickled_weights_are_not_loaded(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     says(refused(folder), "pickled (pytorch_model.bin)")
     with refuses(DataError, "pickled (pytorch_model.bin)"):
-        load_sharded_model(ModelSettings(str(folder), False, "fp32", "fp32", False, True, "shared", -1), "cpu")
+        load_sharded_model(model_settings(str(folder)), "cpu")
 
 
 def test_flipped_bits_are_found_or_are_other_numbers(folder: Path) -> None:

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from grpo_dist.algorithms import compute_value_loss, kl_penalty, policy_objective
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.kl import KL
-from grpo_dist.algorithms.policy_loss import DEFAULTS
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from tests.fuzz.batches import EXAMPLES, FEW, Batch, Shape, assert_near, batches, cuts, decided, derivative, shapes
 from tests.fuzz.papers import Rows, masked
 from tests.fuzz.papers.aggregates import AGGREGATES
@@ -22,6 +20,7 @@ from tests.fuzz.papers.kl import ESTIMATORS, Estimator, full
 from tests.fuzz.papers.policy_losses import vanilla
 from tests.fuzz.papers.value_loss import value_error
 from tests.golden import cases
+from tests.worker_settings import objective_settings
 
 
 def test_every_kl_estimator_has_a_formula() -> None:
@@ -84,13 +83,14 @@ def objective(batch: Batch, ref: Rows, entropy: Rows, mode: str, kl: Estimator) 
     """
     pairs = [list(zip(*rows, strict=True)) for rows in zip(batch.new, ref, strict=True)]
     divergence = [[kl(p, q) for p, q in row] for row in pairs]
-    policy = [vanilla(row, DEFAULTS) for row in batch.trained(set())]
+    policy = [vanilla(row, objective_settings().options) for row in batch.trained(set())]
     full_masks = [[1.0] * len(row) for row in policy]
     terms = [(1.0, policy, full_masks), (0.5, divergence, batch.shape.masks), (-0.25, entropy, batch.shape.masks)]
     value = sum(weight * AGGREGATES[mode](rows, masks, batch.shape.columns) for weight, rows, masks in terms)
     return value, sum(abs(weight * loss) for weight, rows, _ in terms for row in rows for loss in row)
 
 
+TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coeff": 0.25}
 CORRECTIONS = [
     None,
     {"rollout_is": "token", "rollout_is_threshold": 2.0},
@@ -145,7 +145,9 @@ def test_the_objective_in_parts(
         columns = batch.columns(log_probs) | {"ref_log_probs": shape.hide(ref), "entropy": shape.hide(entropy)}
         loss, _ = policy_objective(
             {column: values[part] for column, values in columns.items()},
-            ObjectiveSettings("vanilla", mode, DEFAULTS, True, name, 0.5, 0.25, correction=correction),
+            objective_settings(
+                **(TERMS | {"loss_agg_mode": mode, "kl_loss_type": name, "correction": correction}),
+            ),
             global_tokens=shape.tokens,
             global_sequences=shape.sequences,
         )

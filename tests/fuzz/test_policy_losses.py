@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms import agg_loss, compute_policy_loss
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
-from grpo_dist.algorithms.policy_loss import DEFAULTS, POLICY_LOSS, token_selection
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS, token_selection
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
 from tests.fuzz.batches import EXAMPLES, FEW, Batch, Shape, assert_near, batches, cuts, decided, derivative, shapes
@@ -21,6 +21,7 @@ from tests.fuzz.papers import Rows
 from tests.fuzz.papers.aggregates import AGGREGATES
 from tests.fuzz.papers.policy_losses import LOSSES, Loss, Row, between, covariances, gspo_sequence, highest, share
 from tests.golden import cases
+from tests.worker_settings import objective_settings
 
 # clip_cov picks at random: verl's has no reproducible case.
 IN_GOLDEN = sorted(set(LOSSES) - {"clip_cov"})
@@ -139,7 +140,7 @@ def test_policy_losses(
         gradients = slopes(LOSSES[name], rows, options, mode, scale)
     log_probs = shape.hide(batch.new).requires_grad_()
     found = torch.zeros(())
-    settings = ObjectiveSettings(name, mode, options, loss_scale_factor=factor)
+    settings = objective_settings(loss_mode=name, loss_agg_mode=mode, loss_scale_factor=factor, **options)
     columns = batch.columns(log_probs) | ({} if picked is None else {"selected_tokens": torch.tensor(picked)})
     counts = {"global_tokens": shape.tokens, "global_sequences": shape.sequences}
     for part in parts:
@@ -159,7 +160,9 @@ def test_gspo_of_one_advantage_a_response_is_the_sequences_own(batch: Batch, opt
     with decided():
         gradients = slopes(gspo_sequence, plain.trained(set()), options, mode, 1.0)
     log_probs = shape.hide(batch.new).requires_grad_()
-    loss_of(ObjectiveSettings("gspo", mode, options), plain.columns(log_probs), slice(None)).backward()
+    loss_of(
+        objective_settings(loss_mode="gspo", loss_agg_mode=mode, **options), plain.columns(log_probs), slice(None)
+    ).backward()
     assert log_probs.grad is not None
     assert_near(log_probs.grad, in_place(gradients, shape.masks), scale=10.0)
 
@@ -195,7 +198,7 @@ def selection(name: str, batch: Batch, options: dict[str, Any]) -> set[tuple[int
         log_probs=shape.hide(batch.new),
         advantages=shape.hide(batch.advantages),
         response_mask=shape.mask,
-        config=DEFAULTS | options,
+        config=objective_settings(**options).options,
     )
     assert found is not None
     return {(int(i), int(t)) for i, t in found.nonzero()}

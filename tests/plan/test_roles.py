@@ -25,8 +25,7 @@ def test_code_that_a_row_names_is_there(row: Role) -> None:
     assert inspect.isclass(worker)
     assert inspect.isclass(group)
     if row.settings:
-        wanted = 3 if row.trains else 2
-        assert len(inspect.signature(load_attribute(row.settings, key="settings")).parameters) == wanted
+        assert callable(load_attribute(row.settings, key="settings"))
 
 
 @pytest.mark.parametrize("command", [GRPO, SFT, REWARD_MODEL], ids=lambda command: command.name)
@@ -37,8 +36,6 @@ def test_keys_and_models_of_the_rows_are_those_of_the_config(command: Any) -> No
             value_of(config, key)
     for model in models_of(config):
         assert value_of(config, model.key) == model.path
-        settings = load_attribute(model.settings, key="settings")
-        assert len(inspect.signature(settings).parameters) == 2
 
 
 def test_a_run_has_the_roles_that_its_config_asks_for() -> None:

@@ -13,14 +13,17 @@ import torch
 
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.roles.gang import TrainedGroup
 from grpo_dist.roles.policy import CriticWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.trainer.settings import critic_settings, value_settings
+from grpo_dist.trainer.loss_settings import value_settings
+from grpo_dist.trainer.settings import rank_settings
 from tests.models import random_batch
 from tests.processes import spawned
+from tests.worker_settings import changed_sizes
 
 pytestmark = pytest.mark.ray
 
@@ -42,14 +45,14 @@ def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str
     """On one rank with passes of 16 sequences, on two ranks with passes of 3, and on two that split these."""
     path = f"critic.model.path={random_models['tied']}"
     config, _ = load_config(["recipe=ppo", path, "critic.optim.lr=1e-3"])
-    plain = critic_settings(config, placement(config), STEPS)
+    plain = rank_settings(config, ROLES["critic"], placement(config), STEPS)
     with ExitStack() as stack:
         groups = {}
         for name, ranks, size in (("one", 1, 16), ("two", 2, 3), ("split", 2, 3)):
             workers = stack.enter_context(spawned("critic", CriticWorker, [(rank, ranks) for rank in range(ranks)]))
             groups[name] = TrainedGroup(workers)
             model = replace(plain.model, sequence_parallel_size=2 if name == "split" else 1)
-            settings = replace(plain, model=model, log_prob_micro_batch_size=size, train_micro_batch_size=size)
+            settings = changed_sizes(plain, model=model, forward=size, update=size)
             run(groups[name].start(settings))
         yield groups
 

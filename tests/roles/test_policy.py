@@ -13,7 +13,7 @@ import ray
 
 from grpo_dist.assets.model_folder import Usage, read_usage
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.roles.gang import ActorGroup
 from grpo_dist.roles.policy import ActorWorker, PolicySettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -21,7 +21,7 @@ from grpo_dist.runtime.event_loop import run
 from tests.engines.fakes import LOG_PROB, FakeTrainEngine
 from tests.models import objective, random_batch
 from tests.processes import spawned
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 pytestmark = pytest.mark.ray
 
@@ -29,16 +29,16 @@ pytestmark = pytest.mark.ray
 def policy_settings(path: str, **changes: Any) -> PolicySettings:
     """An actor with LoRA on CPU."""
     settings = PolicySettings(
-        model=ModelSettings(path, False, "fp32", "fp32", False, True, lora=lora()),
+        model=model_settings(path, lora=lora()),
         device="cpu",
         num_threads=1,
         temperature=1.0,
         columns=("old_log_probs",),
-        log_prob_micro_batch_size=4,
+        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
+        update=PassLimits("actor_rollout_ref.actor.ppo_", 4),
         collective_timeout_s=240.0,
         seed=1,
         optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
-        train_micro_batch_size=4,
         reference_columns=("ref_log_probs",),
     )
     return replace(settings, **changes)
@@ -94,7 +94,10 @@ def test_the_engines_get_plain_names(actor: ActorGroup, random_models: dict[str,
 @pytest.mark.parametrize(("apart", "name"), [(False, "weights"), (True, "factor")])
 def test_engines_get_whole_weights_or_factors_alone(apart: bool, name: str) -> None:
     worker = object.__new__(ActorWorker)
-    worker.engine, worker.settings = FakeTrainEngine(), policy_settings("model", sends_factors=apart)
+    worker.engine, worker.settings = (
+        FakeTrainEngine(),
+        policy_settings("model", model=model_settings("model", lora(), merge=not apart)),
+    )
     for sends in (True, False):
         assert [found for found, _ in worker._sent("float32", "cpu", sends=sends)] == [name]
 

@@ -13,10 +13,12 @@ import torch
 import transformers
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.config.schema_models import RewardModelConfig
 from grpo_dist.data.step_tokens import StepForm, step_tokens
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import TrainingDiverged
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.roles.reward_model import RewardModelGroup, RewardModelSettings, RewardModelWorker, scored_rows
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -25,6 +27,7 @@ from tests.messages import says
 from tests.models import builtin_reward_model
 from tests.processes import spawned
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 POLICY = resolve_model_path("builtin:tiny-qwen3")
 PROMPTS = {"a": "What is 1 + 2?", "b": "What is 10 + 20 + 30?", "c": "Hm"}
@@ -50,18 +53,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settings(folder: str) -> RewardModelSettings:
-    model = ModelSettings(folder, False, "fp32", "fp32", False, True, layout="shared", num_labels=1)
+    model = model_settings(folder, layout="shared", num_labels=1)
     return RewardModelSettings(
         model=model,
         device="cpu",
         num_threads=1,
         temperature=1.0,
         columns=(),
-        log_prob_micro_batch_size=2,
+        forward=PassLimits("reward_model.", 2, budget="forward_max_token_len"),
         seed=1,
         collective_timeout_s=240.0,
-        input_tokenizer=POLICY,
+        section=section(),
     )
+
+
+def section(tokenizer: str | None = POLICY, **changes: Any) -> RewardModelConfig:
+    """The section of the reward model, with the responses' tokenizer."""
+    plain = load_config([])[0].reward_model
+    return plain.replaced(model=plain.model.replaced(input_tokenizer=tokenizer), **changes)
 
 
 def token_ids() -> list[tuple[str, list[int], list[int]]]:
@@ -172,6 +181,8 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
     """As transformers says of each conversation alone; TRL's places for a head, Math-Shepherd's for a causal LM."""
     path, log_odds = judge_of(tmp_path, kind)
     of_tokens = kind == "next token"
+    judging = {"bad": "1", "good": "2"} if of_tokens else {}
+    process = section().process.replaced(**judging)
     form = StepForm(token=" *\n" if of_tokens else None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     expected = []
@@ -183,7 +194,7 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
                 odds = log_odds(torch.tensor(ids).long()[None])
             expected.append((torch.sigmoid(odds[torch.tensor(ends)]).tolist(), len(steps)))
     assert np.ptp([score for scores, _ in expected for score in scores]) > 0.01, "they differ"
-    changed = replace(settings(path), steps=form, judging_tokens=("1", "2") if of_tokens else None)
+    changed = replace(settings(path), steps=form, section=section(process=process))
     (found,) = run_ranks(1, scores, changed, steps_batch())
     for given, score, (wanted, count) in zip(found["rm_step_scores"], found["rm_score"], expected, strict=True):
         assert given == pytest.approx(wanted[:count], abs=1e-5)
@@ -196,7 +207,7 @@ def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_pa
     path, _ = judge_of(tmp_path, "one output")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     _, _, ends = step_tokens(tokenizer, MESSAGES["b"], ["10 + 20", "+ 30", "= 60"], StepForm(), None)
-    changed = replace(settings(path), steps=StepForm(), max_length=int(ends[1]) + 1)
+    changed = replace(settings(path), steps=StepForm(), section=section(max_length=int(ends[1]) + 1))
     (found,) = run_ranks(1, scores, changed, steps_batch())
     first, second, third = found["rm_step_scores"][3]
     assert first != second == third
@@ -209,7 +220,9 @@ def test_tokens_as_they_are_closed_by_the_template_and_cut(folder: str) -> None:
     closing = tokenizer(f" {tokenizer.eos_token}")["input_ids"]  # see OTHER_TEMPLATE
     sequences = [prompt + [i for i in ids if i != closing[-1]] + closing for _, prompt, ids in token_ids()]
     most = sorted(len(sequence) for sequence in sequences)[-2]
-    changed = replace(settings(folder), input_tokenizer=None, log_prob_max_token_len=60, max_length=most)
+    plain = settings(folder)
+    forward = replace(plain.forward, max_token_len=60)
+    changed = replace(plain, forward=forward, section=section(None, max_length=most))
     (found,) = run_ranks(1, scores, changed, batch())
     assert found["rm_score"] == pytest.approx(alone(folder, [ids[:most] for ids in sequences]), abs=2e-5)
     assert found["rm_clipped"].tolist() == [len(ids) > most for ids in sequences]
@@ -245,5 +258,5 @@ def test_a_score_that_is_not_finite_stops_the_run(folder: str, tmp_path: Path) -
     model.score.weight.data.fill_(3e38)
     model.save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    (told,) = run_ranks(1, scores, replace(settings(str(tmp_path)), input_tokenizer=None), batch())
+    (told,) = run_ranks(1, scores, replace(settings(str(tmp_path)), section=section(None)), batch())
     says(told, "reward_model", "values", "prompts a, b, c")

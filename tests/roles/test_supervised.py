@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.algorithms.settings import PreferenceSettings
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.errors import OutOfMemory, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
 from grpo_dist.roles import supervised
@@ -43,7 +44,7 @@ def worker(engine: Engine, tokens: int | None = None) -> SupervisedWorker:
     made = SupervisedWorker(0, 1)
     made.engine = engine  # type: ignore[assignment]
     settings: Any = SimpleNamespace(
-        train_micro_batch_size=4, train_max_token_len=tokens, model=SimpleNamespace(room="take more GPUs")
+        update=PassLimits("data.", 4, tokens, lengths="data.max_length"), model=SimpleNamespace(room="take more GPUs")
     )
     made.settings = settings
     return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +15,17 @@ from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.roles.gang import ActorGroup, ReferenceGroup
 from grpo_dist.roles.policy import ActorWorker, PolicyWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import objective_settings
-from grpo_dist.trainer.settings import policy_settings, reference_settings
+from grpo_dist.trainer.settings import rank_settings
 from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
+from tests.worker_settings import changed_sizes
 
 pytestmark = pytest.mark.ray
 
@@ -59,8 +60,8 @@ def taught(local_ray: None, random_models: dict[str, str], teacher: str) -> Iter
             actor = ActorGroup(stack.enter_context(spawned("actor", ActorWorker, args)))
             ref = ReferenceGroup(stack.enter_context(spawned("ref", PolicyWorker, args)))
             columns = ("ref_log_probs", "ref_hidden_states")
-            policy = replace(policy_settings(config, place, STEPS), train_micro_batch_size=size)
-            reference = replace(reference_settings(config, place), columns=columns, log_prob_micro_batch_size=size)
+            policy = changed_sizes(rank_settings(config, ROLES["actor"], place, STEPS), update=size)
+            reference = changed_sizes(rank_settings(config, ROLES["ref"], place, STEPS), columns=columns, forward=size)
             start_together(actor.start(policy), ref.start(reference))
             run(actor.take_reference_head(ref))
             found[name] = actor, ref

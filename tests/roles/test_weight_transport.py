@@ -14,7 +14,7 @@ import ray
 import torch
 
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import GroupAddress, ModelSettings
+from grpo_dist.engines.settings import GroupAddress, PassLimits
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
 from grpo_dist.roles.gang import Gang
@@ -30,7 +30,7 @@ from grpo_dist.runtime.process import Address
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
 from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together
-from tests.worker_settings import engine_settings
+from tests.worker_settings import engine_settings, model_settings
 
 pytestmark = pytest.mark.ray
 
@@ -131,12 +131,12 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
 
 def policy_settings(path: str) -> PolicySettings:
     return PolicySettings(
-        model=ModelSettings(path, False, "fp32", "fp32", False, True),
+        model=model_settings(path),
         device="cpu",
         num_threads=1,
         temperature=1.0,
         columns=("old_log_probs",),
-        log_prob_micro_batch_size=4,
+        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
         collective_timeout_s=240.0,
         seed=1,
         optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),

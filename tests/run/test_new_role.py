@@ -21,16 +21,14 @@ from grpo_dist.config.field_types import Processes, Section
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.plan.placement import Placement
 from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import ROLES, Role
 from grpo_dist.protocol import DataProto
-from grpo_dist.roles.policy import PolicySettings, PolicyWorker, on_device
+from grpo_dist.roles.policy import PolicyWorker, on_device
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.settings import reference_settings
 from tests.messages import says
 from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -67,13 +65,8 @@ class EchoConfig(Section):
     world_size: Processes | None
 
 
-def settings(config: RunConfig, place: Placement) -> PolicySettings:
-    return reference_settings(config, place)
-
-
 def model(config: RunConfig) -> Model:
-    path, loads = config.actor_rollout_ref.model.path, "grpo_dist.trainer.model_settings:reference_model"
-    return Model("echo", POLICY_KEY, path, loads, "fp32", "fp32", built=False)
+    return Model("echo", POLICY_KEY, config.actor_rollout_ref.model.path, "fp32", "fp32", built=False)
 
 
 ECHO = Role(
@@ -84,7 +77,7 @@ ECHO = Role(
     section="echo",
     size_key="echo.world_size",
     fsdp="actor_rollout_ref.ref.fsdp_config",
-    settings=f"{__name__}:settings",
+    settings="grpo_dist.trainer.settings:reference_settings",
     model=model,
     shares=("actor_ref", "all"),
     adds=("echo", "echo_log_prob"),

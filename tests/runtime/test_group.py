@@ -55,9 +55,10 @@ def worker_class() -> type:  # noqa: C901 - it counts the methods
             raise RewardError("the scorer returned None")
 
         def fill_the_gpu(self) -> None:
+            from grpo_dist.engines.settings import PassLimits
             from grpo_dist.engines.train.memory_errors import smaller_passes, within_memory
 
-            with smaller_passes("actor_rollout_ref.actor.ppo_", 8, None), within_memory("a pass"):
+            with smaller_passes(PassLimits("actor_rollout_ref.actor.ppo_", 8)), within_memory("a pass"):
                 import torch
 
                 raise torch.OutOfMemoryError("CUDA out of memory.")

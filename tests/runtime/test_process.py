@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 
 from grpo_dist import assets
 from grpo_dist.engines.base import MiniBatchResult
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.settings import PassLimits, SamplingSettings
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Sum
 from grpo_dist.roles.policy import ActorWorker
@@ -85,7 +85,7 @@ class PrintingEngine:
 def test_what_a_loss_prints_in_an_actor_is_kept() -> None:
     worker = ActorWorker.__new__(ActorWorker)
     model = SimpleNamespace(room="", sequence_parallel_size=1)
-    settings: Any = SimpleNamespace(model=model, train_micro_batch_size=2, train_max_token_len=None)
+    settings: Any = SimpleNamespace(model=model, update=PassLimits("actor_rollout_ref.actor.ppo_", 2))
     worker.settings, worker.engine = settings, PrintingEngine()  # type: ignore[assignment]
     data = random_batch(num_groups=1, n=4)
     rows: Any = SimpleNamespace(fetch=lambda columns: data)

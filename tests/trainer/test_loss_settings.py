@@ -15,8 +15,8 @@ def load(*overrides: str):
 
 
 def test_the_scale_of_seq_mean_token_sum_norm_is_the_longest_response() -> None:
-    assert objective_settings(load()).loss_scale_factor == 64
-    assert objective_settings(load(f"{ACTOR}.loss_scale_factor=100")).loss_scale_factor == 100
+    assert objective_settings(load()).actor.loss_scale_factor == 64
+    assert objective_settings(load(f"{ACTOR}.loss_scale_factor=100")).actor.loss_scale_factor == 100
 
 
 def test_options_of_the_loss_arrive() -> None:
@@ -60,7 +60,11 @@ def test_options_of_the_targets_arrive() -> None:
 def test_bypass_mode_corrects_in_the_objective(overrides: tuple, loss_mode: str, corrects: bool) -> None:
     config = load(*(f"algorithm.rollout_correction.{override}" for override in overrides))
     objective = objective_settings(config)
-    assert (objective.loss_mode, objective.correction is not None, objective.weighted) == (loss_mode, corrects, False)
+    assert (objective.actor.policy_loss.loss_mode, objective.correction is not None, objective.weighted) == (
+        loss_mode,
+        corrects,
+        False,
+    )
 
 
 def test_a_batch_of_one_optimizer_step_is_corrected_in_the_objective() -> None:

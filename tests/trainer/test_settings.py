@@ -2,26 +2,25 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import OptimConfig
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import ROLES
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
 from grpo_dist.trainer.run_prompts import workers_agent
 from grpo_dist.trainer.settings import (
-    critic_settings,
     engine_settings,
-    policy_settings,
+    rank_settings,
     reference_columns,
-    reference_settings,
-    reward_model_settings,
     reward_settings,
     sampling_settings,
     time_limits,
-    value_settings,
 )
 from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
 from tests.worker_settings import agent
@@ -36,7 +35,7 @@ def test_what_engines_get_of_lora() -> None:
     for overrides, sends in (((), False), (apart, False), ((rank,), False), ((*apart, rank), True)):
         config = load(*overrides)
         place = placement(config)
-        assert policy_settings(config, place, 1).sends_factors == sends
+        assert ranks(config, "actor").model.sends_factors == sends
         lora = engine_settings(config, place, 0).lora
         assert (lora and (lora.lora_rank, lora.lora_alpha)) == ((4, 8.0) if sends else None)
 
@@ -51,6 +50,11 @@ TAUGHT = ("recipe=distill", "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3
 
 def load(*overrides: str):
     return load_config(list(overrides))[0]
+
+
+def ranks(config: RunConfig, role: str) -> Any:
+    """What the ranks of a role are built from, in a run of ten steps."""
+    return rank_settings(config, ROLES[role], placement(config), 10)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +119,10 @@ def test_activations_of_what_trains_are_offloaded() -> None:
         *("recipe=ppo", f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.model.enable_gradient_checkpointing=true"),
         "actor_rollout_ref.model.enable_activation_offload=true",
     )
-    place = placement(config)
-    policy, ref = policy_settings(config, place, 10), reference_settings(config, place)
-    critic = critic_settings(config, place, 10)
-    assert [each.model.activation_offload for each in (policy, critic, ref)] == [True, True, False]
+    policy, ref = ranks(config, "actor"), ranks(config, "ref")
+    critic = ranks(config, "critic")
+    assert [made.model.layers.enable_activation_offload for made in (policy, critic)] == [True, True]
+    assert ref.model.layers is None
 
 
 def test_each_engine_has_a_folder_for_its_profiles_if_there_are_to_be_any() -> None:
@@ -143,14 +147,14 @@ def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
         2048,
         True,
     )
-    policy = policy_settings(config, placement(config), 10).model
+    policy = ranks(config, "actor").model
     wanted = {"max_position_embeddings": 4096, "rope_parameters": rope}
-    assert engine.model.override_config == policy.override_config == wanted
+    assert engine.model.override_config == policy.model.override_config == wanted
 
 
 def test_the_roles_get_what_they_need() -> None:
     config = load(f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.kl_loss_type=full")
-    actor, ref = policy_settings(config, placement(config), 10), reference_settings(config, placement(config))
+    actor, ref = ranks(config, "actor"), ranks(config, "ref")
     assert actor.columns == ("old_log_probs", "old_entropies")
     assert actor.keeps_output_layer
     assert not ref.keeps_output_layer
@@ -166,15 +170,15 @@ def test_a_teacher_is_another_model_beside_any_policy(lora: tuple[str, ...]) -> 
         "+actor_rollout_ref.model.override_config.attention_dropout=0.5",
     )
     place = placement(config)
-    actor, ref = policy_settings(config, place, 10), reference_settings(config, place)
+    actor, ref = ranks(config, "actor"), ranks(config, "ref")
     assert place.world_sizes["ref"] == 1
     assert not config.actor_is_reference
     assert (actor.reference_columns, actor.keeps_output_layer) == ((), False), "the teacher sends its own"
     assert (ref.columns, ref.model.lora, ref.optimizer) == (("ref_hidden_states",), None, None)
     assert (ref.model.key, ref.model.section) == (f"{teacher}.path", teacher)
-    assert ref.model.override_config == {"rope_theta": 5}
-    assert not ref.model.trust_remote_code
-    assert actor.model.override_config == {"attention_dropout": 0.5}
+    assert ref.model.model.override_config == {"rope_theta": 5}
+    assert not ref.model.model.trust_remote_code
+    assert actor.model.model.override_config == {"attention_dropout": 0.5}
 
 
 def test_the_reward_model_is_another_model_that_only_runs_forward() -> None:
@@ -184,12 +188,16 @@ def test_the_reward_model_is_another_model_that_only_runs_forward() -> None:
         "actor_rollout_ref.model.lora_rank=2",
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     )
-    found = reward_model_settings(config, placement(config))
+    found = ranks(config, "reward_model")
     assert (found.model.num_labels, found.model.key) == (1, "reward_model.model.path")
-    assert (found.model.lora, found.optimizer, found.model.gradient_checkpointing) == (None, None, False)
-    assert (found.max_length, found.model.max_model_len, found.input_tokenizer) == (300, 300, None)
+    assert (found.model.lora, found.optimizer, found.model.layers) == (None, None, None)
+    assert (found.section.max_length, found.model.max_model_len, found.section.model.input_tokenizer) == (
+        300,
+        300,
+        None,
+    )
     rendered = load("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
-    assert reward_model_settings(rendered, placement(rendered)).input_tokenizer == "builtin:tiny-qwen3"
+    assert ranks(rendered, "reward_model").section.model.input_tokenizer == "builtin:tiny-qwen3"
 
 
 def test_the_critic_trains_whole_with_an_optimizer_and_limits_of_its_own() -> None:
@@ -200,17 +208,17 @@ def test_the_critic_trains_whole_with_an_optimizer_and_limits_of_its_own() -> No
         *("actor_rollout_ref.model.lora_rank=2", "critic.model.enable_gradient_checkpointing=true"),
         "critic.model.fsdp_config.optimizer_offload=true",
     )
-    found = critic_settings(config, placement(config), 10)
+    found = ranks(config, "critic")
     model = found.model
     assert (model.num_labels, model.small_new_head, model.new_head_seed, model.key) == (1, True, 1, "critic.model.path")
-    assert (model.lora, model.gradient_checkpointing, model.optimizer_offload) == (None, True, True)
+    assert (model.lora, model.layers.enable_gradient_checkpointing, model.optimizer_offload) == (None, True, True)
     assert (found.columns, found.grad_clip) == (("values",), 2)
-    assert (found.train_micro_batch_size, found.log_prob_micro_batch_size) == (5, 7)
-    assert found.train_max_token_len is found.log_prob_max_token_len is None
+    assert (found.update.micro_batch_size, found.forward.micro_batch_size) == (5, 7)
+    assert found.update.max_token_len is found.forward.max_token_len is None
     assert isinstance(found.optimizer, OptimConfig)
     assert (found.total_steps, found.optimizer.warmup_steps(40)) == (40, 20), "4 mini-batches a step"
     loss = value_settings(config)
-    assert (loss.cliprange_value, loss.loss_agg_mode, loss.loss_scale_factor) == (0.3, "token-sum", 64)
+    assert (loss.critic.cliprange_value, loss.critic.loss_agg_mode, loss.loss_scale_factor) == (0.3, "token-sum", 64)
     assert target_settings(config).critic
     assert not target_settings(load("recipe=ppo", "critic.enable=false")).critic
 
@@ -237,8 +245,8 @@ def test_rows_need_a_ground_truth_where_a_built_in_scorer_scores(
 
 def test_copies_of_the_weights_are_the_actors_matter() -> None:
     config = load(f"{ACTOR}.fsdp_config.fsdp_size=1")
-    assert policy_settings(config, placement(config), 10).model.fsdp_size == 1
-    assert reference_settings(config, placement(config)).model.fsdp_size == -1
+    assert ranks(config, "actor").model.fsdp_config.fsdp_size == 1
+    assert ranks(config, "ref").model.fsdp_config.fsdp_size == -1
 
 
 DYNAMIC = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4000")
@@ -257,8 +265,8 @@ REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 )
 def test_token_budgets_follow_the_actors_unless_set(overrides: tuple, expected: tuple) -> None:
     config = load(*overrides)
-    actor, ref = policy_settings(config, placement(config), 10), reference_settings(config, placement(config))
-    assert (actor.train_max_token_len, actor.log_prob_max_token_len, ref.log_prob_max_token_len) == expected
+    actor, ref = ranks(config, "actor"), ranks(config, "ref")
+    assert (actor.update.max_token_len, actor.forward.max_token_len, ref.forward.max_token_len) == expected
 
 
 @pytest.mark.parametrize(
@@ -271,8 +279,8 @@ def test_token_budgets_follow_the_actors_unless_set(overrides: tuple, expected: 
 )
 def test_the_layout_is_the_same_for_all_roles(overrides: tuple, layout: str) -> None:
     config = load(*overrides)
-    assert policy_settings(config, placement(config), 10).model.layout == layout
-    assert reference_settings(config, placement(config)).model.layout == layout
+    assert ranks(config, "actor").model.layout == layout
+    assert ranks(config, "ref").model.layout == layout
 
 
 def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
@@ -303,7 +311,7 @@ def test_how_weights_reach_the_engines(overrides: list[str], transport: str) -> 
 
 def test_the_size_of_a_bucket() -> None:
     config = load("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096")
-    assert policy_settings(config, placement(config), 1).weight_bucket_bytes == 4 << 30
+    assert ranks(config, "actor").weight_bucket_bytes == 4 << 30
 
 
 def test_time_limits_by_stage() -> None:

@@ -11,14 +11,15 @@ from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_roles import OptimConfig
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import SUPERVISED_ROLES
 from grpo_dist.roles.policy import PolicySettings
-from grpo_dist.trainer.settings import supervised_settings
+from grpo_dist.trainer.settings import rank_settings
 from tests.adapters import write_adapter
 
 
 def settings(*overrides: str, command: Any = REWARD_MODEL, steps: int = 100) -> PolicySettings:
     config = load_command([*overrides], command)[0]
-    return supervised_settings(config, placement(config), steps)
+    return rank_settings(config, SUPERVISED_ROLES[config.role], placement(config), steps)
 
 
 def test_a_reward_model_gets_a_head_of_one_output_drawn_with_the_runs_seed() -> None:
@@ -64,9 +65,11 @@ def test_numbers_of_the_optimizer_and_of_passes() -> None:
     )
     assert found.optimizer is not None
     assert (found.optimizer.lr, found.optimizer.betas, found.grad_clip) == (3e-4, (0.8, 0.95), 0.5)
-    assert (found.train_micro_batch_size, found.train_max_token_len) == (6, None)
+    assert found.update is not None
+    assert found.update.sizes == {"micro_batch_size": 6, "max_token_len": None}
     by_tokens = settings("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=99")
-    assert by_tokens.train_max_token_len == 99
+    assert by_tokens.update is not None
+    assert by_tokens.update.max_token_len == 99
 
 
 @pytest.mark.parametrize(
@@ -79,5 +82,9 @@ def test_layouts(override: str, layout: str) -> None:
 def test_memory_and_types() -> None:
     changes = ("engine.param_offload=true", "engine.optimizer_offload=true", "engine.defer_grad_sync=true")
     model = settings(*changes, "engine.dtype=bf16", "engine.fsdp_size=1").model
-    assert (model.param_offload, model.optimizer_offload, model.defer_grad_sync) == (True, True, True)
-    assert (model.model_dtype, model.compute_dtype, model.fsdp_size) == ("fp32", "bf16", 1)
+    assert (model.fsdp_config.param_offload, model.optimizer_offload, model.fsdp_config.defer_grad_sync) == (
+        True,
+        True,
+        True,
+    )
+    assert (model.model_dtype, model.compute_dtype, model.fsdp_config.fsdp_size) == ("fp32", "bf16", 1)

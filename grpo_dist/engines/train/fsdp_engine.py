@@ -82,7 +82,7 @@ class FSDPEngine(FSDPWeights):
             self.model,
             self.optimizer,
             self.device,
-            parameters=model.param_offload,
+            parameters=model.fsdp_config.param_offload,
             optimizer_states=model.optimizer_offload,
             shares_device=model.shares_gpu,
         )

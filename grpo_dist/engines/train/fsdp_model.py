@@ -79,9 +79,12 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
         add_lora(model, settings.lora, settings.section)
     ResponseHead.install(model)
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
-    if settings.gradient_checkpointing:
+    layers = settings.layers
+    if layers is not None and layers.enable_gradient_checkpointing:
         away = functools.partial(saved_in_cpu_memory, device)
-        recompute_layers(model, settings.section, away if settings.activation_offload else contextlib.nullcontext)
+        recompute_layers(
+            model, settings.layers_key, away if layers.enable_activation_offload else contextlib.nullcontext
+        )
     return unloaded
 
 
@@ -164,11 +167,11 @@ def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterato
     """A block with one backward pass of a mini-batch, of which it is the `last` or not.
 
     Gradients are reduced over the ranks that hold a copy of the model together in every pass, so that a rank keeps no
-    more of them than its shard. With `settings.defer_grad_sync` that waits for the last pass, and until then a rank
+    more of them than its shard. With `defer_grad_sync` that waits for the last pass, and until then a rank
     keeps whole gradients in float32; so it does where its shard is the whole. Over copies (hybrid sharding) shards are
     reduced in the last pass only, which costs no memory. Weights that are not resharded stay gathered between passes.
     """
-    defers = settings.defer_grad_sync or num_shards(settings) == 1
+    defers = settings.fsdp_config.defer_grad_sync or num_shards(settings) == 1
     model.set_requires_gradient_sync(last or not defers)
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or reshards(settings))

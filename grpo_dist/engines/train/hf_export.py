@@ -59,7 +59,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     """
     tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
-        tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code, key=settings.key)
+        tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.model.trust_remote_code, key=settings.key)
         config = copy.deepcopy(model.config)
         config.dtype = DTYPES[dtype]
         parts = [config, tokenizer]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.errors import OutOfMemory
 
 
@@ -42,29 +43,17 @@ def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[No
 
 
 @contextmanager
-def smaller_passes(
-    prefix: str,
-    micro_batch_size: int,
-    max_token_len: int | None,
-    *,
-    ranks: int = 1,
-    budget: str = "max_token_len",
-    lengths: str = "data.max_response_length or data.max_prompt_length",
-) -> Iterator[None]:
-    """Add to an `OutOfMemory` of the block, a pass, which key makes passes smaller.
+def smaller_passes(limits: PassLimits, *, ranks: int = 1) -> Iterator[None]:
+    """Add to an `OutOfMemory` of the block, a pass of these limits, which key makes passes smaller.
 
     Args:
-        prefix: of the keys, such as "actor_rollout_ref.actor.ppo_".
-        micro_batch_size: most sequences of a pass.
-        max_token_len: most tokens of a pass; None: the number of sequences is the limit.
+        limits: of the pass.
         ranks: that split a pass, each with its share of those tokens.
-        budget: name of the key of the most tokens, between `prefix` and `_per_gpu`.
-        lengths: the keys that limit a sequence.
     """
-    name, value = ("micro_batch_size", micro_batch_size)
-    if max_token_len is not None:
-        name, value = budget, max_token_len // ranks
-    key = f"{prefix}{name}_per_gpu"
-    longer = "" if value > 1 else f": a pass holds one sequence, so lower {lengths}"
+    name, value = ("micro_batch_size", limits.micro_batch_size)
+    if limits.max_token_len is not None:
+        name, value = limits.budget, limits.max_token_len // ranks
+    key = f"{limits.keys}{name}_per_gpu"
+    longer = "" if value > 1 else f": a pass holds one sequence, so lower {limits.lengths}"
     with remedied(f"lower {key}={value}{longer}", (key, value)):
         yield

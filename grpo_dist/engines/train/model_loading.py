@@ -148,7 +148,7 @@ def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) 
             model = token_classifier(config, settings, shapes)._from_config(config, **options)
         else:
             model = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=settings.trust_remote_code, **options
+                config, trust_remote_code=settings.model.trust_remote_code, **options
             )
     with contextlib.suppress(OSError):  # it is optional
         model.generation_config = transformers.GenerationConfig.from_pretrained(settings.path)
@@ -162,9 +162,9 @@ def read_config(settings: ModelSettings) -> Any:
         DataError: it cannot be read.
     """
     with _refusing(settings):
-        trust = settings.trust_remote_code
+        trust = settings.model.trust_remote_code
         config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=trust)
-        config.update(dict(settings.override_config))
+        config.update(settings.model.override_config)
         return config
 
 
@@ -229,7 +229,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
             config=model.config if settings.num_labels else config,
             dtype=dtype,
             use_safetensors=True,  # pickled weights can run code
-            trust_remote_code=settings.trust_remote_code,
+            trust_remote_code=settings.model.trust_remote_code,
         ).state_dict() | {name: weight.to(dtype) for name, weight in unloaded.new_head.items()}
     names, filled = set(model.state_dict()), set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

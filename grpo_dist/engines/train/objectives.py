@@ -103,7 +103,7 @@ class PolicyObjective(Objective):
         assert self.reference_head is not None or not settings.exact_kl, "start with `exact_kl`"
         return self.forward(
             micro_batch,
-            entropies=settings.entropy_coeff != 0,
+            entropies=settings.actor.entropy_coeff != 0,
             reference=self.reference_head if settings.exact_kl else None,
             reference_states=micro_batch.columns.get("ref_hidden_states"),
         )
@@ -228,8 +228,8 @@ class ValueObjective(_HeadObjective):
             values=micro_batch.columns["values"],
             returns=micro_batch.columns["returns"],
             response_mask=micro_batch.response_mask,
-            cliprange_value=self.settings.cliprange_value,
-            loss_agg_mode=self.settings.loss_agg_mode,
+            cliprange_value=self.settings.critic.cliprange_value,
+            loss_agg_mode=self.settings.critic.loss_agg_mode,
             global_tokens=counts[0],
             global_sequences=counts[1],
             loss_scale_factor=self.settings.loss_scale_factor,

@@ -12,7 +12,8 @@ from grpo_dist.engines.settings import ModelSettings
 
 def num_shards(settings: ModelSettings) -> int:
     """Ranks that hold one copy of the weights together."""
-    return dist.get_world_size() if settings.fsdp_size < 0 else min(settings.fsdp_size, dist.get_world_size())
+    ranks, size = dist.get_world_size(), settings.fsdp_config.fsdp_size
+    return ranks if size < 0 else min(size, ranks)
 
 
 def whole(tensor: Tensor) -> Tensor:

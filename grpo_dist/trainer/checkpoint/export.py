@@ -22,11 +22,12 @@ from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import roles_of
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import step_of
 from grpo_dist.trainer.checkpoint.identity import exported_usage
 from grpo_dist.trainer.checkpoint.manifest import damage
-from grpo_dist.trainer.model_settings import actor_model, trained_model
+from grpo_dist.trainer.model_settings import model_settings
 
 TIMEOUT_S = 600.0  # no other rank is waited for
 
@@ -82,19 +83,7 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
 
 def _settings(config: RunConfig | SupervisedConfig) -> tuple[ModelSettings, str]:
     """Return what the model is built from, on CPU and on one rank; and the role whose shards it is in."""
-    if isinstance(config, SupervisedConfig):
-        settings, role = trained_model(config, placement(config)), config.role
-    else:
-        settings, role = actor_model(config, placement(config)), "actor"
-    folder = resolve_model_path(settings.path, key=settings.key)
-    return (
-        replace(
-            settings,
-            path=folder,
-            compute_dtype=settings.model_dtype,
-            fsdp_size=-1,
-            gradient_checkpointing=False,
-            param_offload=False,
-        ),
-        role,
-    )
+    row, *_ = roles_of(config)
+    settings = model_settings(config, row, placement(config))
+    path = resolve_model_path(settings.path, key=settings.key)
+    return replace(settings, path=path, compute_dtype=settings.model_dtype, layers=None), row.name

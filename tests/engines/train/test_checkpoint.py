@@ -12,7 +12,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_dist.algorithms.settings import PreferenceSettings
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import (
     RANDOM_STATES,
     random_states,
@@ -27,11 +26,12 @@ from tests.engines.train.test_objectives import pairs
 from tests.messages import says
 from tests.models import objective, random_batch, scheduled
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 
 def engine_with_schedule(path: str) -> FSDPEngine:
     """Warm-up and cosine: every step has a learning rate of its own, so a lost schedule shows."""
-    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+    model = model_settings(path)
     optimizer = scheduled(lr=1e-2, warmup=2)
     return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=6, grad_clip=1.0)
 
@@ -247,7 +247,7 @@ def test_random_states_round_trip_through_a_file(tmp_path: Path) -> None:
 
 
 def go_on_with_another_rate(rank: int, path: str, source: Path) -> dict[str, Any]:
-    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+    model = model_settings(path)
     optimizer = scheduled(lr=3e-3, betas=(0.8, 0.9), warmup=2, weight_decay=0.5)
     engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=6, grad_clip=1.0)
     engine.load_checkpoint(source)
@@ -321,7 +321,7 @@ def pair_steps(engine: FSDPEngine, rank: int, numbers: range) -> list[dict[str, 
 
 
 def reward_model(path: str, seed: int) -> FSDPEngine:
-    model = ModelSettings(path, False, "fp32", "fp32", True, True, num_labels=1, new_head_seed=seed)
+    model = model_settings(path, enable_gradient_checkpointing=True, num_labels=1, new_head_seed=seed)
     optimizer = scheduled(lr=1e-2, warmup=1)
     return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=4, grad_clip=1.0)
 

@@ -23,15 +23,14 @@ from grpo_dist.protocol import DataProto, Ragged
 from tests.messages import says
 from tests.models import random_batch, random_classifier, random_model
 from tests.ranks import run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 SEED, HIDDEN = 7, 32
 KEY = "reward_model.model.path"
 
 
 def settings(path: str, **changes: Any) -> ModelSettings:
-    made = ModelSettings(path, False, "fp32", "fp32", False, True, num_labels=1, key=KEY, new_head_seed=SEED)
-    return replace(made, **changes)
+    return model_settings(path, **({"num_labels": 1, "key": KEY, "new_head_seed": SEED} | changes))
 
 
 def load(rank: int, model: ModelSettings, whole: bool = False) -> dict[str, Any]:
@@ -108,7 +107,7 @@ FAMILIES = ("Qwen3", "Llama", "Gemma2", "Olmo2", "Qwen3Moe")
 
 
 def value_settings(path: str, layout: str = "shared", num_labels: int = 1) -> ModelSettings:
-    return ModelSettings(path, False, "fp32", "fp32", False, True, layout=layout, num_labels=num_labels, key=KEY)
+    return model_settings(path, layout=layout, num_labels=num_labels, key=KEY)
 
 
 def values(rank: int, path: str, layout: str, num_labels: int, data: DataProto) -> tuple[list, str]:

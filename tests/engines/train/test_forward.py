@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import forward, lm_head, model_loading
 from grpo_dist.engines.train.attention import attention_implementation
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -18,6 +17,7 @@ from grpo_dist.protocol import DataProto
 from tests.messages import says
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 
 def columns(engine: FSDPEngine, data: DataProto) -> list[Any]:
@@ -149,7 +149,7 @@ def two_ranks(rank: int, path: str) -> tuple[str, float]:
     if rank == 1:
         forward.attention_inputs = lambda *args: {}  # type: ignore[assignment]
     data = random_batch(num_groups=2, n=4) if rank == 1 else DataProto()
-    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+    model = model_settings(path)
     engine = FSDPEngine(model, device="cpu", temperature=1.0)
     engine.compute_log_probs(data, micro_batch_size=8)
     return engine.forward.report, len(data)

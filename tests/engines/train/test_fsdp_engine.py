@@ -10,7 +10,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_dist.algorithms import policy_objective
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import DataError, TrainingDiverged
@@ -18,6 +17,7 @@ from grpo_dist.protocol import DataProto, Ragged, metric_values
 from tests.messages import says
 from tests.models import objective, random_batch, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 TEMPERATURE, ENTROPY_COEFF = 0.7, 0.5
 
@@ -77,8 +77,8 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
             "weights": numpy(engine.full_parameters("float32")),
             "log_probs": [[row.numpy().copy() for row in column.rows()] for column in before],
         }
-    frozen = FSDPEngine(ModelSettings(path, False, "fp32", "fp32", False, True), device="cpu", temperature=TEMPERATURE)
-    mixed = FSDPEngine(ModelSettings(path, False, "fp32", "bf16", False, True), device="cpu", temperature=TEMPERATURE)
+    frozen = FSDPEngine(model_settings(path), device="cpu", temperature=TEMPERATURE)
+    mixed = FSDPEngine(model_settings(path, compute_dtype="bf16"), device="cpu", temperature=TEMPERATURE)
     out["frozen"] = {
         "sharded": [isinstance(each.model, FSDPModule) for each in (frozen, mixed, engine)],
         "trainable": [name for name, p in frozen.model.named_parameters() if p.requires_grad],
@@ -87,7 +87,7 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
         "no rows": len(frozen.compute_log_probs(DataProto(), micro_batch_size=4)),
     }
     try:
-        FSDPEngine(ModelSettings("/no/model", False, "fp32", "fp32", False, True), device="cpu", temperature=1.0)
+        FSDPEngine(model_settings("/no/model"), device="cpu", temperature=1.0)
     except DataError as error:
         out["no model"] = str(error)
     return out

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto
 from tests.messages import says
 from tests.models import random_batch, random_model
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 LAYOUTS = ("padded", "packed", "shared")
 ORIGINAL = 24  # no sequence of `short_batch` is that long, every packed or shared row is longer
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 4.0, 9.0, 16.0]  # LongRoPE's factors, for heads of 8
-PLAIN = ModelSettings("", False, "fp32", "fp32", False, True)
+PLAIN = model_settings("")
 
 
 def phi3(folder: Path, short: list[float] = SHORT) -> str:

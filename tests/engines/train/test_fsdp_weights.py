@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
-SETTINGS = ModelSettings("", False, "fp32", "bf16", False, True)
+SETTINGS = model_settings("", compute_dtype="bf16")
 
 
 def master_weights(rank: int, path: str) -> dict[str, list[str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_dist.engines.settings import ModelSettings
 from tests.fake_memory import GIB, fake_engine, peak_of_update, sequences
+from tests.worker_settings import model_settings
 
 # 4 layers of (2 * 512 * (512 + 256) + 3 * 512 * 4096) numbers of a Qwen3; the vocabulary hardly counts.
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -16,7 +16,7 @@ RANKS = 4
 
 def peak(ranks: int = RANKS, response: int = 8, **changes: object) -> float:
     """Bytes at the peak of an optimizer step of two micro-batches of two responses."""
-    settings = ModelSettings("fake", False, "fp32", "bf16", True, True, **changes)  # type: ignore[arg-type]
+    settings = model_settings("fake", compute_dtype="bf16", enable_gradient_checkpointing=True, **changes)
     with fake_engine(SHAPE, settings, ranks, trains=True) as engine:
         found = peak_of_update(engine, sequences(2, 2, 8, response), micro_batch_size=2, max_token_len=None)
     return found["Total"] * GIB
@@ -50,5 +50,5 @@ def test_offloaded_states_are_there_for_the_step_alone() -> None:
 
 def test_offloaded_activations_are_those_of_one_layer() -> None:
     """Of the inputs of 4 layers, 512 numbers of 2 bytes a token, 3 are away where a layer is computed again."""
-    stays, away = (peak(response=4096, activation_offload=offload) for offload in (False, True))
+    stays, away = (peak(response=4096, enable_activation_offload=offload) for offload in (False, True))
     assert stays - away == pytest.approx(3 * (8 + 2 * 4096) * 512 * 2, rel=0.05)

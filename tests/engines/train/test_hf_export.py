@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from grpo_dist.algorithms.settings import PreferenceSettings
 from grpo_dist.config.schema_roles import AdamWConfig, LoraSection
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import hf_export
 from grpo_dist.engines.train.classifier import with_score_token
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -27,7 +26,7 @@ from tests.engines.train.test_objectives import pairs
 from tests.messages import says
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 
 def export_twice(rank: int, model: str, folder: Path) -> str:
@@ -152,7 +151,7 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
 
 # --- reward models -------------------------------------------------------------------------------------------------
 def reward_model(path: str) -> FSDPEngine:
-    model = ModelSettings(path, False, "fp32", "fp32", False, True, num_labels=1, new_head_seed=3)
+    model = model_settings(path, num_labels=1, new_head_seed=3)
     optimizer = AdamWConfig(lr=1e-2, weight_decay=0.01, betas=(0.9, 0.999))
     return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import hf_export
 from grpo_dist.engines.train.checkpoint import copied, training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 MIB = 1 << 20
 RANKS = 4
@@ -67,7 +67,7 @@ def _status(name: str) -> int:
 
 def load_and_export(rank: int, path: str, folder: Path, dtype: str, file_bytes: int) -> tuple[int, int, int]:
     hf_export.EXPORT_FILE_BYTES = file_bytes
-    settings = ModelSettings(path, False, "fp32", "bf16", False, True)
+    settings = model_settings(path, compute_dtype="bf16")
     engine, loading = peak(lambda: FSDPEngine(settings, device="cpu", temperature=1.0))
     _, exporting = peak(lambda: engine.export_hf_model(folder, dtype))
     _, copying = peak(lambda: copied(training_state(engine.model, None, None)))

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_dist.config.schema_roles import LoraSection
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.engines.train.lora import add_lora, lora_layers
@@ -20,7 +19,7 @@ from tests.adapters import write_adapter
 from tests.messages import refuses
 from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 LORA = lora()
 
@@ -94,7 +93,7 @@ def test_an_output_layer_of_its_own_is_trained_and_exported(random_models: dict[
 
 
 def built(path: str, **changes: Any) -> Any:
-    return build_model(ModelSettings(path, False, "fp32", "fp32", False, True, **changes), "cpu", shards=1).model
+    return build_model(model_settings(path, **changes), "cpu", shards=1).model
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_an_output_layer_that_is_tied_to_the_embedding_takes_no_factors(
     """Its change would have to be the embedding's too. `all-linear` leaves the output layer out, as peft's does."""
     path = random_model(family, tmp_path / "model", **sizes)
     with refuses(ConfigError, "model.target_modules=('lm_head',)", "lm_head", embedding, "tie_word_embeddings"):
-        built(path, lora=lora(4, 8.0, ("lm_head",)), section="model")
+        built(path, lora=lora(4, 8.0, ("lm_head",)), key="model.path")
     assert "lm_head" not in lora_layers(built(path, lora=LORA))
     assert lora_layers(built(path, lora=LORA.replaced(exclude_modules=("lm_head",))))
 
@@ -207,7 +206,7 @@ def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
 
 
 def test_settings_without_lora() -> None:
-    assert ModelSettings("m", False, "fp32", "fp32", False, True).lora is None
+    assert model_settings("m").lora is None
 
 
 def train_after_reference(rank: int, path: str) -> float:

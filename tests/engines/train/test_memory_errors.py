@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.errors import OutOfMemory
@@ -30,7 +31,7 @@ def test_the_nearest_remedy_counts() -> None:
     with (
         pytest.raises(OutOfMemory) as caught,
         remedied("take more GPUs"),
-        smaller_passes("actor_rollout_ref.ref.log_prob_", 4, 1000),
+        smaller_passes(PassLimits("actor_rollout_ref.ref.log_prob_", 4, 1000)),
         within_memory("a pass"),
     ):
         full()
@@ -42,14 +43,17 @@ def test_the_nearest_remedy_counts() -> None:
 
 
 def test_a_pass_of_one_sequence_is_shortened_by_other_keys() -> None:
-    with pytest.raises(OutOfMemory) as caught, smaller_passes("actor_rollout_ref.actor.ppo_", 1, None):
+    with pytest.raises(OutOfMemory) as caught, smaller_passes(PassLimits("actor_rollout_ref.actor.ppo_", 1)):
         raise OutOfMemory("full")
     assert "ppo_micro_batch_size_per_gpu=1: " in str(caught.value)
     assert "data.max_response_length" in str(caught.value)
 
 
 def test_the_budget_of_ranks_that_split_a_pass_is_that_of_one() -> None:
-    with pytest.raises(OutOfMemory) as caught, smaller_passes("actor_rollout_ref.actor.ppo_", 1, 4000, ranks=4):
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        smaller_passes(PassLimits("actor_rollout_ref.actor.ppo_", 1, 4000), ranks=4),
+    ):
         raise OutOfMemory("full")
     assert caught.value.setting == ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 1000)
 

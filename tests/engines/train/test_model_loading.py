@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.errors import DataError
 from tests.messages import says
 from tests.models import random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import changed_model, lora, model_settings
 
-PLAIN = ModelSettings("", False, "fp32", "fp32", False, True)
+PLAIN = model_settings("")
 LORA = lora()
 WEIGHTS = "model.safetensors"
 EXPERTS = {"num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -115,7 +114,7 @@ def _unique(path: str) -> list[torch.Tensor]:
 def in_several_files(rank: int, path: str, joined: str) -> dict[str, Any]:
     """On ranks of which two hold the same, from several files, and from rank 0; the random state is not touched."""
     torch.manual_seed(5)
-    settings = replace(PLAIN, path=path, fsdp_size=2)
+    settings = changed_model(PLAIN, path=path, fsdp_size=2)
     engine = FSDPEngine(settings, device="cpu", temperature=1.0)
     drawn = torch.rand(2).tolist()
     torch.manual_seed(5)
@@ -268,7 +267,7 @@ class OwnCausalLM(LlamaForCausalLM):
 
 
 def with_code(rank: int, path: str) -> tuple[list[float], list[float], float]:
-    engine = FSDPEngine(replace(PLAIN, path=path, trust_remote_code=True), device="cpu", temperature=1.0)
+    engine = FSDPEngine(changed_model(PLAIN, path=path, trust_remote_code=True), device="cpu", temperature=1.0)
     data = random_batch(num_groups=1, n=2)
     numbers = engine.compute_log_probs(data, micro_batch_size=2).values
     scale = whole(engine.model.get_parameter("scale").detach())

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import whole
@@ -18,6 +17,7 @@ from grpo_dist.errors import CheckpointError
 from tests.messages import says
 from tests.models import random_batch
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 
 def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
@@ -26,7 +26,7 @@ def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
 
 def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     """A quarter of the way to weights of 2 everywhere; saved; then all the way to 3; read again."""
-    engine = FSDPEngine(ModelSettings(path, False, "fp32", "fp32", False, True), device="cpu", temperature=1.0)
+    engine = FSDPEngine(model_settings(path), device="cpu", temperature=1.0)
     first = weights(engine)
     engine.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in first.items()), 0.25)
     mixed = weights(engine)
@@ -69,7 +69,9 @@ def drift(rank: int, path: str) -> dict[str, Any]:
     """A hundred moves by 1 % towards weights 1 % larger, with passes in bf16 between them; then the state is read."""
     found = {}
     for held, compute in (("fp32", "bf16"), ("fp32", "fp32")):
-        engine = FSDPEngine(ModelSettings(path, False, held, compute, False, True), device="cpu", temperature=1.0)
+        engine = FSDPEngine(
+            model_settings(path, model_dtype=held, compute_dtype=compute), device="cpu", temperature=1.0
+        )
         data = random_batch(num_groups=1, n=2)
         goal = {name: torch.from_numpy(1.01 * value) for name, value in weights(engine).items()}
         before = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
@@ -97,7 +99,7 @@ def test_small_shares_add_up_in_bf16(ranks: int, random_models: dict[str, str]) 
 
 def taken_over(rank: int, path: str, folder: Path) -> dict[str, Any]:
     """A checkpoint of a reference that was held in bf16, read by one that is held in fp32; then a small move."""
-    settings = ModelSettings(path, False, "bf16", "bf16", False, True)
+    settings = model_settings(path, model_dtype="bf16", compute_dtype="bf16")
     old = FSDPEngine(settings, device="cpu", temperature=1.0)
     old.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in weights(old).items()), 0.25)
     old.begin_save(folder)

@@ -19,7 +19,6 @@ from grpo_dist.data import load_tokenizer
 from grpo_dist.data.preference_tokens import tokenize_preferences
 from grpo_dist.data.step_tokens import StepForm
 from grpo_dist.data.training_rows import Pair, training_batch
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.classifier import with_score_token
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -30,6 +29,7 @@ from grpo_dist.tasks import arithmetic
 from tests.messages import refuses, says
 from tests.models import random_batch, random_classifier, scheduled
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings
 
 KEY = "reward_model.model.path"
 LR = 0.1
@@ -37,7 +37,7 @@ LR = 0.1
 
 def engine(path: str, layout: str = "shared", *, checkpointing: bool = False) -> FSDPEngine:
     """Plain SGD: Adam divides by the size of the gradient, which turns rounding of small ones into real steps."""
-    model = ModelSettings(path, False, "fp32", "fp32", checkpointing, True, layout=layout, num_labels=1, key=KEY)
+    model = model_settings(path, enable_gradient_checkpointing=checkpointing, layout=layout, num_labels=1, key=KEY)
     optimizer = AdamWConfig(lr=LR, weight_decay=0.0, betas=(0.9, 0.999))
     made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=LR)
@@ -240,7 +240,7 @@ def learn_sums(rank: int, path: str) -> list[float]:
     """Accuracies on 200 pairs that are not trained on, before and after 30 steps of 32 pairs."""
     tokenizer = load_tokenizer(path, trust_remote_code=False)
     examples, _ = tokenize_preferences(sums(1160), tokenizer, max_length=100, padding_id=None, form=StepForm())
-    model = ModelSettings(path, False, "fp32", "fp32", False, True, num_labels=1, new_head_seed=0)
+    model = model_settings(path, num_labels=1, new_head_seed=0)
     optimizer = scheduled(lr=2e-3, betas=(0.9, 0.99), warmup=10, lr_scheduler_type="constant", min_lr_ratio=0.0)
     made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=30, grad_clip=1.0)
 

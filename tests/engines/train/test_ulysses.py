@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from grpo_dist.algorithms.settings import TrainingSettings, ValueSettings
+from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import attention, model_loading, ulysses
@@ -23,11 +22,11 @@ from tests.equivalence.test_layout import batch
 from tests.messages import says
 from tests.models import EXPERTS, objective, random_classifier, random_model
 from tests.ranks import LIMIT_S, run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings, value_settings
 
 KEY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 ROWS = list(range(16))
-VALUES = ValueSettings(0.4, "seq-mean-token-mean")
+VALUES = value_settings(0.4, "seq-mean-token-mean")
 LORA = lora()
 # Of each case: the model, its settings, and the objective; what differs is taken in turns.
 CASES: dict[str, tuple[str, dict[str, Any], TrainingSettings]] = {
@@ -38,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], TrainingSettings]] = {
     ),
     "LoRA, packed, checkpointing": (
         "Qwen3",
-        {"lora": LORA, "layout": "packed", "gradient_checkpointing": True},
+        {"lora": LORA, "layout": "packed", "enable_gradient_checkpointing": True},
         objective(loss_mode="gspo", weighted=True),
     ),
     "experts": ("Qwen3Moe", {}, objective(entropy_coeff=0.0)),
@@ -57,7 +56,7 @@ SPLITS: dict[str, tuple[int, int, list[list[int]], int, int]] = {
 
 def engine(path: str, size: int = 1, *, trains: bool = True, **changes: Any) -> FSDPEngine:
     """With plain SGD of rate 1, so that the weights after a step are those before less the gradient."""
-    model = replace(ModelSettings(path, False, "fp32", "fp32", False, True, sequence_parallel_size=size), **changes)
+    model = model_settings(path, sequence_parallel_size=size, **changes)
     optimizer = AdamWConfig(lr=1.0, weight_decay=0.0, betas=(0.9, 0.999)) if trains else None
     made = FSDPEngine(model, device="cpu", temperature=0.7, optimizer=optimizer)
     if trains:
@@ -286,7 +285,7 @@ def test_flash_attention_gets_the_lengths_of_whole_rows(monkeypatch: pytest.Monk
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 def settings(size: int) -> ModelSettings:
-    return ModelSettings("a/model", False, "fp32", "fp32", False, True, sequence_parallel_size=size)
+    return model_settings("a/model", sequence_parallel_size=size)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 1), (4, 2, 2), (4, 2, 4), (6, 6, 3), (4, 1, 2)])

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.settings import ValueSettings
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import ValueObjective
@@ -22,11 +20,12 @@ from tests.engines.train.test_objectives import LR, engine, own_rows, plain_mode
 from tests.messages import says
 from tests.models import add_tokenizer, random_batch, random_classifier, random_model, scheduled
 from tests.ranks import run_ranks
+from tests.worker_settings import model_settings, value_settings
 
 CLIP = 0.4
 KINDS = {
-    "tokens": ValueSettings(CLIP, "token-mean"),
-    "sequences": ValueSettings(CLIP, "seq-mean-token-sum-norm", loss_scale_factor=12.0),
+    "tokens": value_settings(CLIP, "token-mean"),
+    "sequences": value_settings(CLIP, "seq-mean-token-sum-norm", length=12.0),
 }
 UNEVEN = ([0, 1, 2, 5, 6], [3, 4, 7])
 # ranks' rows, layout, and limits of a pass
@@ -199,7 +198,7 @@ def test_an_objective_for_a_model_with_a_head() -> None:
 
 # --- from start to export ------------------------------------------------------------------------------------------
 def critic(path: str, layout: str = "shared") -> FSDPEngine:
-    model = ModelSettings(path, False, "fp32", "fp32", False, True, layout, num_labels=1, new_head_seed=7)
+    model = model_settings(path, layout=layout, num_labels=1, new_head_seed=7)
     optimizer = scheduled(lr=1e-2, warmup=2)
     model = replace(model, small_new_head=True, key="critic.model.path")
     return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, total_steps=6, grad_clip=1.0)
