@@ -27,20 +27,31 @@ if TYPE_CHECKING:
 
 
 class Caller(Protocol):
-    """The part of `WorkerGroup`, which sends calls, that a call or a postbox needs."""
+    """The methods that a call, or a postbox, needs of the `WorkerGroup` that sends it."""
 
     role: str
     handles: list[Any]
 
-    async def value(self, call: Call) -> Any: ...
-    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call: ...
-    def submit_for_data(self, rank: int, stage: str, method: str, *args: Any) -> Call: ...
-    def lost(self, rank: int, stage: str, message: str) -> WorkerLost: ...
-    async def outcomes(self, calls: Sequence[Call]) -> list[Any]: ...
-    async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost: ...
-    async def root_cause(
-        self, error: GrpoDistError, unanswered: Mapping[Call, asyncio.Future[Any]]
-    ) -> GrpoDistError: ...
+    async def value(self, call: Call) -> Any:
+        """See `WorkerGroup`, here and below."""
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        """Call a method."""
+
+    def submit_for_data(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        """Call a method whose answer has data."""
+
+    def lost(self, rank: int, stage: str, message: str) -> WorkerLost:
+        """The error of a lost worker."""
+
+    async def outcomes(self, calls: Sequence[Call]) -> list[Any]:
+        """The answers and errors of calls."""
+
+    async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
+        """The error of calls that were not answered in time."""
+
+    async def root_cause(self, error: GrpoDistError, unanswered: Mapping[Call, asyncio.Future[Any]]) -> GrpoDistError:
+        """The error that another one comes from."""
 
 
 @dataclass(frozen=True)
