@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import platform
@@ -20,6 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from grpo_dist.checks.machine import memory_gib
+from grpo_dist.cli.arguments import command_parser
 from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, physical_cores
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
@@ -48,10 +48,10 @@ class Finding:
 
 def main(arguments: Sequence[str]) -> int:
     """Report on this machine; 1 if something will not work on the device, 0 else."""
-    parser = argparse.ArgumentParser(
-        prog="grpo-dist doctor",
-        description="What this machine has for a run, and what will not work, with the fix. Exit code 1: something "
-        "will not work on the device.",
+    parser = command_parser(
+        "doctor",
+        "What this machine has for a run, and what will not work, with the fix. Exit code 1: something will not work "
+        "on the device.",
     )
     parser.add_argument("--device", choices=["cpu", "gpu"], help="default: what the installed torch was built for")
     device = parser.parse_args(arguments).device or _installed_device()
@@ -70,12 +70,12 @@ def processor(device: str) -> Iterator[Finding]:
     """The CPU and the memory."""
     flags = cpu_flags()
     named = [name for name in ("avx2", "avx512f", *sorted(BF16_FLAGS)) if name in flags]
-    found = f"{physical_cores()} cores, {os.cpu_count()} logical; {' '.join(named) or 'no vector instructions known'}"
+    cores = f"{physical_cores()} cores, {os.cpu_count()} logical; {' '.join(named) or 'no vector instructions known'}"
     if device == "cpu" and platform.machine() == "x86_64" and "avx2" not in flags:
-        yield Finding(FAULT, "processor", found, "vLLM's build for CPU needs AVX2: take another machine")
+        yield Finding(FAULT, "processor", cores, "vLLM's build for CPU needs AVX2: take another machine")
     else:
         speed = "" if BF16_FLAGS & flags or device == "gpu" else "; without bf16 instructions runs compute in fp32"
-        yield Finding(OK, "processor", found + speed)
+        yield Finding(OK, "processor", cores + speed)
     yield Finding(OK, "memory", f"{memory_gib():.1f} GiB")
 
 
@@ -149,8 +149,8 @@ def gpus(device: str) -> Iterator[Finding]:
         yield Finding(FAULT, "GPUs", f"{len(lines)} by nvidia-smi, and torch can use none", fix)
     else:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found = f"{torch.cuda.device_count()} ({lines[0]}), CUDA {cuda}, NCCL {nccl}"
-        yield Finding(OK, "GPUs", found)
+        usable = f"{torch.cuda.device_count()} ({lines[0]}), CUDA {cuda}, NCCL {nccl}"
+        yield Finding(OK, "GPUs", usable)
 
 
 def shared_memory(device: str) -> Iterator[Finding]:
@@ -191,10 +191,10 @@ def ray_cluster(device: str) -> Iterator[Finding]:
     if address == LOCAL:
         yield Finding(OK, "Ray", "no cluster is running: a run starts its own, with a token of its own")
         return
-    needed, there = os.environ.get("RAY_AUTH_MODE") == "token", has_token(os.environ)
-    found = f"runs join the cluster at {address}, {'with' if there else 'without'} a token"
-    fix = "ray get-auth-token --generate, and copy ~/.ray/auth_token to all nodes" if needed and not there else ""
-    yield Finding(FAULT if fix else OK, "Ray", found + (" (RAY_AUTH_MODE=token)" if needed else ""), fix)
+    needed, given = os.environ.get("RAY_AUTH_MODE") == "token", has_token(os.environ)
+    joined = f"runs join the cluster at {address}, {'with' if given else 'without'} a token"
+    fix = "ray get-auth-token --generate, and copy ~/.ray/auth_token to all nodes" if needed and not given else ""
+    yield Finding(FAULT if fix else OK, "Ray", joined + (" (RAY_AUTH_MODE=token)" if needed else ""), fix)
 
 
 def has_token(environment: Mapping[str, str]) -> bool:

@@ -174,9 +174,9 @@ def _models(
                 raise ConfigError(f"--all-steps: {name} has no checkpoints; name a run's folder, and no --step")
             if left := others(expanded(name)):
                 show(f"{name}: {len(chosen)} checkpoints{left}\n", sys.stderr)
-        for each in chosen:
-            before = set(Path(each).parent.iterdir()) if options.all_steps else set()
-            model = find_trained(each, overrides, options.step, trust=options.trust)
+        for place in chosen:
+            before = set(Path(place).parent.iterdir()) if options.all_steps else set()
+            model = find_trained(place, overrides, options.step, trust=options.trust)
             if options.all_steps and model.folder not in before:  # many copies of a model are not to be left
                 for folder in (model.folder, model.folder.with_name(f"{model.folder.name}_{ADAPTER_FOLDER}")):
                     stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -175,7 +175,7 @@ def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> l
     """The engines, each on the GPUs of as many actor ranks as it has processes: Ray gives it a share of the first."""
     size = engines[0].rollout.tensor_model_parallel_size
     gpus = [gpu for address in actor for gpu in address.gpus]
-    return [replace(each, gpus=tuple(gpus[i * size : (i + 1) * size])) for i, each in enumerate(engines)]
+    return [replace(engine, gpus=tuple(gpus[i * size : (i + 1) * size])) for i, engine in enumerate(engines)]
 
 
 def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> dict[str, Group]:

@@ -29,7 +29,7 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
         show(usage(command) + "\n")
         return 0
     if QUIET in overrides:
-        overrides = [*(each for each in overrides if each != QUIET), "trainer.console=false"]
+        overrides = [*(key for key in overrides if key != QUIET), "trainer.console=false"]
     try:
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
@@ -78,7 +78,7 @@ def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Pa
     start = ("trainer.resume_mode=disable", "trainer.resume_mode=resume_path", "trainer.resume_from_path=")
     run_dir = Path(config.trainer.default_local_dir).absolute()
     of_this_run = checkpoint is not None and checkpoint.parent.absolute() == run_dir
-    kept = [each for each in overrides if not (of_this_run and each.startswith(start))]
+    kept = [key for key in overrides if not (of_this_run and key.startswith(start))]
     text = redact_text(shlex.join(["grpo-dist", command.name, *kept]))
     where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
     show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)

@@ -190,11 +190,11 @@ def _disconnect(preemption: Preemption, force: Callable[..., None]) -> None:
     preemption.ignore()
     last = ["the Ray cluster", sys.exception()]
     limits = [threading.Timer(DISCONNECT_S, kill_ray), threading.Timer(2 * DISCONNECT_S, force, last)]
-    for each in limits:
-        each.daemon = True
-        each.start()
+    for timer in limits:
+        timer.daemon = True
+        timer.start()
     try:
         ray.shutdown()
     finally:
-        for each in limits:
-            each.cancel()
+        for timer in limits:
+            timer.cancel()
