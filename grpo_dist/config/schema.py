@@ -1,9 +1,9 @@
 """The typed config: one frozen class per section of grpo.yaml.
 
-Holds names, types and ranges of single keys. Defaults and the meaning of each key are in grpo.yaml (a key
-missing on either side is an error), rules between keys in rules.py. What a
-null value stands for, where several readers need it, is a method here. What all commands share is in schema_job.py, the
-roles are in schema_roles.py, models beside the policy in schema_models.py, `trainer.health` in schema_health.py.
+Holds names, types and ranges of single keys. Defaults and the meaning of each key are in grpo.yaml (a key missing on
+either side is an error), rules between keys in grpo_dist/plan. What a null value stands for, where several readers need
+it, is a method here. What all commands share is in schema_job.py, the roles are in schema_roles.py, models beside the
+policy in schema_models.py, `trainer.health` in schema_health.py.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class CheckpointConfig(Section):
 
 
 class UpdateSection(Section):
-    """Keys of the actor and of the critic: the optimizer, and how a batch becomes its steps and their passes."""
+    """Keys of a role that trains: its optimizer, and how a batch becomes its steps and their passes."""
 
     ppo_mini_batch_size: Count
     ppo_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
