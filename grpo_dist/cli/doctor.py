@@ -42,7 +42,7 @@ class Finding:
 
     grade: str
     what: str
-    found: str
+    value: str
     fix: str = ""
 
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         for finding in check(device):
             faults += finding.grade == FAULT
             fix = f"\n{'':<20} -> {finding.fix}" if finding.fix else ""
-            show(f"  {finding.grade:<5} {finding.what:<12} {finding.found}{fix}\n")
+            show(f"  {finding.grade:<5} {finding.what:<12} {finding.value}{fix}\n")
     show(f"{faults} faults\n" if faults else "nothing stands in the way of a run\n")
     return 1 if faults else 0
 

@@ -144,9 +144,9 @@ class RewardWorker(BatchWork):
             self.score_group(data.index(np.arange(end - size, end)), task, given[end - size : end])
             for size, end, task in zip(sizes, ends, tasks, strict=True)
         ]
-        found = [(label, failures) for label, failures, _ in parts]
-        scored = DataProto.concat([each for *_, each in parts])
-        return (found, self.scorer.printed.take(), time.monotonic() - started), scored
+        labels = [(label, failures) for label, failures, _ in parts]
+        scored = DataProto.concat([scores for *_, scores in parts])
+        return (labels, self.scorer.printed.take(), time.monotonic() - started), scored
 
     def score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
         """Score a group whose episodes have brought the rewards `given`, nan where one has brought none.

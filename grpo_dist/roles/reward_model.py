@@ -233,9 +233,9 @@ class RewardModelGroup(FrozenGroup, SupervisedGroup):
             return [self.workers.submit(rank, "reward_model", "score", *arguments) for rank, arguments in calls]
 
         async with self._free:
-            _, found = await self._ask(send)
+            _, scores = await self._ask(send)
         order = np.argsort(np.concatenate(rows))
-        return {name: np.concatenate([each[name] for each in found])[order] for name in found[0]}
+        return {name: np.concatenate([columns[name] for columns in scores])[order] for name in scores[0]}
 
     async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Take one optimizer step. From then on only a checkpoint has the weights; see `SupervisedGroup.train`."""

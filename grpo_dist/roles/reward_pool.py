@@ -108,19 +108,19 @@ class RewardPool(Pool):
             return self.workers.submit_for_data(rank, "score", "score", inputs, sizes, tasks, limit_s=limit_s)
 
         def take_in(call: Call, answer: Any) -> list[tuple[DataProtoRef, list[str]]]:
-            found, printed, seconds = answer
+            outcomes, printed, seconds = answer
             self._seconds = max(seconds / len(groups), 1e-6)
             self.printed.note("reward function", *printed)
             rows = np.cumsum([0, *sizes])
-            return [(call.handle(label, row), failures) for (label, failures), row in zip(found, rows, strict=False)]
+            return [(call.handle(label, row), failures) for (label, failures), row in zip(outcomes, rows, strict=False)]
 
         try:
-            found = await self.ask(send, take_in)
+            outcomes = await self.ask(send, take_in)
         except GrpoDistError as error:
             for group in groups:
                 give(group.scored, error)
         else:
-            for group, one in zip(groups, found, strict=True):
+            for group, one in zip(groups, outcomes, strict=True):
                 give(group.scored, one)
 
     # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------

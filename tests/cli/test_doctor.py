@@ -72,8 +72,8 @@ def test_a_processor_without_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [finding.grade for finding in doctor.processor("gpu")] == [OK, OK]
     monkeypatch.setattr(doctor, "cpu_flags", lambda: frozenset({"avx2", "amx_bf16"}))
     first = next(doctor.processor("cpu"))
-    says(first.found, "avx2 amx_bf16")
-    assert "fp32" not in first.found
+    says(first.value, "avx2 amx_bf16")
+    assert "fp32" not in first.value
 
 
 def test_packages_that_are_missing_or_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert only(doctor.gpus, "cpu").grade == NOTE
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     old = only(doctor.gpus, "gpu")
-    says(f"{old.grade} {old.found} {old.fix}", FAULT, "535.1", "CUDA 13.0", "580", "CUDA=12")
+    says(f"{old.grade} {old.value} {old.fix}", FAULT, "535.1", "CUDA 13.0", "580", "CUDA=12")
     nvidia_smi(tmp_path, "Some GPU, 81559 MiB, 580.65", monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     says(only(doctor.gpus, "gpu").fix, "CUDA_VISIBLE_DEVICES")
@@ -117,7 +117,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     good = only(doctor.gpus, "gpu")
     assert good.grade == OK
-    says(good.found, "Some GPU", "CUDA 13.0", "NCCL 2.27.3")
+    says(good.value, "Some GPU", "CUDA 13.0", "NCCL 2.27.3")
 
 
 @pytest.mark.parametrize(("free", "grade", "fix"), [(0.06, FAULT, "--shm-size=4g"), (4, OK, "")])
@@ -151,18 +151,18 @@ def test_a_ray_cluster_and_its_token(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         finding = only(doctor.ray_cluster)
         assert finding.grade == FAULT
         says(
-            f"{finding.found} {finding.fix}", address, "RAY_AUTH_MODE=token", "ray get-auth-token", "~/.ray/auth_token"
+            f"{finding.value} {finding.fix}", address, "RAY_AUTH_MODE=token", "ray get-auth-token", "~/.ray/auth_token"
         )
         (tmp_path / ".ray").mkdir()
         (tmp_path / ".ray/auth_token").write_text("secret")
         assert only(doctor.ray_cluster).grade == OK
     gone = only(doctor.ray_cluster)
-    says(f"{gone.grade} {gone.found} {gone.fix}", FAULT, address, "RAY_ADDRESS")
+    says(f"{gone.grade} {gone.value} {gone.fix}", FAULT, address, "RAY_ADDRESS")
 
 
 def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     offline = only(doctor.hub)
-    says(f"{offline.grade} {offline.found}", OK, "HF_HUB_OFFLINE")
+    says(f"{offline.grade} {offline.value}", OK, "HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(doctor.urllib.request, "urlopen", lambda request, timeout: SimpleNamespace(close=lambda: None))
     assert only(doctor.hub).grade == OK
@@ -172,4 +172,4 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     away = only(doctor.hub)
     assert away.grade == NOTE
-    says(f"{away.found} {away.fix}", "http://127.0.0.1:9", "HF_HUB_OFFLINE=1")
+    says(f"{away.value} {away.fix}", "http://127.0.0.1:9", "HF_HUB_OFFLINE=1")

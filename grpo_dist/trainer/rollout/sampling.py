@@ -256,9 +256,8 @@ class TrainingSampler:
         needs = ADVANTAGE.needs(self.config.algorithm.adv_estimator)
         greedy = list(self._greedy(requests)) if "reward_baselines" in needs else []
         requests += greedy
-        finished = {
-            i: self.restored.pop(request.uid) for i, request in enumerate(requests) if request.uid in self.restored
-        }
+        uids = [request.uid for request in requests]
+        finished = {i: self.restored.pop(uid) for i, uid in enumerate(uids) if uid in self.restored}
         state.jobs.append(
             self.pump.submit(requests, sources=self.sources, finished=finished, cancels=bool(self.num_spare))
         )
@@ -293,9 +292,7 @@ class TrainingSampler:
         drawn, wanted = state.drawn[state.num_complete], self.config.data.train_batch_size - len(state.kept)
 
         def complete() -> list[int]:
-            return [
-                i for i in range(len(drawn)) if all(request in job.scores for request in _requests_of(i, drawn, job))
-            ]
+            return [i for i in range(len(drawn)) if job.scores.keys() >= set(_requests_of(i, drawn, job))]
 
         await job.scored(lambda: len(complete()) >= wanted)
         late = set(range(len(drawn))) - set(complete()[:wanted])
