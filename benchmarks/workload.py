@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import yaml
 
-from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.assets import POLICY_KEY
+from grpo_dist.config.command import CONFIG_DIR
+from grpo_dist.config.field_types import Section
+from grpo_dist.config.schema_roles import ActorConfig, AdamWConfig, FSDPConfig, ModelConfig
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
-from tests.worker_settings import model_settings, objective_settings
 
 SMOLLM2_135M = {
     "hidden_size": 576,
@@ -32,7 +37,20 @@ SMOLLM2_135M = {
 # The same widths with 4 of the 30 layers and a vocabulary cut alike, so that head and layers keep their shares.
 SMOLLM2_SLICE = SMOLLM2_135M | {"num_hidden_layers": 4, "vocab_size": 6554}
 
-OBJECTIVE = objective_settings(use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=1e-3)
+S = TypeVar("S", bound=Section)
+
+
+def section(kind: type[S], *names: str, **changes: Any) -> S:
+    """Read a section of `actor_rollout_ref` as grpo.yaml has it, with other values of some keys; needs no Hydra."""
+    values = yaml.safe_load((CONFIG_DIR / "grpo.yaml").read_text())["actor_rollout_ref"]
+    for name in names:
+        values = values[name]
+    return kind.model_validate(values | changes)
+
+
+OBJECTIVE = ObjectiveSettings(
+    section(ActorConfig, "actor", ppo_mini_batch_size=1, use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=1e-3)
+)
 
 
 def join_process_group(device: str) -> None:
@@ -61,16 +79,16 @@ def engine(
 ) -> FSDPEngine:
     """An engine, trainable unless told otherwise; None: float32 on CPU, bf16 compute on GPU."""
     compute = compute or ("bf16" if device == "cuda" else "fp32")
-    model = model_settings(
-        path,
-        compute_dtype=compute,
-        enable_gradient_checkpointing=gradient_checkpointing,
+    model = section(ModelConfig, "model", enable_gradient_checkpointing=gradient_checkpointing)
+    held = section(FSDPConfig, "actor", "fsdp_config")
+    settings = ModelSettings(
+        *(model, held, model, POLICY_KEY, path, "fp32", compute),
         reshard_after_forward=False,
         layout=layout,
         optimizer_offload=optimizer_offload,
     )
     optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999)) if trains else None
-    return FSDPEngine(model, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    return FSDPEngine(settings, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
 
 
 def batch(groups: int, n: int, prompt: int, response: int, vocab: int, *, equal: bool = False) -> DataProto:

@@ -26,10 +26,10 @@ from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
-from grpo_dist.trainer.checkpoint.identity import exported_usage
 from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory
+from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.trainer.stage import stage

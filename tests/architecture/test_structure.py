@@ -28,7 +28,7 @@ TESTED_ELSEWHERE = {
     "__main__.py": "cli/test_entry.py",  # the same command
     "cli/asking.py": "cli/test_generate.py",  # what both ask with
     "cli/arguments.py": "cli/test_entry.py",  # every command explains itself
-    "trainer/checkpoint/identity.py": "cli/test_trained.py",  # read there
+    "trainer/model_usage.py": "cli/test_trained.py",  # read there
     "agents/child_loop.py": "agents/test_external.py",  # what runs beside a rollout engine
     "trainer/checkpoint/export.py": "cli/test_export.py",  # by its command
     "config/field_types.py": "config/test_schema.py",  # the types of the schema

@@ -1,22 +1,13 @@
-"""What an exported model says of itself (assets/model_folder.py), and which checkpoint and run it is of.
-
-That is told by digests, never by steps or times of files.
-"""
+"""Which checkpoint, and which run, an exported model is of: by digests, never by steps or times of files."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from grpo_dist.assets.model_folder import Usage, read_usage
-from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig, SFTConfig
+from grpo_dist.assets.model_folder import read_usage
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, checkpoints, own_checkpoints
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
-from grpo_dist.trainer.settings import sampling_settings
-
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
 
 
 def is_model_of(model: Path, checkpoint: Path) -> bool:
@@ -56,36 +47,4 @@ def others(run_dir: Path) -> str:
         f". Not of this run, by what {LATEST} names: {', '.join(sorted(left))}. They are of a run before "
         "it, of steps from which it has gone back, or of an older version of grpo_dist; to have one of them, name its "
         f"folder: {run_dir / left[-1]}"
-    )
-
-
-def model_usage(config: JobConfig, step: int | None) -> Usage:
-    """Return the prompts of a run, and how it samples in validation, with which its reported numbers were reached.
-
-    A fine-tuned model has the template's variables alone, and a reward model nothing but its step.
-    """
-    if isinstance(config, RunConfig):
-        _, sampling = sampling_settings(config)
-        values = {name: getattr(sampling, name) for name in SAMPLING}
-        return Usage(step, config.data.system_prompt, config.data.apply_chat_template_kwargs, values)
-    if isinstance(config, SFTConfig):
-        return Usage(step, apply_chat_template_kwargs=config.data.apply_chat_template_kwargs)
-    return Usage(step)
-
-
-def exported_usage(
-    config: JobConfig, step: int, dtype: str, checkpoint: Path | None, run_dir: Path | None = None
-) -> Usage:
-    """Return what an exported model says of itself.
-
-    Args:
-        config: of the run.
-        step: after which the model is exported.
-        dtype: of the weights: "fp32" or "bf16".
-        checkpoint: of that step; None: the run has written none.
-        run_dir: of the run that exports it at its end; None: a command does.
-    """
-    digest = None if checkpoint is None else checkpoint_digest(checkpoint)
-    return replace(
-        model_usage(config, step), checkpoint=digest, run=None if run_dir is None else run_digest(run_dir), dtype=dtype
     )
