@@ -264,7 +264,7 @@ def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
     assert groups_sampled(groups) == 3 * 4 - len(there), "the others are sampled again"
     assert history(resumed)[-1]["step"] == STEPS
     changed = make_trainer(tmp_path, groups, *overrides, *names, "actor_rollout_ref.rollout.temperature=0.5")
-    told = find_resumed(changed.config, changed.prompts.identity)
+    told = find_resumed(changed.config, changed.data.identity)
     assert told is not None
     assert told.changes[0] == "actor_rollout_ref.rollout.temperature: 1.0 -> 0.5"
     says(told.changes[1], str(len(there)), "groups", "again")
