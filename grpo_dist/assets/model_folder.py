@@ -9,6 +9,7 @@ there is no model without it, and whoever uses the folder asks as the run did.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Mapping
@@ -178,17 +179,14 @@ def _model_type(config: dict[str, Any], setting: str, *, trust_remote_code: bool
 
 def _known(model_type: Any) -> bool:
     """Tell if transformers has this model type; it is imported only if no folder of that name exists."""
-    import importlib.util
-
     library = importlib.util.find_spec("transformers")
     if library is None or not library.submodule_search_locations or not isinstance(model_type, str):
         return library is None
     models = Path(library.submodule_search_locations[0]) / "models"
     if model_type.isidentifier() and (models / model_type).is_dir():
         return True
-    from transformers.models.auto.configuration_auto import (
-        CONFIG_MAPPING_NAMES,
-    )  # some model types have folders of another name
+    # some model types have folders of another name
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return model_type in CONFIG_MAPPING_NAMES
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from packaging.requirements import Requirement
 
 from grpo_dist.checks.machine import memory_gib
@@ -139,6 +138,8 @@ def gpus(device: str) -> Iterator[Finding]:
         fix = "install NVIDIA's driver; in a container start it with --gpus all; for runs on CPU: make setup DEVICE=cpu"
         yield Finding(FAULT, "GPUs", "nvidia-smi finds none", fix)
         return
+    import torch
+
     driver, cuda = lines[0].rpartition(", ")[2], torch.version.cuda or "none"
     oldest = OLDEST_DRIVER.get(cuda.partition(".")[0], 0)
     if not driver.partition(".")[0].isdigit() or int(driver.partition(".")[0]) < oldest:
@@ -223,6 +224,8 @@ def hub(device: str) -> Iterator[Finding]:
 
 
 def _installed_device() -> str:
+    import torch  # seconds, which --help does without
+
     return "cpu" if torch.version.cuda is None else "gpu"
 
 

@@ -8,17 +8,19 @@ from pathlib import Path
 
 from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import add_shared, command_parser
-from grpo_dist.cli.trained import named_checkpoint, no_checkpoint, trusted_run
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
-from grpo_dist.trainer.checkpoint.export import export_checkpoint
 from grpo_dist.trainer.checkpoint.folder import own_checkpoints, step_of
 
 
 def main(arguments: Sequence[str]) -> int:
     """Export a checkpoint."""
     options = _parser().parse_args(arguments)
+    # These load torch and transformers, seconds that --help and a wrong argument do without.
+    from grpo_dist.cli.trained import named_checkpoint, no_checkpoint, trusted_run
+    from grpo_dist.trainer.checkpoint.export import export_checkpoint
+
     run_dir = expanded(options.run_dir)
     checkpoint = named_checkpoint(run_dir, options.step)
     if checkpoint is None:

@@ -15,17 +15,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import METRICS
-from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference, read_recorded
-from grpo_dist.trainer.replay import (
-    SCORE_TOLERANCE,
-    UPDATE_METRICS,
-    baselines_are_of_another,
-    metric_difference,
-    rescore,
-    retarget,
-    reupdate,
-    reward_worker,
-)
+from grpo_dist.trainer.recorded_step import SCORE_TOLERANCE, Difference, Recorded, first_difference, read_recorded
 
 # Numbers that are computed on another machine, or by the engine on GPU, differ by rounding.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
@@ -35,6 +25,8 @@ MOST_SHOWN = 5
 def main(arguments: Sequence[str]) -> int:
     """Replay a step; 1 if a number differs."""
     options = _parser().parse_intermixed_args(arguments)
+    from grpo_dist.trainer.replay import baselines_are_of_another, rescore, retarget, reward_worker  # Ray: seconds
+
     recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
     with reward_worker(recorded.config) as worker:
         scores, failures = rescore(recorded, worker)
@@ -58,6 +50,8 @@ def _tell(what: str, recorded: Recorded, computed: DataProto, tolerance: float) 
 
 def _update(recorded: Recorded, asked: bool) -> bool:
     """Compare the update, if there are weights to begin with."""
+    from grpo_dist.trainer.replay import UPDATE_METRICS, metric_difference, reupdate
+
     config = recorded.config
     dtype = config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.default_dtype)
     try:

@@ -6,16 +6,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import command_parser
 from grpo_dist.errors import ConfigError
-from grpo_dist.report.page import page
-from grpo_dist.report.rollouts import chosen_steps, load_token_texts, read_step
-from grpo_dist.report.run_folder import noting, read_run
-from grpo_dist.report.server import ReportServer
 from grpo_dist.terminal import show
+
+if TYPE_CHECKING:
+    from grpo_dist.report.server import ReportServer
 
 MOST_RESPONSES = 10_000
 
@@ -23,18 +22,20 @@ MOST_RESPONSES = 10_000
 def main(arguments: Sequence[str]) -> int:
     """Write the report, or serve it while the run goes on."""
     options = _parser().parse_args(arguments)
+    from grpo_dist.report import page, rollouts, run_folder, server  # they load torch, seconds that --help does without
+
     if find_spec("plotly") is None:
         raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'")
     folders = [expanded(folder) for folder in (options.run_dir, *options.compare)]
-    runs = [read_run(folder) for folder in folders]
+    runs = [run_folder.read_run(folder) for folder in folders]
     if options.serve:
-        return _serve(folders, options.port)
-    steps = chosen_steps(folders[0], runs[0].rollout_steps, options.responses)
+        return _serve(server.ReportServer(folders, options.port))
+    steps = rollouts.chosen_steps(folders[0], runs[0].rollout_steps, options.responses)
     problems, texts = [problem for run in runs for problem in run.problems], None
-    with noting(problems, "all tokens are left out"):
-        texts = load_token_texts(folders[0]) if steps else None
-    shown = {step: read_step(folders[0], step, texts) for step in steps}
-    whole = page(runs, shown)
+    with run_folder.noting(problems, "all tokens are left out"):
+        texts = rollouts.load_token_texts(folders[0]) if steps else None
+    shown = {step: rollouts.read_step(folders[0], step, texts) for step in steps}
+    whole = page.page(runs, shown)
     for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
         show(f"warning: {problem}\n", sys.stderr)
     target = expanded(options.output) if options.output else folders[0] / "report.html"
@@ -50,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _serve(folders: Sequence[Path], port: int) -> int:
-    with ReportServer(folders, port) as server:
+def _serve(opened: ReportServer) -> int:
+    with opened as server:
         show(f"{server.url}\nends with Ctrl-C\n")
         try:
             server.serve_forever()

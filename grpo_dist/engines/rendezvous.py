@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.hosts import LOOPBACK_INTERFACE, stay_on_loopback
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 START_TIMEOUT = timedelta(minutes=30)  # until all ranks have connected; torch's own default
 
@@ -53,11 +53,6 @@ def init_process_group(*, device: str, rank: int, world_size: int, store: dist.T
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
-
-
-def stay_on_loopback() -> None:
-    """Make gloo listen on loopback, not on the address of the machine's name, unless the user names an interface."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
 
 def leave_loopback(host: str, port: int) -> None:

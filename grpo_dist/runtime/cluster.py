@@ -12,8 +12,8 @@ import secrets
 import socket
 from pathlib import Path
 
-from grpo_dist.engines.rendezvous import LOOPBACK_INTERFACE
 from grpo_dist.errors import ConfigError
+from grpo_dist.hosts import LOOPBACK_INTERFACE
 
 LOCAL = "local"
 # How often, in ms, Ray's processes report the times of calls, which `ray.timeline` shows; 0: never.

@@ -21,6 +21,8 @@ from grpo_dist.tracking.jsonl import METRICS, ROLLOUTS, read_metrics
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import CONFIG
 
+SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
+
 
 @dataclass(frozen=True)
 class Recorded:

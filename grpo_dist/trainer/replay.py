@@ -38,13 +38,12 @@ from grpo_dist.trainer.checkpoint.folder import own_checkpoints
 from grpo_dist.trainer.checkpoint.identity import others
 from grpo_dist.trainer.loop import mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
-from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference
+from grpo_dist.trainer.recorded_step import SCORE_TOLERANCE, Difference, Recorded, first_difference
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import rank_settings, reward_settings
 
 TIMEOUT_S = 600.0  # no other rank is waited for
-SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
 LR_TOLERANCE = 1e-6  # likewise, relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
 # Of the update's metrics those that follow from batch and weights.

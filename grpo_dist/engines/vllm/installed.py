@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _BACKENDS = "v1/attention/backends"
 _SIZES = "get_supported_head_sizes"
 
@@ -89,6 +87,8 @@ def parser_names() -> list[str]:
 
 def build_problem(device: str) -> str:
     """Say why the installed packages cannot run on `device` ("cpu" or "cuda"), and what to do; "" if they can."""
+    import torch
+
     environment = f"torch {torch.__version__} in {sys.prefix}"
     if device == "cuda" and torch.version.cuda is None:
         return (

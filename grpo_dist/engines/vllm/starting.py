@@ -20,8 +20,8 @@ from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.hosts import stay_on_loopback
 from grpo_dist.supervisor import end_with_parent
 
 
