@@ -36,6 +36,18 @@ def fp32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_dist.config.schema_job.has_bf16", lambda: False)
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths lead into the test's folder; hub and cluster are out of reach."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("grpo_dist.runtime.cluster.running_cluster", lambda: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
 @pytest.fixture(autouse=True)
 def empty_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test on fakes leaves on the driver's event loop ends with it.

@@ -165,6 +165,10 @@ class ForwardConfig(ShardsConfig):
     fsdp_size: ClassVar[int] = -1
     defer_grad_sync: ClassVar[bool] = False
 
+    def num_shards(self, ranks: int) -> int:
+        """Return how many of so many ranks hold one copy of the weights together: all of them."""
+        return ranks
+
 
 class FSDPConfig(ShardsConfig):
     """`actor_rollout_ref.actor.fsdp_config`."""

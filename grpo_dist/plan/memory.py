@@ -14,11 +14,11 @@ from typing import Any
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import Device, FSDPConfig
+from grpo_dist.config.schema_roles import Device
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model, Pass
-from grpo_dist.plan.roles import Role, models_of, roles_of
+from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, roles_of
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200), NCCL.
@@ -206,11 +206,11 @@ def _shape(model: Model, model_config: Mapping[str, Any] | None, num_parameters:
 
 
 def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> RoleMemory:
-    """Return the memory of a rank of a row that holds a model; one that trains nothing gathers as the first does."""
+    """Return the memory of a rank of a row that holds a model."""
     passes = [limits for limits in (*row.passes(config), *row.own_passes(config)) if not limits.none]
     update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
-    fsdp, first = value_of(config, row.fsdp), value_of(config, roles_of(config)[0].fsdp)
+    fsdp = value_of(config, row.fsdp)
     ranks, adapted = placement(config).world_sizes[row.name], value_of(config, model.key.removesuffix(".path"))
     factors = shape.lora_parameters(adapted) if getattr(adapted, "trains_factors", False) else 0
     rank = Rank(
@@ -218,13 +218,13 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         config.device,
         held=DTYPE_BYTES[model.held],
         compute=DTYPE_BYTES[model.compute],
-        shards=fsdp.num_shards(ranks) if isinstance(fsdp, FSDPConfig) else ranks,
-        reshards=getattr(fsdp, "reshard_after_forward", first.reshard_after_forward),
+        shards=fsdp.num_shards(ranks),
+        reshards=reshards(config, row),
         trained=0 if update is None else factors or shape.num_parameters,
-        defers=getattr(fsdp, "defer_grad_sync", False),
-        offloads=getattr(fsdp, "optimizer_offload", getattr(layers, "optimizer_offload", False)),
-        recomputes=getattr(layers, "enable_gradient_checkpointing", False),
-        saves_on_cpu=getattr(layers, "enable_activation_offload", False) and config.device == "cuda",
+        defers=fsdp.defer_grad_sync,
+        offloads=offloads_optimizer(config, row),
+        recomputes=layers is not None and layers.enable_gradient_checkpointing,
+        saves_on_cpu=layers is not None and layers.enable_activation_offload and config.device == "cuda",
     )
     peaks = [rank.forward(_tokens(config, row, limits)) for limits in passes if not limits.updates]
     peaks += [] if update is None else [rank.update(_tokens(config, row, update))]

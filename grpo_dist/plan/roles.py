@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema_job import JobConfig, RewardModelTrainingConfig, SFTConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import Colocation
+from grpo_dist.config.schema_roles import Colocation, FSDPConfig
 from grpo_dist.plan import role_models
 from grpo_dist.plan.role_models import Model, Pass
 
@@ -178,6 +179,23 @@ def table_of(config: JobConfig) -> Mapping[str, Role]:
 def roles_of(config: JobConfig) -> list[Role]:
     """Return the rows of the roles that a run has; the first is trained."""
     return [row for row in table_of(config).values() if row.present(config)]
+
+
+def layers_key(config: JobConfig, row: Role) -> str:
+    """Return the key of the section that says what a row's layers keep for their backward pass; "": none trains."""
+    return next((limits.updates for limits in (*row.passes(config), *row.own_passes(config)) if limits.updates), "")
+
+
+def reshards(config: JobConfig, row: Role) -> bool:
+    """Tell if a row's ranks free gathered weights after each layer; where nothing trains, as those of the first row."""
+    held, first = (value_of(config, one.fsdp) for one in (row, roles_of(config)[0]))
+    return bool((held if isinstance(held, FSDPConfig) else first).reshard_after_forward)
+
+
+def offloads_optimizer(config: JobConfig, row: Role) -> bool:
+    """Tell if a row's optimizer states wait in CPU memory; its sections may lack the key."""
+    sections = (value_of(config, key) for key in (row.fsdp, layers_key(config, row)) if key)
+    return any(getattr(section, "optimizer_offload", False) for section in sections)
 
 
 def models_of(config: JobConfig) -> list[Model]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import FSDPConfig, LoraSection
+from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.engines.settings import ModelSettings, choose_layout
 from grpo_dist.plan.placement import Placement
 from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import Role, roles_of
+from grpo_dist.plan.roles import Role, layers_key, offloads_optimizer, reshards
 
 
 def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSettings:
     """Return the settings of the model that a row's ranks hold: its sections, and what placement and row say.
-
-    Of a model that only runs forward, weights are gathered as those of the model that trains.
 
     Args:
         config: of the run.
@@ -26,28 +22,25 @@ def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSetti
     """
     assert isinstance(config, RunConfig | SupervisedConfig)
     model = model_of(config, row)
-    section, fsdp = value_of(config, model.key.rpartition(".")[0]), value_of(config, row.fsdp)
-    first = value_of(config, roles_of(config)[0].fsdp)
-    updates = next((one.updates for one in (*row.passes(config), *row.own_passes(config)) if one.updates), "")
-    layers = value_of(config, updates) if updates else None
+    section, updates = value_of(config, model.key.rpartition(".")[0]), layers_key(config, row)
     factors = isinstance(section, LoraSection) and not updates
     return ModelSettings(
         model=section.without_factors() if factors else section,
-        fsdp_config=fsdp,
-        layers=layers,
+        fsdp_config=value_of(config, row.fsdp),
+        layers=value_of(config, updates) if updates else None,
         key=model.key,
         path=model.path,
         model_dtype=model.held,
         compute_dtype=model.compute,
-        reshard_after_forward=(fsdp if isinstance(fsdp, FSDPConfig) else first).reshard_after_forward,
-        optimizer_offload=_offloads(fsdp) or _offloads(layers),
+        reshard_after_forward=reshards(config, row),
+        optimizer_offload=offloads_optimizer(config, row),
         shares_gpu=bool(place.sharing),
         layout=_layout(config),
         max_model_len=model.longest or config.max_model_len,
         num_labels=int(bool(model.outputs or model.new_head)),
         new_head_seed=config.trainer.seed if model.new_head in ("scores", "values") else None,
         small_new_head=model.new_head == "values",
-        sequence_parallel_size=config.sequence_parallel_size(row.name) if isinstance(config, RunConfig) else 1,
+        sequence_parallel_size=config.sequence_parallel_size(row.name),
         sequence_parallel_key=f"{row.section}.ulysses_sequence_parallel_size",
         room=_room(row, model),
         layers_key=updates,
@@ -59,11 +52,6 @@ def model_of(config: JobConfig, row: Role) -> Model:
     model = None if row.model is None else row.model(config)
     assert model is not None, f"{row.name} has a model: rules ask for its path"
     return model
-
-
-def _offloads(section: Any) -> bool:
-    """Tell if a section has its role's optimizer states wait in CPU memory; one without the key does not."""
-    return getattr(section, "optimizer_offload", False)
 
 
 def _layout(config: RunConfig | SupervisedConfig) -> str:

@@ -32,16 +32,7 @@ ACTOR, ROLLOUT, TEACHER = (f"actor_rollout_ref.{each}" for each in ("actor", "ro
 LENGTHS = ("data=arithmetic", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "data.val_files=null")
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths lead into the test's folder; hub and cluster are out of reach."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("grpo_dist.runtime.cluster.running_cluster", lambda: None)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture

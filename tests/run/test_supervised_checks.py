@@ -27,16 +27,7 @@ RUN_DIR = "trainer.default_local_dir"
 DryRun = Callable[..., tuple[list[str], str]]
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Relative paths lead into the test's folder; the hub is out of reach, and no Ray cluster is there."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("grpo_dist.runtime.cluster.running_cluster", lambda: None)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture
