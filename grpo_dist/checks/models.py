@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
@@ -201,8 +200,9 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
     """
     policy_path, named = config.actor_rollout_ref.model.path, row.model
     if model.folder != policy.folder:
-        own = _vocabulary(model.folder, row.settings.key, trust=row.settings.model.trust_remote_code)
-        if differing := _other_tokens(config, policy, own):
+        trust = row.settings.model.trust_remote_code
+        own = load_tokenizer(str(model.folder), trust_remote_code=trust, key=row.settings.key)
+        if differing := _other_tokens(config, policy, own.get_vocab()):
             raise ConfigError(
                 f"{named.setting}: the {named.title} reads the tokens of {POLICY_KEY}={policy_path}, and has "
                 f"{len(differing)} others, such as {differing[0]!r}; use a {named.title} with the policy's tokens, or "
@@ -217,15 +217,10 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
         )
 
 
-def _vocabulary(folder: str | Path, key: str, *, trust: bool) -> dict[str, int]:
-    """Return the tokens of a folder's tokenizer, with their numbers."""
-    vocabulary: dict[str, int] = load_tokenizer(str(folder), trust_remote_code=trust, key=key).get_vocab()
-    return vocabulary
-
-
 def _other_tokens(config: RunConfig, policy: ModelFolder, reads: Mapping[str, int]) -> list[str]:
     """Return the tokens of the policy that have another number, or none, in `reads`."""
-    written = _vocabulary(policy.folder, POLICY_KEY, trust=config.actor_rollout_ref.model.trust_remote_code)
+    trust = config.actor_rollout_ref.model.trust_remote_code
+    written = load_tokenizer(str(policy.folder), trust_remote_code=trust, key=POLICY_KEY).get_vocab()
     return [token for token, number in written.items() if reads.get(token) != number]
 
 

@@ -82,6 +82,11 @@ class ModelSettings:
         return self.key.rpartition(".")[0]
 
     @property
+    def setting(self) -> str:
+        """The key and its value, for messages."""
+        return f"{self.key}={self.path}"
+
+    @property
     def sends_factors(self) -> bool:
         """Tell if engines get LoRA's factors alone, not the whole weights with factors merged."""
         return isinstance(self.model, ModelConfig) and self.model.sends_factors

@@ -251,9 +251,8 @@ def _tokens(config: JobConfig, row: Role, limits: Pass) -> int:
     if isinstance(config, SupervisedConfig):
         return limits.max_token_len or limits.size * config.data.max_length
     assert isinstance(config, RunConfig)
-    prompts = -(-limits.size // config.actor_rollout_ref.rollout.n)
-    if not config.actor_rollout_ref.shares_prompts:
-        prompts = limits.size
+    in_a_group = config.actor_rollout_ref.rollout.n if config.actor_rollout_ref.shares_prompts else 1
+    prompts = -(-limits.size // in_a_group)
     tokens = prompts * config.data.max_prompt_length + limits.size * config.data.max_response_length
     return -(-(limits.max_token_len or tokens) // config.sequence_parallel_size(row.name))
 

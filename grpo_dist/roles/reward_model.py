@@ -79,7 +79,7 @@ class RewardModelWorker(SupervisedWorker):
             theirs = load_tokenizer(folder, trust_remote_code=self.settings.trust_input_tokenizer, key=INPUT_KEY)
         folder = self.find_model(model.path, model.key)
         own = load_tokenizer(folder, trust_remote_code=model.model.trust_remote_code, key=model.key)
-        config, setting = transformers.AutoConfig.from_pretrained(folder), f"{model.key}={model.path}"
+        config, setting = transformers.AutoConfig.from_pretrained(folder), model.setting
         if self.settings.steps is None:
             self.render = ConversationRenderer(own, setting, theirs)
         else:

@@ -33,6 +33,7 @@ def on_fake_machines(nodes: int, *overrides: str) -> dict[str, Any]:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
 
 
+@pytest.mark.long
 def test_ranks_lie_together_on_several_machines_and_after_restarts() -> None:
     """8 GPUs a machine: 8 actor ranks, 2 engines on 2 GPUs each, and the reference on what is left."""
     found = on_fake_machines(

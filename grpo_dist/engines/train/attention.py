@@ -63,7 +63,7 @@ def check_split(config: Any, settings: ModelSettings) -> None:
         return
     heads: int = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    setting = f"{settings.sequence_parallel_key}={size}, {settings.key}={settings.path}"
+    setting = f"{settings.sequence_parallel_key}={size}, {settings.setting}"
     if not heads_split(heads, kv_heads, size):
         fitting = [ranks for ranks in range(1, heads + 1) if heads_split(heads, kv_heads, ranks)]
         raise ConfigError(

@@ -76,7 +76,7 @@ def token_classifier(config: Any, settings: ModelSettings, shapes: Mapping[str, 
         settings: what the model is loaded from.
         shapes: of the weights in its files, by name.
     """
-    setting = f"{settings.key}={settings.path}"
+    setting = settings.setting
     if settings.lora is not None:
         raise ConfigError(
             f"{setting}: lora_rank={settings.lora.lora_rank}: a model with a linear head is trained whole, since "
@@ -102,7 +102,7 @@ def judging_head(config: Any, settings: ModelSettings, tensors: Mapping[str, Any
         settings: what the model is loaded from, with `judging_tokens`.
         tensors: of its files by name, of which rows can be read.
     """
-    setting, text = f"{settings.key}={settings.path}", config.get_text_config()
+    setting, text = settings.setting, config.get_text_config()
     layer = OUTPUT_LAYER if f"{OUTPUT_LAYER}.weight" in tensors else EMBEDDINGS[0].removesuffix(".weight")
     if f"{layer}.weight" not in tensors or f"{HEAD}.weight" in tensors:
         raise ConfigError(

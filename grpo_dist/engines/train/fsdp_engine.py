@@ -236,7 +236,7 @@ class FSDPEngine(FSDPWeights):
         if self.forward.layout == "alone":
             if whole_groups is not None:
                 raise ConfigError(
-                    f"{self.settings.key}={self.settings.path}: this model takes {self.report}; both sequences of a "
+                    f"{self.settings.setting}: this model takes {self.report}; both sequences of a "
                     "pair must be in one pass, so it cannot be trained on pairs; use a model of another family"
                 )
             micro_batch_size, max_token_len = 1, None

@@ -74,7 +74,7 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
         shards: ranks that will hold one copy of the weights together.
     """
     with _refusing(settings):
-        setting = _setting(settings)
+        setting = settings.setting
         headers = {
             name: torch.empty(shape, device="meta")
             for file in weight_files(Path(settings.path), setting)
@@ -92,12 +92,9 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
                 "engines and exported folders would get what they cannot read, so this model cannot be trained here"
             )
         whole_because = _why_whole(probe, shards)
-        model, types = (
-            _build(settings, device, headers),
-            {name: weight.dtype for name, weight in probe.named_parameters()},
-        )
+        model, weights = _build(settings, device, headers), dict(probe.named_parameters())
         for name, weight in model.named_parameters():  # some models keep some weights in float32
-            weight.data = weight.data.to(types[name])
+            weight.data = weight.data.to(weights[name].dtype)
         return UnloadedModel(model, settings, probe._weight_conversions, whole_because, head)
 
 
@@ -257,13 +254,9 @@ def _refusing(settings: ModelSettings) -> Iterator[None]:
     except Exception as error:  # of many kinds
         problem = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
         kind = "a model with a linear head" if settings.num_labels else "a causal LM"
-        raise DataError(f"{_setting(settings)}: cannot load {kind}: {problem}") from error
+        raise DataError(f"{settings.setting}: cannot load {kind}: {problem}") from error
     finally:
         library.set_verbosity(verbosity)
-
-
-def _setting(settings: ModelSettings) -> str:
-    return f"{settings.key}={settings.path}"
 
 
 def _check_names(report: Any, setting: str) -> None:
@@ -286,14 +279,14 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
     for name, other in _tied(model):
         if model.get_parameter(name) is not model.get_parameter(other):
             raise DataError(
-                f"{_setting(settings)}: config.json ties {name} to {other}, and the weights have both, with different "
+                f"{settings.setting}: config.json ties {name} to {other}, and the weights have both, with different "
                 f"values; set {settings.section}.override_config.tie_word_embeddings=false"
             )
     bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(local_shard(weight)).all())]
     bad_of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(bad_of_ranks, bad)
     if names := sorted({name for of_rank in bad_of_ranks for name in of_rank}):
-        raise DataError(f"{_setting(settings)}: nan or infinity in the weights: {_some(names)}; the file is damaged")
+        raise DataError(f"{settings.setting}: nan or infinity in the weights: {_some(names)}; the file is damaged")
 
 
 def _tied(model: nn.Module) -> list[tuple[str, str]]:
