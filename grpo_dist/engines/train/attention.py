@@ -7,12 +7,11 @@ A token sees the tokens before it that belong to its own segment, or to its prom
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -21,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.compiled import compiled_whole
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS, plan_segments, segment_attention_forward
 from grpo_dist.engines.train.ulysses import over_heads
 from grpo_dist.errors import ConfigError
@@ -175,9 +175,11 @@ def flex_attention_forward(
     """
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    attend = _flex_kernel(query.device.type)
+    # in a layer that is compiled as a whole it is a part of the graph
+    attend = flex_attention if torch.compiler.is_compiling() else _flex_kernel(query.device.type)
     grouped = query.shape[1] != key.shape[1]
-    out = attend(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped)
+    options: Any = {"BACKEND": "TRITON"}  # else rows of fewer than 128 tokens would get a kernel for decoding
+    out = attend(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped, kernel_options=options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -222,34 +224,12 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
 
 @cache
 def _flex_kernel(device: str) -> Any:
-    return _compiled(flex_attention) if device == "cuda" else flex_attention
+    return compiled_whole(flex_attention) if device == "cuda" else flex_attention
 
 
 @cache
 def _block_mask_maker(device: str) -> Any:
-    return _compiled(create_block_mask) if device == "cuda" else create_block_mask
-
-
-def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile` for shapes that change; whole, so that it stops where it would go on uncompiled.
-
-    Uncompiled, FlexAttention computes all pairs of tokens, masked or not: time and memory would explode unseen.
-    """
-    whole = torch.compile(function, dynamic=True, fullgraph=True, **options)
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return whole(*args, **kwargs)
-        except FailOnRecompileLimitHit as error:
-            raise ConfigError(
-                f"actor_rollout_ref.model.use_remove_padding=true: {function.__name__} was compiled "
-                f"{torch._dynamo.config.recompile_limit} times for ever new shapes, and would be slow from now on; set "
-                "it to false (padded sequences under SDPA), or install flash-attn and set "
-                "actor_rollout_ref.actor.use_prefix_grouper=false. TORCH_LOGS=recompiles shows what changed"
-            ) from error
-
-    return run
+    return compiled_whole(create_block_mask) if device == "cuda" else create_block_mask
 
 
 def _register(name: str, forward: Callable[..., Any]) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.train.attention import FLEX, attention_inputs, flex_backward_fault, why_padded
+from grpo_dist.engines.train.attention import FLEX, GRADIENT_TOLERANCE, attention_inputs, flex_backward_fault, why_padded
+from grpo_dist.engines.train.compiled import Compiler, gradient_norms
 from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead, exact_kl_error
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
@@ -27,6 +28,8 @@ CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
 # are 0.04 off from the fp32 ones in every layout, alone too, and by the batch 0.04 to 0.06 from each other; without the
 # mask they are 0.6 to 0.9 off, with positions that go on from sequence to sequence 0.3 to 0.4.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+
+COMPILED = "torch.compile"
 
 LAYOUT_NAMES = {
     "padded": "padded sequences",
@@ -76,6 +79,7 @@ class PolicyForward:
         self.wanted = layout
         self.report = ""
         self.batched_tokens = BATCHED_TOKENS
+        self.compiler: Compiler | None = getattr(model, "compiler", None)
 
     # --- forward -----------------------------------------------------------------------------------------------
     def micro_batch(self, data: DataProto, columns: Sequence[str], *, min_width: int = 0) -> MicroBatch:
@@ -164,7 +168,9 @@ class PolicyForward:
             width: tokens of the widest tensor row that this layout makes of the data.
             agree: the largest of all ranks' differences, from this rank's, so that all ranks decide alike.
         """
-        few = _sample_rows(data)
+        few, compiler = _sample_rows(data), self.compiler
+        if compiler is not None:
+            compiler.on = False
         alone = self._alone(few)
         reasons = [self._unfit] if self._unfit else []
         candidates = [(self.layout, self.head), ("padded", self.head), ("padded", None), ("alone", None)]
@@ -181,7 +187,43 @@ class PolicyForward:
                 break
             what = "the chunked output layer" if layout == "padded" and head is not None else LAYOUT_NAMES[layout]
             reasons.append(f"{what}: {fault or f'{self.computes} differ by {difference:.2g}{self.unit} on average'}")
+        if fault := self._compiler_fault(few, agree):
+            reasons.append(f"{COMPILED}: {fault}")
         self.report = self._report(reasons, difference)
+
+    @torch.enable_grad()
+    def _compiler_fault(self, data: DataProto, agree: Callable[[float], float]) -> str:
+        """Compare compiled layers with their own code, and turn the compiler off on all ranks where it does not fit.
+
+        Returns:
+            Why it is off; "" if it stays on, or was never on.
+        """
+        compiler = self.compiler
+        if compiler is None:
+            return ""
+        micro_batch, fault, found = self.micro_batch(data.slice(0, max(len(data) - 1, 0)), ()), "", []
+        for compiler.on in (False, True):
+            try:
+                values = self.compared(micro_batch)
+                if values.requires_grad:
+                    values.sum().backward()
+                found.append((values.detach(), gradient_norms(self.model)))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of many kinds
+                fault = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                break
+            finally:
+                self.model.zero_grad(set_to_none=True)
+        off = float("inf")
+        if len(found) == 2:
+            (own, norms), (values, norms_compiled) = found
+            off = float((values - own).abs().mean() / self.scale(own) / TOLERANCE[self.compute_dtype])
+            if len(norms):
+                change = (norms_compiled - norms).abs().max() / norms.max()
+                off = max(off, float(change) / GRADIENT_TOLERANCE[self.compute_dtype])
+        compiler.on = agree(off) <= 1
+        return "" if compiler.on else fault or f"{self.computes} or gradients differ from those of the model's own code"
 
     def _difference(self, data: DataProto, alone: Tensor, width: int) -> tuple[float, str]:
         """Mean difference to `alone`; infinite, with the reason, if the forward pass fails."""
@@ -206,6 +248,7 @@ class PolicyForward:
         text += "" if self.layout == self.wanted else f" instead of {LAYOUT_NAMES[self.wanted]}"
         text += f", split over {size} ranks" if (size := self.sequence_group.size) > 1 else ""
         text += "" if self.head is not None else self.without_head
+        text += ", compiled" if self.compiler is not None and self.compiler.on else ""
         if reasons:
             text += f" ({'; '.join(reasons)})"
         return f"{text}; {self.computes} equal those of each sequence alone within {difference:.1g}{self.unit}"

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split
+from grpo_dist.engines.train.compiled import Compiler
 from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.engines.train.lora import (
     add_lora,
@@ -77,9 +78,15 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     check_split(model.config, settings)
     if settings.lora is not None:
         add_lora(model, settings.lora, settings.section)
-    ResponseHead.install(model)
+    head = ResponseHead.install(model)
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
-    layers = settings.layers
+    layers, model.compiler = settings.layers, None
+    if settings.fsdp_config.compiles(device):
+        model.compiler = Compiler()
+        for layer in transformer_layers(model):
+            layer.forward = model.compiler(layer.forward)
+        if head is not None:
+            head.compiler = model.compiler
     if layers is not None and layers.enable_gradient_checkpointing:
         away = functools.partial(saved_in_cpu_memory, device)
         recompute_layers(

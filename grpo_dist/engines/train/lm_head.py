@@ -16,14 +16,17 @@ logits), and the actor keeps a frozen copy of the reference's output layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from grpo_dist.engines.train.compiled import Compiler
+from grpo_dist.engines.train.logits import TokenValues, logits_gradient, token_values
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CHUNK_LOGITS
@@ -87,6 +90,7 @@ class ResponseHead(nn.Linear):
 
     request: HeadRequest | None = None
     chunk_tokens: int | None = None
+    compiler: Compiler | None = None
 
     @classmethod
     def install(cls, model: Any) -> ResponseHead | None:
@@ -112,7 +116,7 @@ class ResponseHead(nn.Linear):
         """Logits (B, L, V) of hidden states (B, L, H), or what `request` asks for."""
         if self.request is None:
             return super().forward(hidden)
-        return response_values(hidden, self.weight, self.bias, self.request, self.chunk_tokens)
+        return response_values(hidden, self.weight, self.bias, self.request, self.chunk_tokens, self.compiler)
 
 
 def why_not_linear(model: Any) -> str:
@@ -126,7 +130,12 @@ def why_not_linear(model: Any) -> str:
 
 
 def response_values(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest, chunk_tokens: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    request: HeadRequest,
+    chunk_tokens: int | None = None,
+    compiler: Compiler | None = None,
 ) -> HeadValues:
     """Answer a request.
 
@@ -136,111 +145,111 @@ def response_values(
         bias: (V,) or None.
         request: what for.
         chunk_tokens: tokens whose logits exist at once; None: by `CHUNK_LOGITS`.
+        compiler: of what is computed from logits; None: nothing is compiled.
     """
     states = hidden.flatten(0, 1)[request.predictors]
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_LOGITS[hidden.device.type] // len(weight))
-    log_probs, entropies, kl = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens)
-    return HeadValues(
-        log_probs,
-        entropies if request.entropies else None,
-        kl if request.reference is not None else None,
-        states.detach() if request.hidden_states else None,
-    )
+    used = compiler if compiler is not None and compiler.on else None
+    values = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
+    return HeadValues(*values, states.detach() if request.hidden_states else None)
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest, chunk_tokens: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        log_probs, entropies, kl = (torch.zeros(len(states), device=states.device) for _ in range(3))
-        log_p = None
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        request: HeadRequest,
+        chunk_tokens: int,
+        compiler: Compiler | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        compute, temperature = _used(token_values, compiler), _yet_to_divide_by(request, compiler)
+        parts, logits = [], None
         for part in _chunks(len(states), chunk_tokens):
-            log_p = None  # else two chunks would exist at once
-            log_p = _log_softmax(states[part], weight, bias, request.temperature)
-            log_probs[part] = log_p.gather(1, request.targets[part].unsqueeze(1)).squeeze(1)
-            if request.entropies or request.reference is not None:
-                p = log_p.exp()
-                entropies[part] = -(p * log_p).sum(1)
-                if request.reference is not None:
-                    kl[part] = (p * log_p.sub_(_reference_log_softmax(request, part, len(weight)))).sum(1)
-        ctx.save_for_backward(states, weight, bias, entropies, kl)
-        ctx.request, ctx.chunk_tokens = request, chunk_tokens
-        kept = any(ctx.needs_input_grad) and request.reference is None  # with a reference, log_p has been overwritten
-        ctx.last_log_p = log_p if kept else None
-        return log_probs, entropies, kl
+            logits = None  # else two chunks would exist at once
+            logits = _logits(states[part], weight, bias, request, compiler)
+            reference = _reference_logits(request, part, len(weight), compiler)
+            parts.append(compute(logits, request.targets[part], temperature, reference, entropies=request.entropies))
+        values = TokenValues._make(None if of[0] is None else torch.cat(of) for of in zip(*parts, strict=True))
+        ctx.save_for_backward(states, weight, bias, *values)
+        ctx.request, ctx.chunk_tokens, ctx.compiler = request, chunk_tokens, compiler
+        ctx.last_logits = logits if any(ctx.needs_input_grad) else None
+        return values.log_probs, values.entropies, values.exact_kl
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor, grad_kl: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        states, weight, bias, _, _ = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (states, weight, bias, *saved), request, compiler = ctx.saved_tensors, ctx.request, ctx.compiler
+        values, gradients = TokenValues._make(saved), TokenValues(grads[0], None, *grads[1:])
+        compute, temperature = _used(logits_gradient, compiler), _yet_to_divide_by(request, compiler)
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for part in reversed(_chunks(len(states), ctx.chunk_tokens)):
-            grad = _logits_gradient(ctx, part, grad_log_probs[part], grad_entropies[part], grad_kl[part])
+            logits, ctx.last_logits = ctx.last_logits, None
+            if logits is None:
+                logits = _logits(states[part], weight, bias, request, compiler)
+            reference = _reference_logits(request, part, len(weight), compiler)
+            of_chunk = values.part(part), gradients.part(part)
+            grad = compute(logits, request.targets[part], temperature, reference, *of_chunk).to(weight.dtype)
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(weight.dtype)
+                grad_bias += grad.sum(0, dtype=torch.float32)
             grad_states[part] = grad @ weight
             if grad_weight is not None:
                 _add_outer(grad_weight, grad, states[part])
-            del grad  # else it would exist beside the next chunk
-        return (
-            grad_states,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
-
-
-def _logits_gradient(ctx: Any, part: slice, grad_log_probs: Tensor, grad_entropies: Tensor, grad_kl: Tensor) -> Tensor:
-    """(tokens, V) float32 gradient of a chunk's logits, of (tokens,) gradients of what was computed from them."""
-    states, weight, bias, entropies, kl = ctx.saved_tensors
-    request: HeadRequest = ctx.request
-    log_p, ctx.last_log_p = ctx.last_log_p, None
-    if log_p is None:
-        log_p = _log_softmax(states[part], weight, bias, request.temperature)
-    needs_log_p = request.entropies or request.reference is not None
-    p = log_p.exp() if needs_log_p else log_p.exp_()
-    factor = -grad_log_probs.unsqueeze(1)
-    if request.entropies:
-        factor = factor - grad_entropies.unsqueeze(1) * (log_p + entropies[part].unsqueeze(1))
-    if request.reference is not None:
-        difference = log_p.sub_(_reference_log_softmax(request, part, len(weight))).sub_(kl[part].unsqueeze(1))
-        factor = factor + difference.mul_(grad_kl.unsqueeze(1))
-    grad = p.mul_(factor)
-    grad.scatter_add_(1, request.targets[part].unsqueeze(1), grad_log_probs.unsqueeze(1))
-    return grad.div_(request.temperature) if request.temperature != 1 else grad
+            del logits, reference, grad  # else they would exist beside the next chunk
+        results = []
+        for total, like in ((grad_states, states), (grad_weight, weight), (grad_bias, bias)):
+            scaled = total if total is None or request.temperature == 1 else total.div_(request.temperature)
+            results.append(None if scaled is None else scaled.to(like.dtype))
+        return *results, None, None, None
 
 
 def _chunks(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    """Cut so many tokens into parts; of none there is one, empty."""
+    return [slice(start, min(start + size, length)) for start in range(0, max(length, 1), size)]
 
 
-def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = nn.functional.linear(states, weight, bias).float()
-    if temperature != 1:
-        logits.div_(temperature)
-    return torch.log_softmax(logits, -1)
+@cache
+def _used(function: Callable[..., Any], compiler: Compiler | None) -> Callable[..., Any]:
+    return function if compiler is None else compiler(function)
 
 
-def _reference_log_softmax(request: HeadRequest, part: slice, vocabulary: int) -> Tensor:
-    """(tokens, vocabulary): among the policy's tokens; the output layer of a teacher may have more rows of padding."""
+def _yet_to_divide_by(request: HeadRequest, compiler: Compiler | None) -> float:
+    """Return what remains to be done to logits of `_logits`; compiled code divides on its way."""
+    return 1.0 if compiler is None else request.temperature
+
+
+def _logits(
+    states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest, compiler: Compiler | None
+) -> Tensor:
+    """Return a chunk's logits (tokens, V) for compiled code; else in float32, divided by the temperature."""
+    logits = nn.functional.linear(states, weight, bias)
+    if compiler is None:
+        logits = logits.float() if request.temperature == 1 else logits.float().div_(request.temperature)
+    return logits
+
+
+def _reference_logits(
+    request: HeadRequest, part: slice, vocabulary: int, compiler: Compiler | None
+) -> Tensor | None:
+    """Return `_logits` of the reference for the policy's tokens: a teacher's output layer may have rows of padding."""
     head, states = request.reference, request.reference_states
-    assert head is not None
+    if head is None:
+        return None
     assert states is not None
     weight, bias = head.weight[:vocabulary], None if head.bias is None else head.bias[:vocabulary]
-    return _log_softmax(states[part].to(weight.dtype), weight, bias, request.temperature)
+    return _logits(states[part].to(weight.dtype), weight, bias, request, compiler)
 
 
 def _add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:
     """Add gradᵀ states to (V, H) `total`, in float32."""
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), states)
+    elif grad.is_cuda:  # without a product in bfloat16 between
+        torch.addmm(total, grad.t(), states, out_dtype=torch.float32, out=total)
     else:
         total += grad.t() @ states
 
