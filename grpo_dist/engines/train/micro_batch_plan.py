@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -31,9 +32,12 @@ class Lengths:
 
     def items(self) -> list[np.ndarray]:
         """The rows of each group, in the order of their first row."""
+        if not len(self.groups):
+            return []
         _, first, inverse = np.unique(self.groups, return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        return [np.flatnonzero(inverse == group) for group in order]
+        by_first_row = first[inverse]
+        rows = np.argsort(by_first_row, kind="stable")
+        return np.split(rows, np.flatnonzero(np.diff(by_first_row[rows])) + 1)
 
     def tokens(self, rows: np.ndarray, *, shared: bool = True) -> int:
         """Tokens of one item; its prompt counts once if it is shared."""
@@ -42,9 +46,17 @@ class Lengths:
 
     def cost(self, rows: np.ndarray) -> float:
         """Cost of one item, in tokens."""
-        prompt, responses = float(self.prompts[rows[0]]), self.responses[rows].astype(np.float64)
-        pairs = prompt**2 / 2 + (responses * (prompt + responses / 2)).sum()
-        return prompt + float(responses.sum()) + pairs / ATTENTION_PAIRS
+        return float(self._prompt_costs[rows[0]] + self._response_costs[rows].sum())
+
+    @cached_property
+    def _prompt_costs(self) -> np.ndarray:
+        prompts = self.prompts.astype(np.float64)
+        return prompts + prompts**2 / 2 / ATTENTION_PAIRS
+
+    @cached_property
+    def _response_costs(self) -> np.ndarray:
+        prompts, responses = self.prompts.astype(np.float64), self.responses.astype(np.float64)
+        return responses + responses * (prompts + responses / 2) / ATTENTION_PAIRS
 
 
 def group_rows(prompts: Ragged) -> np.ndarray:
@@ -56,14 +68,14 @@ def group_rows(prompts: Ragged) -> np.ndarray:
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """First-fit decreasing bin packing: indices of each bin. What is larger than `capacity` gets a bin of its own."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    room = np.full(len(sizes), capacity)
     for i in np.argsort(-np.asarray(sizes), kind="stable").tolist():
-        fitting = next((b for b, left in enumerate(room) if left >= sizes[i]), len(bins))
-        if fitting == len(bins):
+        fits = room[: len(bins)] >= sizes[i]
+        chosen = int(fits.argmax()) if fits.any() else len(bins)
+        if chosen == len(bins):
             bins.append([])
-            room.append(capacity)
-        bins[fitting].append(i)
-        room[fitting] -= sizes[i]
+        bins[chosen].append(i)
+        room[chosen] -= sizes[i]
     return bins
 
 
@@ -113,11 +125,13 @@ def plan_micro_batches(
 
 def _split_to_fit(item: np.ndarray, capacity: int, size: Callable[[np.ndarray], int]) -> list[np.ndarray]:
     """Cut a group into the fewest parts of nearly equal counts that each fit, or hold one row."""
-    for count in range(1, len(item) + 1):
+    if size(item) <= capacity:
+        return [item]
+    for count in range(2, len(item) + 1):
         parts = np.array_split(item, count)
         if count == len(item) or all(size(part) <= capacity for part in parts):
             return parts
-    return []
+    return [item]
 
 
 def _even(
@@ -126,11 +140,15 @@ def _even(
     """Return the items of `bins` in `count` bins of nearly equal cost, if they fit so; else `bins` as they are."""
     costs = [lengths.cost(item) for item in items]
     even: list[list[int]] = [[] for _ in range(count)]
+    used, loads = np.zeros(count, dtype=np.int64), np.zeros(count)
     for i in np.argsort(-np.asarray(costs), kind="stable").tolist():
-        fitting = [b for b in even if not b or sum(sizes[j] for j in b) + sizes[i] <= capacity]
-        if not fitting:
+        fits = (used == 0) | (used + sizes[i] <= capacity)
+        if not fits.any():
             return bins
-        min(fitting, key=lambda b: sum(costs[j] for j in b)).append(i)
+        chosen = int(np.where(fits, loads, np.inf).argmin())
+        even[chosen].append(i)
+        used[chosen] += sizes[i]
+        loads[chosen] += costs[i]
     return even
 
 
