@@ -157,6 +157,8 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.object(fsdp_model, "draw_factors"),
         mock.patch.object(fsdp_model, "saved_in_cpu_memory", _Away),
         mock.patch.object(fsdp_model, "init_device_mesh", _real(fsdp_model.init_device_mesh)),
+        mock.patch.object(fsdp_model, "world_limit"),  # fake groups have none
+        mock.patch.object(fsdp_model, "_set_pg_timeout"),
         mock.patch.dict(lm_head.CHUNK_LOGITS, cpu=lm_head.CHUNK_LOGITS["cuda"]),
         mock.patch.object(torch.nn.Module, "to", _to),
         # as on CPU, any mask of four axes keeps the model from making its own of all pairs of tokens

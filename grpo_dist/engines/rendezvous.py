@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -53,6 +54,15 @@ def init_process_group(*, device: str, rank: int, world_size: int, store: dist.T
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def world_limit(device: str) -> timedelta:
+    """Return how long the ranks of this role wait for each other; groups of some of them have torch's default instead,
+    unless they are told.
+    """
+    ranks: Any = dist.group.WORLD
+    limit: timedelta = ranks._get_backend(torch.device(device)).options._timeout
+    return limit
 
 
 def leave_loopback(host: str, port: int) -> None:

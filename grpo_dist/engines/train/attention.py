@@ -178,8 +178,9 @@ def flex_attention_forward(
     # in a layer that is compiled as a whole it is a part of the graph
     attend = flex_attention if torch.compiler.is_compiling() else _flex_kernel(query.device.type)
     grouped = query.shape[1] != key.shape[1]
-    options: Any = {"BACKEND": "TRITON"}  # else rows of fewer than 128 tokens would get a kernel for decoding
-    out = attend(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped, kernel_options=options)
+    options: Any = {"block_mask": attention_mask, "scale": scaling, "enable_gqa": grouped}
+    # the kernel is named, or rows of fewer than 128 tokens would get another one, which is for decoding
+    out = attend(query, key, value, kernel_options={"BACKEND": "TRITON"}, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

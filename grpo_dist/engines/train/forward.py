@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.train.attention import FLEX, GRADIENT_TOLERANCE, attention_inputs, flex_backward_fault, why_padded
+from grpo_dist.engines.train.attention import (
+    FLEX,
+    GRADIENT_TOLERANCE,
+    attention_inputs,
+    flex_backward_fault,
+    why_padded,
+)
 from grpo_dist.engines.train.compiled import Compiler, gradient_norms
 from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead, exact_kl_error
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from grpo_dist.engines.rendezvous import world_limit
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.compiled import Compiler
@@ -102,11 +104,10 @@ def shard(model: Any, settings: ModelSettings, device: str) -> None:
     shards = num_shards(settings)
     hybrid = (dist.get_world_size() // shards, shards)
     mesh_shape, names = (hybrid, ("replicate", "shard")) if hybrid[0] > 1 else (hybrid[1:], ("shard",))
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh(device, mesh_shape, mesh_dim_names=names),
-        "mp_policy": policy,
-        "reshard_after_forward": reshards(settings),
-    }
+    mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=names)
+    for axis in names if len(names) > 1 else ():  # groups of some of the ranks
+        _set_pg_timeout(world_limit(device), mesh.get_group(axis))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshards(settings)}
     for layer in transformer_layers(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)

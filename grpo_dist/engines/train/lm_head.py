@@ -232,9 +232,7 @@ def _logits(
     return logits
 
 
-def _reference_logits(
-    request: HeadRequest, part: slice, vocabulary: int, compiler: Compiler | None
-) -> Tensor | None:
+def _reference_logits(request: HeadRequest, part: slice, vocabulary: int, compiler: Compiler | None) -> Tensor | None:
     """Return `_logits` of the reference for the policy's tokens: a teacher's output layer may have rows of padding."""
     head, states = request.reference, request.reference_states
     if head is None:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
+from grpo_dist.engines.rendezvous import world_limit
+
 
 class SequenceGroup:
     """Ranks that split the tokens of their micro-batches, consecutive ones; a group of one has all tokens.
@@ -39,10 +41,7 @@ class SequenceGroup:
         self.size, self.rank = size, 0
         self.group: dist.ProcessGroup | None = None
         if size > 1:
-            ranks: Any = dist.group.WORLD
-            # else its ranks would wait for each other as long as torch's default says, not as this run's
-            limit = ranks._get_backend(torch.device(device)).options._timeout
-            self.group = dist.new_subgroups(size, timeout=limit)[0]
+            self.group = dist.new_subgroups(size, timeout=world_limit(device))[0]
             self.rank = dist.get_rank(self.group)
 
     def part(self, tokens: Tensor) -> Tensor:

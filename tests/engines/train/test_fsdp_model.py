@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.protocol import DataProto
 from tests.messages import says
 from tests.models import random_batch, random_model
-from tests.ranks import run_ranks
+from tests.ranks import LIMIT_S, run_ranks
 from tests.worker_settings import model_settings
 
 LAYOUTS = ("padded", "packed", "shared")
@@ -124,3 +125,14 @@ def test_the_check_sees_rows_as_wide_as_they_will_be(tmp_path: Path) -> None:
     assert report.startswith("padded sequences")
     says(report, "shared prompts:", "log-probs differ")
     np.testing.assert_allclose(found, alone(path, data), atol=2e-5)
+
+
+def limits(rank: int, path: str) -> list[float]:
+    mesh = next(load_sharded_model(model_settings(path, fsdp_size=2), "cpu").parameters()).device_mesh
+    groups = [mesh.get_group(axis) for axis in mesh.mesh_dim_names]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_ranks_of_a_copy_wait_for_each_other_as_long_as_all_do(random_models: dict[str, str]) -> None:
+    """Hybrid sharding makes groups of its own; by torch's default they would wait for half an hour."""
+    assert run_ranks(4, limits, random_models["tied"]) == [[LIMIT_S, LIMIT_S]] * 4

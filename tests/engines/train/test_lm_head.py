@@ -11,8 +11,7 @@ from torch import nn
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.train import forward
-from grpo_dist.engines.train import lm_head
+from grpo_dist.engines.train import forward, lm_head
 from grpo_dist.engines.train.compiled import Compiler
 from grpo_dist.engines.train.lm_head import HeadRequest, ReferenceHead, ResponseHead, copy_output_layer, response_values
 from grpo_dist.engines.train.lora import add_lora
@@ -125,7 +124,9 @@ def test_compiled_it_is_the_same(dtype: torch.dtype) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(gradients(x, found), gradients(x, expected), strict=True):
-        assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < (1e-6 if dtype == torch.float32 else 1e-2)
+        assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < (
+            1e-6 if dtype == torch.float32 else 1e-2
+        )
     compiler.on = False
     assert all(torch.equal(*pair) for pair in zip(chunked(x, True, True, 4, compiler), expected, strict=True))
 
