@@ -28,7 +28,7 @@ from grpo_dist.engines.train.memory_errors import remedied, within_memory
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.train.model_loading import DTYPES
-from grpo_dist.engines.train.objectives import OBJECTIVES, Objective
+from grpo_dist.engines.train.objectives import OBJECTIVES, Loss, Objective, read_metrics
 from grpo_dist.engines.train.optimizer import Offload, build_optimizer
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.engines.train.ulysses import SequenceGroup
@@ -141,25 +141,17 @@ class FSDPEngine(FSDPWeights):
         """See `TrainEngine.train_mini_batch`. The schedule counts the steps that were taken."""
         trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
         data, counts, plan = self._begin(trained, data, micro_batch_size, max_token_len)
-        metrics: list[dict[str, Metric]] = []
-        log_probs = [torch.empty(0)] * len(data)
-        fault = ""
+        losses: list[Loss] = []
         for i, rows in enumerate(plan):
-            part = data.index(rows)
-            micro_batch = self.forward.micro_batch(part, objective.columns)
+            micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
             with (
                 within_memory(f"the forward and backward pass of {_describe(micro_batch, i, plan)}"),
                 gradient_sync(self.model, self.settings, last=i == len(plan) - 1),
             ):
-                loss, loss_metrics, row_log_probs = trained(micro_batch, counts)
-                (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
-            if row_log_probs is not None:
-                _take_rows(log_probs, rows, part, row_log_probs)
-            metrics.append(loss_metrics)
-            if not torch.isfinite(loss):
-                where = f"micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
-                fault = fault or f"loss {loss.item()} in {where}; {NOT_TAKEN}"
-        self._stop_if_any(fault)  # first: one rank's bad loss makes the gradient norm bad on every rank
+                loss = trained(micro_batch, counts)
+                (loss.loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone only here
+            losses.append(loss._replace(loss=loss.loss.detach()))
+        metrics = self._finite_metrics(losses, data, plan, NOT_TAKEN)
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
         lr = self.schedule.get_last_lr()[0]
@@ -174,8 +166,14 @@ class FSDPEngine(FSDPWeights):
             f"{trained.role}/lr": Mean(float(lr), 1),
             f"{trained.role}/skipped_updates": Mean(float(not trains), 1),
         }
-        old = None if row_log_probs is None else Ragged.from_rows(log_probs, torch.float32)
-        return MiniBatchResult(merge_metrics([*metrics, step]), old)
+        old = None
+        if loss.log_probs is not None:
+            log_probs = [torch.empty(0)] * len(data)
+            for rows, result in zip(plan, losses, strict=True):
+                assert result.log_probs is not None
+                _take_rows(log_probs, rows, data.index(rows), result.log_probs)
+            old = Ragged.from_rows(log_probs, torch.float32)
+        return MiniBatchResult(merge_metrics([metrics, step]), old)
 
     @torch.no_grad()
     def evaluate(
@@ -189,17 +187,12 @@ class FSDPEngine(FSDPWeights):
         """See `TrainEngine.evaluate`."""
         judged = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
         data, counts, plan = self._begin(judged, data, micro_batch_size, max_token_len)
-        metrics: list[dict[str, Metric]] = []
-        fault = ""
+        losses: list[Loss] = []
         for i, rows in enumerate(plan):
             micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
             with within_memory(f"the forward pass of {_describe(micro_batch, i, plan)}"):
-                loss, loss_metrics, _ = judged(micro_batch, counts)
-            metrics.append(loss_metrics)
-            if not torch.isfinite(loss):
-                fault = fault or f"loss {loss.item()} of {_name_rows(data.index(rows))}"
-        self._stop_if_any(fault)
-        return merge_metrics(metrics)
+                losses.append(judged(micro_batch, counts))
+        return self._finite_metrics(losses, data, plan, "the model is as before")
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _begin(
@@ -254,6 +247,23 @@ class FSDPEngine(FSDPWeights):
             split=whole_groups is None,
             agree=lambda count: int(self._all_reduce([count], dist.ReduceOp.MAX)),
         )
+
+    def _finite_metrics(
+        self, losses: Sequence[Loss], data: DataProto, plan: Sequence[np.ndarray], then: str
+    ) -> dict[str, Metric]:
+        """Read the metrics of a mini-batch, after its last pass: until then the device has work, and nobody waits.
+
+        Raises:
+            TrainingDiverged: on every rank: a loss is not finite.
+        """
+        values, metrics = read_metrics(losses)
+        bad = next((i for i, value in enumerate(values) if not np.isfinite(value)), None)
+        fault = ""
+        if bad is not None:
+            where = f"micro-batch {bad + 1} of {len(plan)}, {_name_rows(data.index(plan[bad]))}"
+            fault = f"loss {values[bad]} in {where}; {then}"
+        self._stop_if_any(fault)  # before any norm: one rank's bad loss makes the gradient norm bad on every rank
+        return metrics
 
     def _all_reduce(self, values: list[float], operation: Any) -> Tensor:
         tensor = torch.tensor(values, dtype=torch.float64 if self.device.type == "cpu" else torch.float32)

@@ -151,8 +151,8 @@ def response_values(
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_LOGITS[hidden.device.type] // len(weight))
     used = compiler if compiler is not None and compiler.on else None
-    values = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
-    return HeadValues(*values, states.detach() if request.hidden_states else None)
+    log_probs, entropies, kl = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
+    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None)
 
 
 class _ChunkedHead(torch.autograd.Function):

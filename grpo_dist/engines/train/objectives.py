@@ -5,9 +5,12 @@ An objective is made for one mini-batch. Its counts are summed over all ranks be
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from grpo_dist.algorithms import policy_objective
@@ -26,15 +29,25 @@ from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import BatchError
-from grpo_dist.protocol import DataProto, Mean, Metric, Sum
+from grpo_dist.protocol import DataProto, Mean, Metric, Sum, merge_metrics
 from grpo_dist.protocol.fields import NO_LABEL
 
 
 class Loss(NamedTuple):
-    """The results of one micro-batch: the loss, ready for backward, its metrics, and on policy the (N, T) log-probs."""
+    """The results of one micro-batch. All are tensors: whoever reads one waits until the device has computed it.
+
+    Attributes:
+        loss: ready for backward.
+        sums: metrics that add up to the mini-batch's.
+        means: metrics that are means over some tokens or pairs.
+        denominator: how many these are.
+        log_probs: (N, T), on policy; else None.
+    """
 
     loss: Tensor
-    metrics: dict[str, Metric]
+    sums: dict[str, Tensor]
+    means: Mapping[str, Tensor] = MappingProxyType({})
+    denominator: Tensor | float = 0.0
     log_probs: Tensor | None = None
 
 
@@ -93,9 +106,9 @@ class PolicyObjective(Objective):
             global_tokens=counts[0],
             global_sequences=counts[1],
         )
-        metrics = _means(means, float(micro_batch.response_mask.sum()))
-        metrics |= {"actor/loss": Sum(float(loss.detach())), "actor/pg_loss": Sum(float(means["actor/pg_loss"]))}
-        return Loss(loss, metrics, computed["log_probs"].detach() if settings.on_policy else None)
+        sums = {"actor/loss": loss, "actor/pg_loss": means.pop("actor/pg_loss")}
+        log_probs = computed["log_probs"].detach() if settings.on_policy else None
+        return Loss(loss, sums, means, micro_batch.response_mask.sum(), log_probs)
 
     def _values(self, micro_batch: MicroBatch) -> HeadValues:
         """Log-probs with the gradient, and where the loss asks for them entropies and the exact KL."""
@@ -128,7 +141,7 @@ class SFTObjective(Objective):
         """See `Objective`."""
         log_probs = micro_batch.to_rows(self.forward(micro_batch).log_probs)
         loss = supervised_loss(log_probs, micro_batch.response_mask, global_tokens=counts[0])
-        return Loss(loss, {"sft/loss": Sum(float(loss.detach()))})
+        return Loss(loss, {"sft/loss": loss})
 
 
 class _HeadObjective(Objective):
@@ -158,8 +171,8 @@ class _RewardObjective(_HeadObjective):
         """Labelled tokens."""
         return [float((data["labels"].values != NO_LABEL).sum())] if len(data) else [0.0]
 
-    def _result(self, loss: Tensor, means: dict[str, Tensor], count: float) -> Loss:
-        return Loss(loss, {"reward_model/loss": Sum(float(loss.detach())), **_means(means, count)})
+    def _result(self, loss: Tensor, means: dict[str, Tensor], count: Tensor | float) -> Loss:
+        return Loss(loss, {"reward_model/loss": loss}, means, count)
 
 
 class PairObjective(_RewardObjective):
@@ -208,7 +221,7 @@ class LabelObjective(_RewardObjective):
         """See `Objective`."""
         values, mask = self._values(micro_batch), micro_batch.response_mask
         loss, means = label_loss(values, micro_batch.columns["labels"], mask, global_labels=counts[0])
-        return self._result(loss, means, float(mask.sum()))
+        return self._result(loss, means, mask.sum())
 
 
 class ValueObjective(_HeadObjective):
@@ -234,8 +247,7 @@ class ValueObjective(_HeadObjective):
             global_sequences=counts[1],
             loss_scale_factor=self.settings.loss_scale_factor,
         )
-        total = {"critic/vf_loss": Sum(float(means.pop("critic/vf_loss")))}
-        return Loss(loss, _means(means, float(micro_batch.response_mask.sum())) | total)
+        return Loss(loss, {"critic/vf_loss": means.pop("critic/vf_loss")}, means, micro_batch.response_mask.sum())
 
 
 OBJECTIVES: dict[type[TrainingSettings], type[Objective]] = {
@@ -255,6 +267,21 @@ def _tokens_and_sequences(data: DataProto) -> list[float]:
     return [float(mask.values.sum()), float(sum(bool(row.any()) for row in mask.rows()))]
 
 
-def _means(values: dict[str, Tensor], count: float) -> dict[str, Metric]:
-    """Means over the same number of tokens or pairs."""
-    return {name: Mean(float(value) * count, count) for name, value in values.items()}
+def read_metrics(losses: Sequence[Loss]) -> tuple[list[float], dict[str, Metric]]:
+    """Read the numbers of the micro-batches of a mini-batch, all at once.
+
+    Returns:
+        The loss of each; and the metrics of all.
+    """
+    device = losses[0].loss.device
+    read: list[Tensor] = []
+    for loss in losses:
+        read += [loss.loss, torch.as_tensor(loss.denominator), *loss.sums.values(), *loss.means.values()]
+    numbers = iter(torch.stack([value.detach().float().to(device) for value in read]).tolist())
+    values, metrics = [], []
+    for loss in losses:
+        values.append(next(numbers))
+        count = next(numbers)
+        sums: dict[str, Metric] = {name: Sum(next(numbers)) for name in loss.sums}
+        metrics.append(sums | {name: Mean(next(numbers) * count, count) for name in loss.means})
+    return values, merge_metrics(metrics)

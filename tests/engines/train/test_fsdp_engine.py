@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -253,3 +257,38 @@ def test_a_mini_batch_without_a_trained_token_is_no_step(random_models: dict[str
         assert found["places"] == [1, 1, 2], "the schedule counts steps that were taken"
         assert [told["actor/skipped_updates"] for told in found["told"]] == [1.0, 0.0]
         assert found["told"][0]["actor/grad_norm"] == 0
+
+
+READERS = ("fsdp_engine", "objectives", "objective", "aggregate", "masking", "clipped", "kl")
+
+
+class Reads(TorchDispatchMode):
+    """Lists, in their order, backward passes and the numbers that the engine and its objective read from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            files = [Path(frame.filename) for frame in traceback.extract_stack() if "grpo_dist" in frame.filename]
+            self.events += [file.stem for file in files[-1:] if file.stem in READERS]
+        return func(*args, **(kwargs or {}))
+
+
+def read_numbers(rank: int, path: str) -> list[str]:
+    engine, data = trainable_engine(path), random_batch(num_groups=4, n=2)
+    engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+    backward = torch.Tensor.backward
+    reads = Reads()
+    with reads, mock.patch.object(torch.Tensor, "backward", lambda x: reads.events.append("backward") or backward(x)):
+        engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+    return reads.events
+
+
+def test_numbers_are_read_after_the_last_pass(random_models: dict[str, str]) -> None:
+    """Until then a GPU has work, and nobody waits for it."""
+    (events,) = run_ranks(1, read_numbers, random_models["tied"])
+    first, last = events.index("backward"), len(events) - events[::-1].index("backward")
+    assert events[first:last] == ["backward"] * 4
+    assert events[last:]
