@@ -123,10 +123,7 @@ class WeightUpdater:
         if self._lora is not None:  # those before are in force again
             await self.install_factors(complete=not fault)
             loaded = 0
-        if self._asleep:
-            await self._call(self._llm.wake_up(["kv_cache"]))  # only now: the sync had its memory for buckets
-            self._asleep = False
-        if fault and loaded:
+        if fault and loaded:  # what sleeps stays asleep
             self._mixed = (
                 f"sync of weight version {version}: {fault}; {loaded} weight buckets were loaded before, so the "
                 f"engine's weights are mixed of versions {self.version} and {version}: it stays paused until a whole "
@@ -137,6 +134,10 @@ class WeightUpdater:
             await self._call(self._llm.update_weight_version(str(version)))
             self.version, self._mixed = version, ""
         if not self._mixed:
+            if self._asleep:
+                # only now: the sync had its memory for buckets, and vLLM samples on as soon as its cache is there
+                await self._call(self._llm.wake_up(["kv_cache"]))
+                self._asleep = False
             await self._call(self._llm.resume_generation())
             self._paused = self.updating = False
         with self._keeps_weights(version):

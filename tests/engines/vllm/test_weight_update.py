@@ -96,7 +96,7 @@ async def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -
     await weights.receive(0)
     await weights.receive(1)
     first, later = llm.asked[: len(UPDATE) + 4], llm.asked[len(UPDATE) + 4 :]
-    woken = [("wake_up", ["kv_cache"]), ("update_weight_version", "0"), ("resume_generation",)]
+    woken = [("update_weight_version", "0"), ("wake_up", ["kv_cache"]), ("resume_generation",)]
     assert first == [("sleep", 1, "wait"), *UPDATE, *woken]
     awake = [("pause_generation", "keep", True), *UPDATE[1:], ("update_weight_version", "1"), ("resume_generation",)]
     assert later == awake
@@ -111,6 +111,55 @@ async def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
         await weights.sleep()
         await weights.receive(0)
     assert llm.asked == [("sleep", 1, "wait"), *UPDATE, ("wake_up", ["kv_cache"]), ("resume_generation",)]
+
+
+async def test_an_engine_that_slept_stays_paused_with_mixed_weights() -> None:
+    """vLLM's scheduler goes on by itself once the cache is there, so that sleeps on until a whole sync has come."""
+    weights, llm = asleep()
+    llm.receipt = {"loaded": 1, "fault": "weight bucket 1 is damaged"}
+    await weights.sleep()
+    with refuses(WeightSyncError, "bucket 1", "mixed", "paused"):
+        await weights.receive(0)
+    assert llm.asked == [("sleep", 1, "wait"), *UPDATE]
+    llm.receipt = {"loaded": 3, "fault": ""}
+    await weights.receive(1)
+    woken = [("update_weight_version", "1"), ("wake_up", ["kv_cache"]), ("resume_generation",)]
+    assert llm.asked[1 + len(UPDATE) :] == [*UPDATE, *woken]
+
+
+class Cache:
+    """The memory of vLLM's engine core."""
+
+    def __init__(self) -> None:
+        self.sleeping = {"weights", "kv_cache"}
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.sleeping -= set(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeping)
+
+
+class Core:
+    """What `EngineCore.wake_up` needs of an engine core."""
+
+    def __init__(self) -> None:
+        self.model_executor, self.goes_on = Cache(), False
+
+    def resume_scheduler(self) -> None:
+        self.goes_on = True
+
+
+async def test_vllm_goes_on_by_itself_once_its_cache_is_there() -> None:
+    """Which is why the version is set before; and why a cache that sleeps keeps an engine from sampling."""
+    from vllm.v1.engine.core import EngineCore
+
+    core: Any = Core()
+    EngineCore.wake_up(core, ["weights"])
+    assert not core.goes_on
+    EngineCore.wake_up(core, ["kv_cache"])
+    assert core.goes_on
 
 
 # --- real engines -------------------------------------------------------------------------------------------------
