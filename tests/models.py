@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,14 +176,12 @@ def trainable_engine(
     temperature: float = 0.7,
     layout: str = "shared",
     dtype: str = "fp32",
-    fsdp_size: int = -1,
-    defer_grad_sync: bool = False,
     lora: LoraSection | None = None,
     gradient_checkpointing: bool = False,
     reshard: bool = True,
+    **sharding: Any,
 ) -> FSDPEngine:
-    """A CPU engine with AdamW."""
-    sharding = {"fsdp_size": fsdp_size, "defer_grad_sync": defer_grad_sync}
+    """A CPU engine with AdamW; more are keys of `fsdp_config`."""
     model = model_settings(
         path,
         compute_dtype=dtype,

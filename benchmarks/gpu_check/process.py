@@ -74,6 +74,10 @@ def why_not(part: Part, device: str) -> str:
         return f"torch in {sys.prefix} is the build for CPU; take another Python, or --device cpu --scale small"
     import torch
 
+    from grpo_dist.engines.train.compiled import compiler_problem
+
+    if problem := compiler_problem():
+        return problem
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU; look at what nvidia-smi says"
     there = torch.cuda.device_count()

@@ -89,6 +89,8 @@ def build_problem(device: str) -> str:
     """Say why the installed packages cannot run on `device` ("cpu" or "cuda"), and what to do; "" if they can."""
     import torch
 
+    from grpo_dist.engines.train.compiled import compiler_problem
+
     environment = f"torch {torch.__version__} in {sys.prefix}"
     if device == "cuda" and torch.version.cuda is None:
         return (
@@ -100,7 +102,7 @@ def build_problem(device: str) -> str:
             f"{environment} and vLLM are the build for CUDA {torch.version.cuda}, and vLLM's runs on GPUs only. Set "
             "cluster=single_gpu or trainer.n_gpus_per_node, or install the build for CPU (`make setup DEVICE=cpu`)"
         )
-    return ""
+    return compiler_problem() if device == "cuda" else ""
 
 
 def _vllm_is_for_cpu() -> bool:

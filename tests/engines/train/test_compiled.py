@@ -1,0 +1,98 @@
+"""Compiled layers against their own code; and what a compiler needs."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from grpo_dist.engines.train import compiled
+from grpo_dist.engines.train.compiled import compiler_problem
+from grpo_dist.protocol import metric_values
+from tests.messages import says
+from tests.models import objective, random_batch, trainable_engine
+from tests.ranks import run_ranks
+
+
+def test_nothing_is_missing_here_or_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gcc").touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compiled.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiler_problem() == ""
+    (tmp_path / "gcc").unlink()
+    says(compiler_problem(), "gcc", "CC", "apt-get")
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compiler_problem() == ""
+    (tmp_path / "Python.h").unlink()
+    says(compiler_problem(), f"{tmp_path}/Python.h", "python3-dev")
+
+
+def fails(function: Any, **options: Any) -> Any:
+    """In the place of torch.compile: what it makes cannot be built."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    return run
+
+
+def differs(function: Any, **options: Any) -> Any:
+    """In the place of torch.compile: what it makes computes something else."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return result * 1.5 if isinstance(result, torch.Tensor) else result
+
+    return run
+
+
+COMPILERS: dict[str, Any] = {
+    "own code": None,
+    "compiled": functools.partial(torch.compile, backend="aot_eager"),  # its graphs, without kernels
+    "fails": fails,
+    "differs": differs,
+}
+
+
+def steps(rank: int, path: str, compiler: str, layout: str) -> dict[str, Any]:
+    """Log-probs, the metrics of the last of two optimizer steps, and the weights."""
+    used = COMPILERS[compiler]
+    with mock.patch.object(torch, "compile", used or torch.compile):
+        engine = trainable_engine(path, layout=layout, use_torch_compile=used is not None, gradient_checkpointing=True)
+        data = random_batch(num_groups=4, n=2).slice(4 * rank, 4 * rank + 8 // dist.get_world_size())
+        log_probs = engine.compute_log_probs(data, micro_batch_size=3)
+        results = [engine.train_mini_batch(data, micro_batch_size=size, objective=objective()) for size in (2, 3)]
+    return {
+        "log_probs": log_probs.values.numpy(),
+        "weights": np.concatenate([tensor.numpy().ravel() for _, tensor in engine.full_parameters("float32")]),
+        "report": engine.report,
+        "loss": metric_values(results[-1].metrics)["actor/loss"],
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "padded"), pytest.param(2, "shared", marks=pytest.mark.long)])
+def test_compiled_layers_train_the_same_model(random_models: dict[str, str], ranks: int, layout: str) -> None:
+    """All layers share a graph for passes that train, and one for those that do not."""
+    own, found = (run_ranks(ranks, steps, random_models["tied"], name, layout)[0] for name in ("own code", "compiled"))
+    says(found["report"], "compiled")
+    np.testing.assert_allclose(found["log_probs"], own["log_probs"], atol=1e-5)
+    np.testing.assert_allclose(found["weights"], own["weights"], atol=2e-5)
+    assert found["loss"] == pytest.approx(own["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("compiler", "why"), [("fails", "RuntimeError"), ("differs", "differ")])
+def test_a_compiler_that_does_not_fit_is_left_off(random_models: dict[str, str], compiler: str, why: str) -> None:
+    own, found = (run_ranks(2, steps, random_models["tied"], name, "padded")[0] for name in ("own code", compiler))
+    says(found["report"], "torch.compile", why)
+    for name in ("log_probs", "weights"):
+        np.testing.assert_array_equal(found[name], own[name])
