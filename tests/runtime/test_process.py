@@ -192,7 +192,8 @@ def test_credentials_proxies_and_nccl_are_shared() -> None:
         "WANDB_SERVICE": "2-1-tcp-localhost-1",
         "CUDA_VISIBLE_DEVICES": "0",
     }
-    others |= {"RAY_AUTH_TOKEN": "t", "WANDB_DIR": "/here"}
+    others |= {"RAY_AUTH_TOKEN": "t", "WANDB_DIR": "/here", "VLLM_API_KEY": "k", "VLLM_HOST_IP": "10.0.0.1"}
+    wanted |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128", "TRITON_DEBUG": "1"}
     assert shared_environment(wanted | others) == wanted
 
 
