@@ -1,4 +1,4 @@
-"""The CPU of this machine. The driver's CPU is taken to be that of all machines of a cluster."""
+"""The CPU and the kernel of this machine. The driver's are taken to be those of all machines of a cluster."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     """Tell if the CPU has bf16 matrix instructions; without them bf16 is far slower than fp32."""
     return not BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
+
+
+@cache
+def is_wsl(version: str = "/proc/version") -> bool:
+    """Tell if this is Linux under Windows (WSL), where processes cannot share the memory of a GPU: no CUDA IPC."""
+    try:
+        return "microsoft" in Path(version).read_text().lower()
+    except OSError:
+        return False
 
 
 @cache

@@ -34,6 +34,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
+from grpo_dist.config.processor import is_wsl
 from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
@@ -289,9 +290,14 @@ class CheckpointEngineConfig(Section):
     update_weights_bucket_megabytes: Count
 
     def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
-        """The transport; null means broadcast where every process has a GPU of its own, ipc where they share GPUs."""
-        on_gpus = "ipc" if shares_gpu else "broadcast"
-        return self.backend or (on_gpus if device == "cuda" else "object_store")
+        """The transport; null means broadcast where every process has a GPU of its own, and where they share GPUs ipc,
+        or under WSL object_store.
+        """
+        if self.backend is not None:
+            return self.backend
+        if device == "cpu" or (shares_gpu and is_wsl()):
+            return "object_store"
+        return "ipc" if shares_gpu else "broadcast"
 
 
 class RolloutConfig(Section):

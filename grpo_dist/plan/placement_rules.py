@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from grpo_dist.config.problems import Problem, between_keys, value_of
+from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.node_layout import copy_size, node_layout
@@ -195,6 +196,8 @@ def weights_reach_the_engines(config: RunConfig) -> Iterator[str]:
     if backend == "ipc" and config.device == "cuda" and not shares:
         why = "it needs an actor rank on each engine's GPU, but these roles do not share GPUs; set it to null"
         yield f"{_BACKEND}, {_PER_NODE}: {why}"
+    if backend == "ipc" and config.device == "cuda" and is_wsl():
+        yield f"{_BACKEND}: it needs CUDA IPC, which Linux under Windows (WSL) has not; set it to null or object_store"
     if backend == "ipc" and config.device == "cpu" and config.trainer.nnodes > 1:
         why = "it needs an actor rank on each engine's machine, and several machines may lack one; set it to null"
         yield f"{_BACKEND}, <trainer.nnodes>: {why}"

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from grpo_dist.config.processor import cpu_flags, has_bf16, physical_cores
+from grpo_dist.config.processor import cpu_flags, has_bf16, is_wsl, physical_cores
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,13 @@ def test_elsewhere_than_on_linux_there_is_none(tmp_path):
 
 def test_cores_of_this_machine():
     assert 1 <= physical_cores() <= os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)]
+)
+def test_linux_under_windows_by_its_kernel(version, expected, tmp_path):
+    file = tmp_path / "version"
+    file.write_text(f"Linux version {version} (gcc)\n")
+    assert is_wsl(str(file)) == expected
+    assert not is_wsl(str(tmp_path / "none"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.config import schema_roles
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import OptimConfig
 from grpo_dist.plan.commands import load_config
@@ -307,6 +308,12 @@ def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
 def test_how_weights_reach_the_engines(overrides: list[str], transport: str) -> None:
     config = load(*overrides)
     assert engine_settings(config, placement(config), 0).weight_transport == transport
+
+
+def test_linux_under_windows_has_no_memory_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema_roles, "is_wsl", lambda: True)
+    config = load("cluster=single_gpu")
+    assert engine_settings(config, placement(config), 0).weight_transport == "object_store"
 
 
 def test_the_size_of_a_bucket() -> None:

@@ -86,8 +86,21 @@ class CudaMemory:
 
     def copy(self, shared: dict[str, Any], target: Tensor) -> None:
         """See `FileMemory.copy`. When this returns the copy is complete, and the sender's count of readers lowered."""
+        try:
+            source = self._opened(shared, target)
+        except Exception as error:  # of many kinds: the driver's, the kernel's
+            raise RuntimeError(
+                f"{error}: memory of {self.place} cannot be opened by another process (CUDA IPC); set "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store, or leave expandable_segments out of "
+                "PYTORCH_ALLOC_CONF, which containers do not allow"
+            ) from error
+        target.copy_(source)
+        torch.cuda.synchronize(self.device)
+
+    def _opened(self, shared: dict[str, Any], target: Tensor) -> Tensor:
+        """Return the bytes of another process's memory."""
         handle, ref_counter_handle, event_handle = (bytes.fromhex(shared[name]) for name in HANDLES)
-        source = reductions.rebuild_cuda_tensor(
+        opened: Tensor = reductions.rebuild_cuda_tensor(
             tensor_cls=Tensor,
             tensor_size=target.shape,
             tensor_stride=(1,),
@@ -104,8 +117,7 @@ class CudaMemory:
             event_handle=event_handle,
             event_sync_required=bool(shared["event_sync_required"]),
         )
-        target.copy_(source)
-        torch.cuda.synchronize(self.device)
+        return opened
 
     def unshare(self, shared: dict[str, Any]) -> None:
         """See `FileMemory.unshare`: torch counts the readers by itself."""

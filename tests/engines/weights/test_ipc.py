@@ -22,7 +22,7 @@ from grpo_dist.engines.weights.buckets import PREFIX
 from grpo_dist.engines.weights.ipc import CudaMemory, FileMemory
 from grpo_dist.errors import WeightSyncError
 from tests.engines.weights.test_broadcast import Peer, damaged, equal, weights
-from tests.messages import says
+from tests.messages import refuses, says
 from tests.ranks import run_ranks
 
 FOREVER = 200.0  # a wait that is not cut short fails the test by the time limit of the ranks
@@ -205,6 +205,17 @@ def test_a_bucket_on_a_gpu_is_opened_as_torch_itself_would(gpu, monkeypatch: pyt
     CudaMemory(torch.device("cuda", 1)).copy(told, target)
     assert opened == [gpu | {"storage_device": 1}]
     assert order == [(torch.device("cuda", 1), list(range(192)))], "the bytes are there before the sender hears so"
+
+
+def test_memory_that_cannot_be_opened_names_the_other_ways(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under WSL, and for expandable segments in containers."""
+    denied = OSError(1, "pidfd_getfd: Operation not permitted")
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", mock.Mock(side_effect=denied))
+    shared = CudaMemory(torch.device("cuda")).share(torch.zeros(192, dtype=torch.uint8))
+    with refuses(
+        RuntimeError, "pidfd_getfd", "GPU 1f2e", "checkpoint_engine.backend=object_store", "PYTORCH_ALLOC_CONF"
+    ):
+        CudaMemory(torch.device("cuda")).copy(shared, torch.zeros(192, dtype=torch.uint8))
 
 
 def test_gpus_are_told_apart_by_what_does_not_depend_on_the_process(gpu) -> None:
