@@ -76,11 +76,12 @@ def engine(
     trains: bool = True,
     gradient_checkpointing: bool = False,
     optimizer_offload: bool = False,
+    use_torch_compile: bool = False,
 ) -> FSDPEngine:
     """An engine, trainable unless told otherwise; None: float32 on CPU, bf16 compute on GPU."""
     compute = compute or ("bf16" if device == "cuda" else "fp32")
     model = section(ModelConfig, "model", enable_gradient_checkpointing=gradient_checkpointing)
-    held = section(FSDPConfig, "actor", "fsdp_config")
+    held = section(FSDPConfig, "actor", "fsdp_config", use_torch_compile=use_torch_compile)
     settings = ModelSettings(
         *(model, held, model, POLICY_KEY, path, "fp32", compute),
         reshard_after_forward=False,

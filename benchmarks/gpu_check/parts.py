@@ -64,6 +64,11 @@ PARTS = (
     Part(
         "update_16k", "engine", "update:update_16k", 35, "updates in micro-batches of 16,384 tokens", needs_model=True
     ),
+    Part(
+        *("update_compiled", "engine", "update:update_compiled", 60, "the same, with layers and output layer compiled"),
+        asks_gpu=True,
+        needs_model=True,
+    ),
     Part("layout_speed", "engine", "update:layout_speed", 40, "the same update in each layout", needs_model=True),
     Part(
         "weights", "engine", "weights:weights", 30, "loading, export, optimizer states out and back", needs_model=True

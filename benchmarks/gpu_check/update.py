@@ -38,10 +38,16 @@ def update_16k(work: Work) -> None:
     _update(work, "16k")
 
 
-def _update(work: Work, name: str) -> None:
+def update_compiled(work: Work) -> None:
+    """Long micro-batches under torch.compile."""
+    _update(work, "16k", use_torch_compile=True)
+
+
+def _update(work: Work, name: str, *, use_torch_compile: bool = False) -> None:
     sizes = work.scale.passes[name]
     workload.join_process_group(work.device)
-    engine = workload.engine(str(work.model), "shared", work.device, gradient_checkpointing=True)
+    options = {"gradient_checkpointing": True, "use_torch_compile": use_torch_compile}
+    engine = workload.engine(str(work.model), "shared", work.device, **options)
     vocabulary = work.scale.model["vocab_size"]
     data = workload.batch(sizes.groups, sizes.n, sizes.prompt, sizes.response, vocabulary, equal=True)
     step = partial(_step, engine, data, sizes.tokens)
@@ -50,6 +56,8 @@ def _update(work: Work, name: str) -> None:
     work.found.note("first update, with compiling", time.perf_counter() - started, "s")
     fell_back = engine.forward.layout != "shared"
     work.found.right("fell back from shared prompts", fell_back, 0, note=engine.forward.report if fell_back else "")
+    if (compiler := engine.model.compiler) is not None:
+        work.found.right("left off the compiler", not compiler.on, 0, note="" if compiler.on else engine.forward.report)
     rate = square_rate(work)
     if work.device == "cuda":
         torch.cuda.empty_cache()

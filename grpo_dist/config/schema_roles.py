@@ -153,12 +153,8 @@ class ShardsConfig(Section):
     """The keys of every section that says how a role's weights are held."""
 
     dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
-    use_torch_compile: Annotated[bool | None, Resume.SHOWN]
+    use_torch_compile: Annotated[bool, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
-
-    def compiles(self, device: str) -> bool:
-        """Tell if layers are compiled; null means on GPUs."""
-        return device == "cuda" if self.use_torch_compile is None else self.use_torch_compile
 
     def resolved_dtype(self, default: TrainDtype) -> TrainDtype:
         """Compute type; null means `RunConfig.default_dtype`."""

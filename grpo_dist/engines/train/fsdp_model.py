@@ -83,7 +83,7 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     head = ResponseHead.install(model)
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     layers, model.compiler = settings.layers, None
-    if settings.fsdp_config.compiles(device):
+    if settings.fsdp_config.use_torch_compile:
         model.compiler = Compiler()
         for layer in transformer_layers(model):
             layer.forward = model.compiler(layer.forward)
