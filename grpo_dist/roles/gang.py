@@ -237,6 +237,17 @@ class ActorGroup(TrainedGroup):
         await self.workers.ask_all("sync_reference", "load_reference_head", head)
 
 
+def take_turns(gangs: Sequence[Gang]) -> None:
+    """Have gangs whose ranks are on the same GPUs compute one after another: a pass waits for the update of another.
+
+    A GPU that two processes ask at once gives each a slice of time, not the same one on every GPU, so that the ranks of
+    one gang would wait in a collective for those that are not in their slice.
+    """
+    lock = asyncio.Lock()
+    for gang in gangs:
+        gang._free = lock
+
+
 async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:
     """Find or download the model once per node, so that the other processes of the node find it on disk.
 

@@ -27,7 +27,7 @@ from grpo_dist.plan.node_layout import slots
 from grpo_dist.plan.placement import Placement, placement
 from grpo_dist.plan.roles import models_of, roles_of
 from grpo_dist.plugins.registry import load_attribute
-from grpo_dist.roles.gang import find_model
+from grpo_dist.roles.gang import find_model, take_turns
 from grpo_dist.roles.policy import PolicyWorker
 from grpo_dist.roles.roles import Roles
 from grpo_dist.runtime.connection import is_own
@@ -111,6 +111,7 @@ def spawn_roles(config: JobConfig, stack: ExitStack, *, again: bool = False) -> 
         )
         # one that trains cannot replace its processes
         roles.groups[row.name] = _load(row.group)(workers, *(() if row.trains else (roles.restarts,)))
+    take_turns([gang for name, gang in roles.gangs.items() if name in placement(config).sharing])
     return roles
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -18,7 +19,7 @@ import torch
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import TrainingDiverged, WorkerLost
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
-from grpo_dist.roles.gang import ActorGroup, Gang, ReferenceGroup, find_model
+from grpo_dist.roles.gang import ActorGroup, Gang, ReferenceGroup, find_model, take_turns
 from grpo_dist.roles.reward import Task
 from grpo_dist.roles.reward_pool import RewardPool
 from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
@@ -264,3 +265,33 @@ def test_ranks_that_are_lost_together_cost_one_restart_and_other_passes_wait(ref
         i: [[i, i], [i]] for i in range(5)
     }
     assert len(reference.restarts.failures) == 1
+
+
+class Busy(Gang):
+    """A gang that writes down when its ranks compute."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        super().__init__(SimpleNamespace(role=name))  # type: ignore[arg-type]
+        self.name, self.events = name, events
+
+    def _parts(self, batch: Any, columns: Sequence[str]) -> Any:
+        return [], []
+
+    async def _ask(self, send: Any) -> Any:
+        self.events.append(f"{self.name} begins")
+        await asyncio.sleep(0)
+        self.events.append(f"{self.name} ends")
+        raise TimeoutError  # what comes after does not matter here
+
+
+@pytest.mark.parametrize("share", [True, False])
+async def test_gangs_on_the_same_gpus_take_turns(share: bool) -> None:
+    events: list[str] = []
+    gangs = [Busy(name, events) for name in ("actor", "ref")]
+    if share:
+        take_turns(gangs)
+    passes = (gang.compute_log_probs("ref_log_prob", DataProtoRef()) for gang in gangs)
+    await asyncio.gather(*passes, return_exceptions=True)
+    in_turns = ["actor begins", "actor ends", "ref begins", "ref ends"]
+    assert (events == in_turns) == share
+    assert sorted(events) == sorted(in_turns)
