@@ -46,8 +46,9 @@ def update_compiled(work: Work) -> None:
 def _update(work: Work, name: str, *, use_torch_compile: bool = False) -> None:
     sizes = work.scale.passes[name]
     workload.join_process_group(work.device)
-    options = {"gradient_checkpointing": True, "use_torch_compile": use_torch_compile}
-    engine = workload.engine(str(work.model), "shared", work.device, **options)
+    engine = workload.engine(
+        *(str(work.model), "shared", work.device), gradient_checkpointing=True, use_torch_compile=use_torch_compile
+    )
     vocabulary = work.scale.model["vocab_size"]
     data = workload.batch(sizes.groups, sizes.n, sizes.prompt, sizes.response, vocabulary, equal=True)
     step = partial(_step, engine, data, sizes.tokens)
