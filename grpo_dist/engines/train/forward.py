@@ -207,13 +207,13 @@ class PolicyForward:
         compiler = self.compiler
         if compiler is None:
             return ""
-        micro_batch, fault, found = self.micro_batch(data.slice(0, max(len(data) - 1, 0)), ()), "", []
+        micro_batch, fault, results = self.micro_batch(data.slice(0, max(len(data) - 1, 0)), ()), "", []
         for compiler.on in (False, True):
             try:
                 values = self.compared(micro_batch)
                 if values.requires_grad:
                     values.sum().backward()
-                found.append((values.detach(), gradient_norms(self.model)))
+                results.append((values.detach(), gradient_norms(self.model)))
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of many kinds
@@ -222,8 +222,8 @@ class PolicyForward:
             finally:
                 self.model.zero_grad(set_to_none=True)
         off = float("inf")
-        if len(found) == 2:
-            (own, norms), (values, norms_compiled) = found
+        if len(results) == 2:
+            (own, norms), (values, norms_compiled) = results
             off = float((values - own).abs().mean() / self.scale(own) / TOLERANCE[self.compute_dtype])
             if len(norms):
                 change = (norms_compiled - norms).abs().max() / norms.max()
