@@ -99,8 +99,8 @@ class Cluster:
         """
         where = [f"trainer.default_local_dir={run_dir}", f"ray_kwargs.ray_init.address={self.address}"]
         size = [f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=0", "cluster.num_cpus_per_worker=1"]
-        main = [sys.executable, "-m", f"grpo_dist.{command}", *overrides, *where, *size]
-        return ended(self.there.start(0, *main, env=self.env | env))
+        called = [sys.executable, "-m", "grpo_dist", "train" if command == "main" else command]
+        return ended(self.there.start(0, *called, *overrides, *where, *size, env=self.env | env))
 
     def logs(self, number: int) -> set[Path]:
         """The log files that Ray's workers have on a machine."""
