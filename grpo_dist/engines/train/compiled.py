@@ -48,12 +48,12 @@ class Compiler:
         return run
 
 
-def compiled_whole(function: Callable[P, T]) -> Callable[P, T]:
+def compiled_whole(function: Callable[P, T], **options: Any) -> Callable[P, T]:
     """Compile a function as a whole: it stops where it would go on uncompiled.
 
     Uncompiled, FlexAttention computes all pairs of tokens, masked or not: time and memory would explode unseen.
     """
-    compiled = torch.compile(function, dynamic=True, fullgraph=True)
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, **options)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

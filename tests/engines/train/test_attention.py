@@ -25,8 +25,7 @@ from grpo_dist.engines.train.attention import (
     varlen_inputs,
     why_padded,
 )
-from grpo_dist.errors import ConfigError
-from tests.messages import refuses, says
+from tests.messages import says
 
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
@@ -89,17 +88,6 @@ def test_gradients_of_flex_attention_are_compared(factor: float, fault: str, mon
     with torch.no_grad():  # as the check of layouts calls it
         found = attention.flex_backward_fault(config, ROWS, torch.float32)
     assert re.fullmatch(fault, found)
-
-
-def test_a_kernel_that_is_compiled_too_often_is_an_error_with_advice() -> None:
-    """And not, as torch would have it, slow from then on."""
-    limit = torch._dynamo.config.recompile_limit
-    kernel = attention._compiled(lambda x, name: x + len(name), backend="eager")
-    names = ["a" * length for length in range(1, limit + 2)]
-    for name in names[:-1]:
-        assert kernel(torch.zeros(1), name).item() == len(name)
-    with refuses(ConfigError, "model.use_remove_padding=true", f"{limit} times", "false"):
-        kernel(torch.zeros(1), names[-1])
 
 
 def test_varlen_by_hand() -> None:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from grpo_dist.engines.train import compiled
-from grpo_dist.engines.train.compiled import compiler_problem
+from grpo_dist.engines.train.compiled import compiled_whole, compiler_problem
+from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import metric_values
-from tests.messages import says
+from tests.messages import refuses, says
 from tests.models import objective, random_batch, trainable_engine
 from tests.ranks import run_ranks
 
@@ -34,6 +35,17 @@ def test_nothing_is_missing_here_or_it_is_named(monkeypatch: pytest.MonkeyPatch,
     assert compiler_problem() == ""
     (tmp_path / "Python.h").unlink()
     says(compiler_problem(), f"{tmp_path}/Python.h", "python3-dev")
+
+
+def test_a_kernel_that_is_compiled_too_often_is_an_error_with_advice() -> None:
+    """And not, as torch would have it, slow from then on."""
+    limit = torch._dynamo.config.recompile_limit
+    kernel = compiled_whole(lambda x, name: x + len(name), backend="eager")
+    names = ["a" * length for length in range(1, limit + 2)]
+    for name in names[:-1]:
+        assert kernel(torch.zeros(1), name).item() == len(name)
+    with refuses(ConfigError, "model.use_remove_padding=true", f"{limit} times", "false"):
+        kernel(torch.zeros(1), names[-1])
 
 
 def fails(function: Any, **options: Any) -> Any:
