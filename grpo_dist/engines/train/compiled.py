@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -68,24 +64,6 @@ def compiled_whole(function: Callable[P, T], **options: Any) -> Callable[P, T]:
             ) from error
 
     return run
-
-
-def compiler_problem() -> str:
-    """Say what Triton lacks on this machine to build its kernels, and what to do; "" if nothing is missing.
-
-    It compiles the launcher of a kernel in C when that is first called.
-    """
-    missing = []
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        missing.append("a C compiler (gcc or clang in PATH, or CC)")
-    if not Path(headers := sysconfig.get_paths()["include"], "Python.h").is_file():
-        missing.append(f"{headers}/Python.h")
-    if not missing:
-        return ""
-    need = " and ".join(missing)
-    return (
-        f"Triton needs {need} to build kernels for GPUs; apt-get install gcc python3-dev, or what your system calls it"
-    )
 
 
 def gradient_norms(model: Any) -> torch.Tensor:

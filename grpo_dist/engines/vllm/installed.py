@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -89,8 +92,6 @@ def build_problem(device: str) -> str:
     """Say why the installed packages cannot run on `device` ("cpu" or "cuda"), and what to do; "" if they can."""
     import torch
 
-    from grpo_dist.engines.train.compiled import compiler_problem
-
     environment = f"torch {torch.__version__} in {sys.prefix}"
     if device == "cuda" and torch.version.cuda is None:
         return (
@@ -103,6 +104,24 @@ def build_problem(device: str) -> str:
             "cluster=single_gpu or trainer.n_gpus_per_node, or install the build for CPU (`make setup DEVICE=cpu`)"
         )
     return compiler_problem() if device == "cuda" else ""
+
+
+def compiler_problem() -> str:
+    """Say what Triton lacks on this machine to build its kernels, and what to do; "" if nothing is missing.
+
+    It compiles the launcher of a kernel in C when that is first called.
+    """
+    missing = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler (gcc or clang in PATH, or CC)")
+    if not Path(headers := sysconfig.get_paths()["include"], "Python.h").is_file():
+        missing.append(f"{headers}/Python.h")
+    if not missing:
+        return ""
+    need = " and ".join(missing)
+    return (
+        f"Triton needs {need} to build kernels for GPUs; apt-get install gcc python3-dev, or what your system calls it"
+    )
 
 
 def _vllm_is_for_cpu() -> bool:

@@ -12,7 +12,6 @@ from torch import nn
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
 from grpo_dist.engines.train import forward, lm_head
-from grpo_dist.engines.train.compiled import Compiler
 from grpo_dist.engines.train.lm_head import HeadRequest, ReferenceHead, ResponseHead, copy_output_layer, response_values
 from grpo_dist.engines.train.lora import add_lora
 from grpo_dist.errors import ConfigError
@@ -55,12 +54,10 @@ def plain(x: dict[str, Any], entropies: bool, kl: bool) -> list[torch.Tensor]:
     return found
 
 
-def chunked(
-    x: dict[str, Any], entropies: bool, kl: bool, chunk_tokens: int | None, compiler: Compiler | None = None
-) -> list[torch.Tensor]:
+def chunked(x: dict[str, Any], entropies: bool, kl: bool, chunk_tokens: int | None) -> list[torch.Tensor]:
     reference = (x["reference"], x["reference_states"]) if kl else (None, None)
     request = HeadRequest(x["predictors"], x["targets"], TEMPERATURE, entropies, True, *reference)
-    values = response_values(x["hidden"], x["weight"], x["bias"], request, chunk_tokens, compiler)
+    values = response_values(x["hidden"], x["weight"], x["bias"], request, chunk_tokens)
     assert (values.entropies is None, values.exact_kl is None) == (not entropies, not kl)
     assert values.hidden_states is not None
     assert torch.equal(values.hidden_states, x["hidden"].flatten(0, 1)[x["predictors"]])
@@ -114,21 +111,6 @@ def test_bf16_inputs_sum_in_float32(chunk_tokens: int) -> None:
     for mine, theirs in zip(gradients(x, found), gradients(x, expected), strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 1e-2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_it_is_the_same(dtype: torch.dtype) -> None:
-    """With chunks of two sizes, and a reference."""
-    x, compiler = inputs(dtype, True), Compiler()
-    expected, found = (chunked(x, True, True, 4, used) for used in (None, compiler))
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(gradients(x, found), gradients(x, expected), strict=True):
-        assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < (
-            1e-6 if dtype == torch.float32 else 1e-2
-        )
-    compiler.on = False
-    assert all(torch.equal(*pair) for pair in zip(chunked(x, True, True, 4, compiler), expected, strict=True))
 
 
 def test_no_tensor_over_all_tokens_and_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_dist.engines.vllm import installed
-from grpo_dist.engines.vllm.installed import attention_problem, build_problem, head_sizes, parser_names
+from grpo_dist.engines.vllm.installed import (
+    attention_problem,
+    build_problem,
+    compiler_problem,
+    head_sizes,
+    parser_names,
+)
 from tests.messages import says
 
 
@@ -111,3 +118,18 @@ def test_cpu_with_the_build_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cuda="13.0", vllm="0.32.0")
     told = build_problem("cpu")
     says(told, "CUDA 13.0", "cluster=single_gpu", "make setup DEVICE=cpu")
+
+
+def test_nothing_is_missing_here_or_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gcc").touch(mode=0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(installed.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiler_problem() == ""
+    (tmp_path / "gcc").unlink()
+    says(compiler_problem(), "gcc", "CC", "apt-get")
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compiler_problem() == ""
+    (tmp_path / "Python.h").unlink()
+    says(compiler_problem(), f"{tmp_path}/Python.h", "python3-dev")
