@@ -195,7 +195,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path: Path) -> None:
         assert run.wait(120) == 128 + signal.SIGINT, log.read_text()[-2000:]
         assert_gone(family)
     step = (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()
-    says(log.read_text(), f"{tmp_path}/run/global_step_{step}", "grpo-dist train algorithm.adv_estimator=grpo")
+    says(log.read_text(), f"{tmp_path}/run/global_step_{step}", "grpo-dist", "algorithm.adv_estimator=grpo")
 
 
 @pytest.mark.long  # tests/chaos kills one in a run that goes on
