@@ -19,6 +19,7 @@ def test_a_key_that_the_schema_no_longer_has_is_part_of_the_experiment() -> None
 
 
 ROLES = "actor_rollout_ref"
+HELD = ("dtype", "use_torch_compile")
 LORA = {"lora_rank", "lora_alpha", "target_modules", "exclude_modules"}
 ORDER = {"trainer.seed", "data.seed", "data.shuffle"}
 LENGTH = {"trainer.total_epochs", "trainer.total_training_steps"}
@@ -38,8 +39,8 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             "critic.model.fsdp_config.model_dtype",
         },
         {
-            *(f"{ROLES}.{role}.fsdp_config.dtype" for role in ("actor", "ref")),
-            *(f"{model}.model.fsdp_config.dtype" for model in ("critic", "reward_model")),
+            *(f"{ROLES}.{role}.fsdp_config.{name}" for role in ("actor", "ref") for name in HELD),
+            *(f"{model}.model.fsdp_config.{name}" for model in ("critic", "reward_model") for name in HELD),
             *(f"{ROLES}.rollout.{name}" for name in ("dtype", "deterministic", "max_model_len", "engine_kwargs.vllm")),
             f"{ROLES}.model.lora.merge",
         },
@@ -58,13 +59,13 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
     (
         SFT,
         ORDER | {f"model.{name}" for name in LORA | {"path", "override_config"}} | {"engine.model_dtype"},
-        {"engine.dtype"},
+        {f"engine.{name}" for name in HELD},
         ("optim", "data.train_batch_size", "data.max_length", "data.messages_key", "data.apply_chat_template"),
     ),
     (
         REWARD_MODEL,
         ORDER | {"model.path", "model.override_config", "engine.model_dtype"},
-        {"engine.dtype"},
+        {f"engine.{name}" for name in HELD},
         ("optim", "data.train_batch_size", "data.max_length", "data.step_"),
     ),
 ]
