@@ -185,3 +185,8 @@ class OutOfMemory(WorkerError):
 
     def __str__(self) -> str:
         return f"{super().__str__()}; {self.remedy}" if self.remedy else super().__str__()
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return the type of an exception and the first line of what it says, which may be nothing."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

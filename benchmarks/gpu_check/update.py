@@ -57,7 +57,7 @@ def _update(work: Work, name: str, *, use_torch_compile: bool = False) -> None:
     work.found.note("first update, with compiling", time.perf_counter() - started, "s")
     fell_back = engine.forward.layout != "shared"
     work.found.right("fell back from shared prompts", fell_back, 0, note=engine.forward.report if fell_back else "")
-    if (compiler := engine.model.compiler) is not None:
+    if (compiler := engine.forward.compiler) is not None:
         work.found.right("left off the compiler", not compiler.on, 0, note="" if compiler.on else engine.forward.report)
     rate = square_rate(work)
     if work.device == "cuda":

@@ -19,7 +19,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from grpo_dist.errors import DataLost, GrpoDistError, WorkerError, WorkerLost
+from grpo_dist.errors import DataLost, GrpoDistError, WorkerError, WorkerLost, in_a_line
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def failure(error: RayError, role: str, rank: int, node: str, stage: str) -> Grp
         return WorkerError(text.splitlines()[-1], role, rank, node, stage, text[-TRACEBACK_CHARS:])
     if isinstance(error, ObjectLostError):
         return WorkerLost("its answer was in the memory of a machine that is lost", role, rank, node, stage)
-    return WorkerError(f"{type(error).__name__}: {str(error).splitlines()[0]}", role, rank, node, stage)
+    return WorkerError(in_a_line(error), role, rank, node, stage)
 
 
 def _cause_of_death(error: RayError) -> str:

@@ -23,7 +23,7 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.compiled import compiled_whole
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS, plan_segments, segment_attention_forward
 from grpo_dist.engines.train.ulysses import over_heads
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, in_a_line
 from grpo_dist.sizes import heads_split
 
 FLEX = "grpo_dist_flex"
@@ -215,8 +215,7 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of many kinds
-        first = next(iter(str(error).splitlines()), "")
-        return f"the backward pass of its attention fails: {type(error).__name__}: {first}"
+        return f"the backward pass of its attention fails: {in_a_line(error)}"
     sdpa, seen, grouped = nn.functional.scaled_dot_product_attention, dense_mask(few), heads != counts[1]
     dense = gradients(lambda q, k, v: sdpa(q, k, v, attn_mask=seen, enable_gqa=grouped))
     off = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(computed, dense, strict=True))

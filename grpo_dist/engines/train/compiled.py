@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from grpo_dist.engines.train.sharded_tensors import local_shard
 from grpo_dist.errors import ConfigError
 
 P = ParamSpec("P")
@@ -69,7 +70,7 @@ def compiled_whole(function: Callable[P, T], **options: Any) -> Callable[P, T]:
 def gradient_norms(model: Any) -> torch.Tensor:
     """Return the norm of the gradient of each parameter that trains, of this rank's shards, float32."""
     norms = [
-        torch.linalg.vector_norm(getattr(gradient, "_local_tensor", gradient).float())
+        torch.linalg.vector_norm(local_shard(gradient).float())
         for gradient in (parameter.grad for parameter in model.parameters() if parameter.requires_grad)
         if gradient is not None
     ]

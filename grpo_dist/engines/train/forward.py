@@ -26,6 +26,7 @@ from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
+from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
@@ -34,8 +35,6 @@ CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
 # are 0.04 off from the fp32 ones in every layout, alone too, and by the batch 0.04 to 0.06 from each other; without the
 # mask they are 0.6 to 0.9 off, with positions that go on from sequence to sequence 0.3 to 0.4.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
-
-COMPILED = "torch.compile"
 
 LAYOUT_NAMES = {
     "padded": "padded sequences",
@@ -194,7 +193,7 @@ class PolicyForward:
             what = "the chunked output layer" if layout == "padded" and head is not None else LAYOUT_NAMES[layout]
             reasons.append(f"{what}: {fault or f'{self.computes} differ by {difference:.2g}{self.unit} on average'}")
         if fault := self._compiler_fault(few, agree):
-            reasons.append(f"{COMPILED}: {fault}")
+            reasons.append(f"torch.compile: {fault}")
         self.report = self._report(reasons, difference)
 
     @torch.enable_grad()
@@ -217,7 +216,7 @@ class PolicyForward:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of many kinds
-                fault = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                fault = in_a_line(error)
                 break
             finally:
                 self.model.zero_grad(set_to_none=True)
@@ -241,7 +240,7 @@ class PolicyForward:
         except torch.OutOfMemoryError:  # nothing against the layout
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-            return float("inf"), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return float("inf"), in_a_line(error)
         if not len(data):
             return 0.0, ""
         lengths = data["responses"].lengths.tolist()

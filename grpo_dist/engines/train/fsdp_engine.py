@@ -150,7 +150,7 @@ class FSDPEngine(FSDPWeights):
             ):
                 loss = trained(micro_batch, counts)
                 (loss.loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone only here
-            losses.append(loss._replace(loss=loss.loss.detach()))
+            losses.append(loss.detached())
         metrics = self._finite_metrics(losses, data, plan, NOT_TAKEN)
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
@@ -217,9 +217,9 @@ class FSDPEngine(FSDPWeights):
                 self.forward.check(data, width, lambda mine: self._all_reduce([mine], dist.ReduceOp.MAX).item())
         if self.settings.sequence_parallel_size > 1 and self.forward.layout == "alone":
             raise ConfigError(
-                f"{self.settings.sequence_parallel_key}={self.settings.sequence_parallel_size}, {self.settings.key}="
-                f"{self.settings.path}: this model takes {self.report}; its sequences cannot be split over ranks; set "
-                "the size to 1"
+                f"{self.settings.sequence_parallel_key}={self.settings.sequence_parallel_size}, "
+                f"{self.settings.setting}: this model takes {self.report}; its sequences cannot be split over ranks; "
+                "set the size to 1"
             )
 
     def _plan(

@@ -50,6 +50,11 @@ class Loss(NamedTuple):
     denominator: Tensor | float = 0.0
     log_probs: Tensor | None = None
 
+    def detached(self) -> Loss:
+        """Return the same numbers without the graph of the pass, which would live on with them."""
+        sums, means = ({name: value.detach() for name, value in part.items()} for part in (self.sums, self.means))
+        return self._replace(loss=self.loss.detach(), sums=sums, means=means)
+
 
 class Objective:
     """The methods that the engine calls of an objective.
@@ -277,7 +282,7 @@ def read_metrics(losses: Sequence[Loss]) -> tuple[list[float], dict[str, Metric]
     read: list[Tensor] = []
     for loss in losses:
         read += [loss.loss, torch.as_tensor(loss.denominator), *loss.sums.values(), *loss.means.values()]
-    numbers = iter(torch.stack([value.detach().float().to(device) for value in read]).tolist())
+    numbers = iter(torch.stack([value.float().to(device) for value in read]).tolist())
     values, metrics = [], []
     for loss in losses:
         values.append(next(numbers))

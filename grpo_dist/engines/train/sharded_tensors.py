@@ -12,8 +12,7 @@ from grpo_dist.engines.settings import ModelSettings
 
 def num_shards(settings: ModelSettings) -> int:
     """Ranks that hold one copy of the weights together."""
-    ranks, size = dist.get_world_size(), settings.fsdp_config.fsdp_size
-    return ranks if size < 0 else min(size, ranks)
+    return settings.fsdp_config.num_shards(dist.get_world_size())
 
 
 def whole(tensor: Tensor) -> Tensor:

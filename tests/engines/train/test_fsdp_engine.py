@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_dist.algorithms import policy_objective
+from grpo_dist.engines.train import fsdp_engine
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.objectives import Loss
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import DataError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Ragged, metric_values
@@ -280,8 +283,18 @@ def read_numbers(rank: int, path: str) -> list[str]:
     engine, data = trainable_engine(path), random_batch(num_groups=4, n=2)
     engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
     backward = torch.Tensor.backward
-    reads = Reads()
-    with reads, mock.patch.object(torch.Tensor, "backward", lambda x: reads.events.append("backward") or backward(x)):
+    reads, read_metrics = Reads(), fsdp_engine.read_metrics
+
+    def read(losses: Sequence[Loss]) -> Any:
+        held = [value for loss in losses for value in (loss.loss, *loss.sums.values(), *loss.means.values())]
+        assert not any(value.requires_grad for value in held), "the graphs of all passes would live until here"
+        return read_metrics(losses)
+
+    with (
+        reads,
+        mock.patch.object(fsdp_engine, "read_metrics", read),
+        mock.patch.object(torch.Tensor, "backward", lambda x: reads.events.append("backward") or backward(x)),
+    ):
         engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
     return reads.events
 
