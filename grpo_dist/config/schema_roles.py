@@ -164,6 +164,7 @@ class ShardsConfig(Section):
 class ForwardConfig(ShardsConfig):
     """`fsdp_config` of a role that only runs forward; constants stand in place of keys that it lacks."""
 
+    fsdp_size: ClassVar[int] = -1
     defer_grad_sync: ClassVar[bool] = False
 
     def num_shards(self, ranks: int) -> int:
