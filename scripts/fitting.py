@@ -22,11 +22,12 @@ MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen
 GPUS = {"24 GB": 23.6, "40 GB": 39.4, "80 GB": 79.1, "141 GB": 139.8}
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 LORA_RANK = 32
+MODEL = "actor_rollout_ref.model"
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 RUN = ("data=arithmetic", "model=hf", "data.max_prompt_length=512", "data.max_response_length=1024",
        "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=128", f"{ROLLOUT}.n=8",
        f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
-       "actor_rollout_ref.model.enable_gradient_checkpointing=true")  # fmt: skip
+       f"{MODEL}.enable_gradient_checkpointing=true")  # fmt: skip
 
 
 def run_on(model: str, count: int, lora_rank: int) -> RunConfig:
@@ -34,13 +35,15 @@ def run_on(model: str, count: int, lora_rank: int) -> RunConfig:
     nodes = max(1, count // 8)
     cluster = ("cluster=single_gpu",) if count == 1 else ("cluster=multi_node", f"trainer.nnodes={nodes}")
     each = f"trainer.n_gpus_per_node={count // nodes}"
-    lora = (f"actor_rollout_ref.model.lora_rank={lora_rank}",)
-    path = f"actor_rollout_ref.model.path=Qwen/{model}"
+    lora = (f"{MODEL}.lora_rank={lora_rank}",)
+    path = f"{MODEL}.path=Qwen/{model}"
     return load_config([*RUN, *cluster, each, path, *lora])[0]
 
 
 def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Engines on 1, 2, 4 and 8 GPUs of their own; then GPUs that all roles share, with what is offloaded."""
+    """Engines on 1, 2, 4 and 8 GPUs of their own; then GPUs that all roles share, with what is offloaded; then those
+    that an engine and the actor have in turns, each nearly whole.
+    """
     config = with_value(config, f"{REF}.fsdp_config.param_offload", True)
     sizes = [size for size in (1, 2, 4, 8) if size <= config.trainer.n_gpus_per_node]
     if config.num_gpus > 1:
@@ -55,6 +58,13 @@ def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             shared = with_value(config, f"{ROLLOUT}.gpu_memory_utilization", share)
             mark = f" (TP {size}, shared)" if size > 1 else " (shared)" if config.num_gpus > 1 else ""
             yield mark, with_value(shared, f"{ROLLOUT}.tensor_model_parallel_size", size)
+    for key in (
+        f"{ACTOR}.fsdp_config.param_offload",
+        f"{ROLLOUT}.free_cache_engine",
+        f"{MODEL}.enable_activation_offload",
+    ):
+        config = with_value(config, key, True)
+    yield " (in turns)", with_value(config, f"{ROLLOUT}.gpu_memory_utilization", 0.85)
 
 
 def fewest(model: str, gib: float, lora_rank: int) -> str:

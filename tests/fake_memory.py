@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +100,7 @@ class _Away(torch.autograd.graph.saved_tensors_hooks):
 
 def _to(module: torch.nn.Module, device: Any = None, dtype: torch.dtype | None = None) -> torch.nn.Module:
     """`Module.to` for a layer that peft has made: it cannot swap fake tensors for converted ones."""
+    dtype = device if isinstance(device, torch.dtype) else dtype
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, torch.nn.Parameter(parameter.detach().to(dtype=dtype)))
     return module
@@ -148,7 +150,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         family = transformers.Qwen3MoeConfig if "num_experts" in shape else transformers.Qwen3Config
         config = family(**shape)
         attention._register(attention.FLEX, over_heads(_attention))
-        options = {"dtype": DTYPES[settings.model_dtype], "attn_implementation": attention.FLEX}
+        options = {"dtype": DTYPES[settings.base_dtype], "attn_implementation": attention.FLEX}
         return UnloadedModel(transformers.AutoModelForCausalLM.from_config(config, **options).eval(), settings, [], "")
 
     patches = [
@@ -193,6 +195,9 @@ def peak_of_update(engine: FSDPEngine, data: DataProto, **limits: Any) -> dict[s
     optimizer.zero_grad()
     offload.device = torch.device("cuda")  # not where fake tensors are, so that offloading is not left out
     tracker = FSDPMemTracker(engine.model, optimizer)
+    for weight in engine.model.parameters():
+        if not isinstance(weight, DTensor):  # beside LoRA's factors, where a rank has all weights: not FSDP2's
+            tracker._update_and_maybe_create_winfos(weight, _FSDPRefType.SHARDED_PARAM)
     with mock.patch(MOVE_STATES, _move_states), _tracked(engine, tracker):
         if offload.optimizer_states:
             _move_states(optimizer, torch.device("cpu"))

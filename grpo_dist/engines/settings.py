@@ -35,7 +35,8 @@ class ModelSettings:
         layers: the section that says what layers keep for their backward pass; None: nothing trains.
         key: the config key of `path`, for messages.
         path: of the model; on a rank a folder of its machine.
-        model_dtype: of the weights that are held: "fp32" or "bf16", as is `compute_dtype`.
+        model_dtype: of the weights that train, and of those that a frozen model holds: "fp32" or "bf16", as is
+            `compute_dtype`.
         compute_dtype: of passes.
         reshard_after_forward: whether gathered weights are freed after each layer's forward pass.
         optimizer_offload: whether the optimizer's states are in CPU memory between the phases of a step.
@@ -85,6 +86,13 @@ class ModelSettings:
     def setting(self) -> str:
         """The key and its value, for messages."""
         return f"{self.key}={self.path}"
+
+    @property
+    def base_dtype(self) -> str:
+        """The type that the model's own weights are held in; beside LoRA's factors they are frozen, and need no more
+        than that of passes.
+        """
+        return self.model_dtype if self.lora is None else self.compute_dtype
 
     @property
     def sends_factors(self) -> bool:

@@ -71,7 +71,7 @@ class Rank:
     Args:
         shape: sizes of the model.
         device: "cpu" or "cuda".
-        held: of a stored weight.
+        held: of a stored weight that trains, and of each of a model that does not.
         compute: of a number in forward and backward passes.
         shards: ranks that hold one copy of the weights together.
         reshards: whether gathered weights are freed after each layer.
@@ -101,8 +101,10 @@ class Rank:
 
     @property
     def weights(self) -> float:
-        """The rank's shard of the weights, and of LoRA's factors beside them."""
-        return (self.shape.num_parameters + self.trained * (not self.trains_all)) * self.held / self.shards
+        """The rank's shard of the weights, which beside LoRA's factors are held in the type of passes."""
+        if not self.trained or self.trains_all:
+            return self.shape.num_parameters * self.held / self.shards
+        return (self.shape.num_parameters * self.compute + self.trained * self.held) / self.shards
 
     @property
     def step(self) -> Parts:
@@ -120,12 +122,13 @@ class Rank:
     def gathered(self) -> float:
         """Gathered weights: embedding, output layer and two layers, or all of them where they stay.
 
-        A rank that is alone has a copy in the type of its passes, unless it trains nothing and has that type already.
+        A rank with all weights has a copy of what it trains, and of what it holds in another type than its passes'.
         """
-        if self.shards > 1 and self.reshards:
-            return (self.shape.root + 2.0 * self.shape.layer) * self.compute
-        copies = self.shards > 1 or self.trained > 0 or self.held != self.compute
-        return float(self.shape.num_parameters * self.compute * copies)
+        if self.shards > 1:
+            resharded = self.shape.root + 2.0 * self.shape.layer
+            return (resharded if self.reshards else self.shape.num_parameters) * self.compute
+        frozen = self.shape.num_parameters * (self.held != self.compute)
+        return float((self.trained or frozen) * self.compute)
 
     def inputs(self, tokens: int) -> float:
         """Hidden states, which are the inputs of a layer."""

@@ -194,14 +194,16 @@ def test_a_critic_has_all_that_trains_but_no_output_layer(tmp_path: Path) -> Non
 
 
 def test_lora_trains_and_saves_its_factors(tmp_path: Path) -> None:
-    """Of rank 4: four matrices of 8 * 8 in a layer, and three of 8 * 16."""
+    """Of rank 4: four matrices of 8 * 8 in a layer, and three of 8 * 16. Their base is frozen, in bf16."""
     factors = 2 * 4 * (4 * (8 + 8) + 3 * (8 + 16))
     lora = ("lora_rank=4", "target_modules=all-linear")
     actor = plan(tmp_path, TWO, *(f"{MODEL}.{each}" for each in lora))["actor"]
     tuned = supervised(tmp_path, SFT, *(f"model.{each}" for each in lora))
-    expected = {"weights": PARAMETERS + factors, "gradients": factors, "optimizer": 2 * factors}
+    expected = {"weights": PARAMETERS / 2 + factors, "gradients": factors, "optimizer": 2 * factors}
     for role in (actor, tuned):
         assert {name: gib * GIB / 4 * 2 for name, gib in role.states.items()} == pytest.approx(expected)
+    alone = plan(tmp_path, "cluster=single_gpu", *(f"{MODEL}.{each}" for each in lora))["actor"]
+    assert numbers(alone)["gathered weights"] == factors * 2, "the base is there once"
 
 
 def test_an_engine_that_sleeps_has_its_weights_in_cpu_memory(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -40,20 +41,23 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
     """Load a causal LM, sharded over the default process group; no rank ever holds more than its shards.
 
     The model stays in eval mode. Every layer of its no-split classes becomes one FSDP unit, the rest another. With an
-    `fsdp_size` below the number of ranks each group of that many ranks holds a copy of the model (hybrid sharding). A
-    `frozen` model on a single rank, in its compute type, is not sharded: FSDP2 would hold it twice, as shards and as
-    gathered weights.
+    `fsdp_size` below the number of ranks each group of that many ranks holds a copy of the model (hybrid sharding).
+    Weights that do not train are left as they are where each rank holds all of them in the type of its passes: FSDP2
+    would hold them twice, as shards and as gathered weights.
 
     Raises:
         DataError: the model cannot be loaded.
     """
     unloaded = build_model(settings, device, num_shards(settings))
     model = unloaded.model
-    alone = frozen and dist.get_world_size() == 1 and settings.model_dtype == settings.compute_dtype
-    if not alone:
-        shard(model, settings, device)
+    whole = num_shards(settings) == 1 and settings.base_dtype == settings.compute_dtype
+    if not (frozen and whole):
+        shard(model, settings, device, leave_frozen=whole)
     with lora_hidden(model):
         load_weights(unloaded, device)
+    for weight in model.parameters() if whole else ():
+        if not isinstance(weight, DTensor):
+            weight.requires_grad_(False)  # the loader makes new ones, which would train
     if settings.lora is not None and settings.lora.lora_adapter_path is not None:
         load_factors(model, settings.lora, settings.section)
     else:
@@ -79,7 +83,7 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     model = unloaded.model
     check_split(model.config, settings)
     if settings.lora is not None:
-        add_lora(model, settings.lora, settings.section)
+        add_lora(model, settings.lora, settings.section, DTYPES[settings.model_dtype])
     head = ResponseHead.install(model)
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     layers, model.compiler = settings.layers, None
@@ -97,8 +101,8 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     return unloaded
 
 
-def shard(model: Any, settings: ModelSettings, device: str) -> None:
-    """Shard a model that has no memory yet."""
+def shard(model: Any, settings: ModelSettings, device: str, *, leave_frozen: bool = False) -> None:
+    """Shard a model that has no memory yet; `leave_frozen`: but for its weights that do not train."""
     compute, master = DTYPES[settings.compute_dtype], DTYPES[settings.model_dtype]
     policy = MixedPrecisionPolicy(param_dtype=None if compute == master else compute, reduce_dtype=torch.float32)
     shards = num_shards(settings)
@@ -108,6 +112,8 @@ def shard(model: Any, settings: ModelSettings, device: str) -> None:
     for axis in names if len(names) > 1 else ():  # groups of some of the ranks
         _set_pg_timeout(world_limit(device), mesh.get_group(axis))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshards(settings)}
+    if leave_frozen:
+        options["ignored_params"] = {weight for weight in model.parameters() if not weight.requires_grad}
     for layer in transformer_layers(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)

@@ -29,7 +29,9 @@ from grpo_dist.errors import ConfigError, DataError
 ADAPTER = "default"  # peft's name of the first adapter
 
 
-def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION) -> None:
+def add_lora(
+    model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype: torch.dtype = torch.float32
+) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules.
 
     `draw_factors` or `load_factors` fills them. The targets are linear layers. What a model holds
@@ -39,6 +41,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION) -> No
         model: on the meta device.
         lora: the section with LoRA's keys.
         section: its key, for messages.
+        dtype: of the factors.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -75,7 +78,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION) -> No
             kind = type(layer.get_base_layer()).__name__
             raise ConfigError(f"{setting}: {name} is of class {kind}, and LoRA is for linear layers")
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
-            factor.to(layer.get_base_layer().weight.dtype)
+            factor.to(dtype)
 
 
 def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> list[str]:

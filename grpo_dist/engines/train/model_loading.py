@@ -136,7 +136,7 @@ def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) 
             "weights cannot be trained; give the model in bfloat16 or float32"
         )
     options = {
-        "dtype": DTYPES[settings.model_dtype],
+        "dtype": DTYPES[settings.base_dtype],
         "attn_implementation": attention_implementation(config, settings.layout, device),
     }
     with torch.device("meta"), meta_device_safe_creation_ops():
@@ -220,7 +220,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
         logger.warning("%s is loaded whole by rank 0: %s", settings.path, unloaded.whole_because)
         config = read_config(settings)
         auto = type(model) if settings.num_labels else transformers.AutoModelForCausalLM
-        dtype = DTYPES[settings.model_dtype]
+        dtype = DTYPES[settings.base_dtype]
         whole = auto.from_pretrained(
             settings.path,
             config=model.config if settings.num_labels else config,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from grpo_dist.config.schema_roles import LoraSection
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.engines.train.lora import add_lora, lora_layers
@@ -143,6 +146,39 @@ def test_one_rank_and_two_ranks_train_alike(random_models: dict[str, str], tmp_p
     (one,) = run_ranks(1, train, random_models["tied"], str(tmp_path / "one"))
     two, _ = run_ranks(2, train, random_models["tied"], str(tmp_path / "two"))
     np.testing.assert_allclose(one["after"], two["after"], rtol=1e-4, atol=1e-4)
+
+
+def half_base(rank: int, path: str, wide: bool) -> dict[str, Any]:
+    """Train factors under passes in bfloat16; `wide`: the base is held in float32, and cast for each pass."""
+    with mock.patch.object(ModelSettings, "base_dtype", property(lambda self: "fp32" if wide else "bf16")):
+        torch.manual_seed(1)
+        engine = trainable_engine(path, lora=LORA, dtype="bf16")
+    data = random_batch(num_groups=4, n=2)
+    share = list(range(8))[rank :: torch.distributed.get_world_size()]
+    for _ in range(2):
+        engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective())
+    own = dict(engine.model.named_parameters())
+    return {
+        "base": {str(weight.dtype) for name, weight in own.items() if ".lora_" not in name},
+        "factors": {str(weight.dtype) for name, weight in own.items() if ".lora_" in name},
+        "sharded": {isinstance(weight, DTensor) for name, weight in own.items() if ".lora_" not in name},
+        "trained": {name: tensor.numpy().copy() for name, tensor in engine.lora_factors("float32")},
+        "log-probs": log_probs(engine),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_frozen_base_is_held_in_the_type_of_passes_and_trains_the_same_factors(ranks: int, tmp_path: Path) -> None:
+    """A weight that is cast for each pass and one that was cast when it was loaded are the same number."""
+    path = random_model("Qwen3", tmp_path / "model")
+    half, wide = (run_ranks(ranks, half_base, path, value) for value in (False, True))
+    for narrow, cast in zip(half, wide, strict=True):
+        assert (narrow["base"], cast["base"]) == ({"torch.bfloat16"}, {"torch.float32"})
+        assert narrow["factors"] == cast["factors"] == {"torch.float32"}
+        assert narrow["sharded"] == {ranks > 1}, "alone, FSDP2 would hold a second copy"
+        assert cast["sharded"] == {True}
+        assert all(np.array_equal(narrow["trained"][name], factor) for name, factor in cast["trained"].items())
+        assert np.array_equal(narrow["log-probs"], cast["log-probs"])
 
 
 def test_targets_by_name(random_models: dict[str, str]) -> None:
