@@ -64,6 +64,7 @@ def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         f"{MODEL}.enable_activation_offload",
     ):
         config = with_value(config, key, True)
+    config = with_value(config, f"{ROLLOUT}.checkpoint_engine.backend", "object_store")
     yield " (in turns)", with_value(config, f"{ROLLOUT}.gpu_memory_utilization", 0.85)
 
 

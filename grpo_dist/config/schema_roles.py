@@ -332,6 +332,13 @@ class RolloutConfig(Section):
     val_kwargs: Annotated[ValKwargsConfig, Resume.FREE]
     agent: AgentConfig
 
+    def sleep_level(self, model: ModelConfig) -> int:
+        """VLLM's level of sleep: 2 drops the weights, since the sync that ends it brings all of them; 1 keeps them in CPU
+        memory, where only LoRA's factors come, or vLLM has weights that no sync brings: drafts, quantized ones.
+        """
+        own = {"speculative_config", "quantization"} & self.engine_kwargs.vllm.keys()
+        return 1 if model.sends_factors or own else 2
+
     def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:
         """Type of the engine's weights; null means `RunConfig.default_dtype`."""
         return self.dtype or ("bfloat16" if default == "bf16" else "float32")

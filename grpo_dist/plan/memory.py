@@ -21,8 +21,11 @@ from grpo_dist.plan.role_models import Model, Pass
 from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, roles_of
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB
 
-# GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200), NCCL.
-CUDA_GIB = 1.5
+# GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
+# where it has other ranks; CUDA graphs of an engine that sleeps. The last two are not measured.
+CUDA_GIB, NCCL_GIB, GRAPHS_GIB = 1.5, 0.5, 1.0
+# Bytes that pinned copies of a sleeping engine's weights take, per byte: blocks of a power of two.
+PINNED = 1.4
 # GiB of CPU memory per process besides its tensors: Python and its libraries, on GPU machines also CUDA.
 PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
 # Bytes of a number, by the name of its type.
@@ -44,6 +47,7 @@ class RoleMemory:
         parts: peak memory on the device, by purpose.
         states: what no smaller pass makes smaller: weights, gradients and optimizer states.
         waiting: what stays on the device while other roles compute.
+        sending: what is on the device while weights go from the actor to engines, or come.
         host: CPU memory, by purpose; without GPUs this comes on top of `parts`.
         saved: what all processes of the role together write into a checkpoint.
         share: of a GPU, which an engine takes when it starts; 0: it takes what it needs.
@@ -53,6 +57,7 @@ class RoleMemory:
     parts: Mapping[str, float]
     states: Mapping[str, float] = field(default_factory=dict)
     waiting: float = 0.0
+    sending: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
     saved: float = 0.0
     share: float = 0.0
@@ -233,6 +238,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     peaks += [] if update is None else [rank.update(_tokens(config, row, update))]
     states, optimizer = rank.weights + rank.step["optimizer"], rank.kept["optimizer"]
     waiting = rank.weights * (not fsdp.param_offload) + optimizer
+    largest_tensor = 2 * shape.vocabulary * shape.hidden * rank.compute  # cast, and gathered
     host = {
         "process": PROCESS_GIB[config.device] * GIB,
         "offloaded": (states - waiting) * (config.device == "cuda"),
@@ -244,6 +250,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         _gib(largest(rank.kept, *peaks)),
         _gib(largest(rank.kept, rank.step)),
         waiting=waiting / GIB,
+        sending=(rank.weights + optimizer + largest_tensor) / GIB,
         host=_gib(host),
         saved=0.0 if update is None else states * rank.shards / GIB,
     )
@@ -274,12 +281,16 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
         per_token = (4 * shape.hidden + 3 * shape.width / place.tensor_parallel + shape.copies) * size
         parts["pass"] = tokens * per_token + 3 * 4.0 * sampled
     sleeps = rollout.free_cache_engine and place.shares_gpu
-    host = {"process": PROCESS_GIB[config.device] * GIB, "weights while it sleeps": weights * sleeps}
+    host = {"process": PROCESS_GIB[config.device] * GIB}
+    if sleeps and rollout.sleep_level(config.actor_rollout_ref.model) == 1:
+        host["weights while it sleeps"] = PINNED * weights
+    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
     return RoleMemory(
         "rollout",
         _gib(states | parts),
         _gib(states),
         waiting=0.0 if sleeps else sum((states | parts).values()) / GIB,
+        sending=(weights + 2.0 * bucket) / GIB,
         host=_gib(host),
         share=0.0 if cache else rollout.gpu_memory_utilization,
     )

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.plan.memory import CUDA_GIB, RoleMemory, largest, memory_estimate
+from grpo_dist.plan.memory import CUDA_GIB, GRAPHS_GIB, NCCL_GIB, RoleMemory, largest, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import models_of
@@ -28,6 +28,7 @@ _STATES = (
     "fsdp_config.param_offload=true of a role that waits",
     f"{_ACTOR}.fsdp_config.defer_grad_sync=false",
     f"{_ROLLOUT}.free_cache_engine=true",
+    f"{_ROLLOUT}.checkpoint_engine.backend=object_store",
     f"{_ROLLOUT}.gpu_memory_utilization",
     f"{_ROLLOUT}.tensor_model_parallel_size",
     "actor_rollout_ref.model.lora_rank=32",
@@ -90,7 +91,8 @@ def _on_gpus(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain:
     has = f"a GPU of this machine has {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
     groups = [[role for role in roles if role.role in sharing], *([role] for role in roles if role.role not in sharing)]
     for group in filter(None, groups):
-        worst = largest(*(_moment(config, role, group, gib, certain=certain) for role in group))
+        moments = [_moment(config, role, group, gib, certain=certain) for role in group]
+        worst = largest(*moments, *([] if certain else [_sync(config, group)]))
         yield from _over(f"a GPU with {' and '.join(role.role for role in group)} holds", worst, gib, has)
     for role in roles:
         if role.share:
@@ -107,17 +109,47 @@ def _moment(
 
     An engine has its share all the time, of which CUDA's is a part, unless it sleeps while a role trains.
     """
-    parts, context = {}, 0.0 if certain else CUDA_GIB
-    sleeps = isinstance(config, RunConfig) and config.actor_rollout_ref.rollout.free_cache_engine
+    parts = {}
     for role in group:
-        own = role.states if certain else role.parts
-        if role.share:
-            parts[role.role] = context if sleeps and "optimizer" in active.states else role.share * gib
-        elif role is active:
+        own, context = (role.states, 0.0) if certain else (role.parts, _context(config, role))
+        if role.share and not (_sleeps(config) and "optimizer" in active.states):
+            parts[role.role] = role.share * gib
+        elif role is active and not role.share:
             parts |= {f"{role.role}'s {name}": size for name, size in (*own.items(), ("CUDA", context))}
         else:
             parts[role.role] = role.waiting + context
     return parts
+
+
+def _sync(config: JobConfig, group: list[RoleMemory]) -> dict[str, float]:
+    """Return the GiB of a GPU while weights go from the actor to an engine that slept, and has no cache yet.
+
+    Through the object store they are never there twice: the actor leaves the GPU, if it does, before they come.
+    """
+    ends = {"actor", "rollout"}
+    if not isinstance(config, RunConfig) or not _sleeps(config) or not ends <= {role.role for role in group}:
+        return {}
+    transport = config.actor_rollout_ref.rollout.checkpoint_engine
+    if transport.resolved_backend(config.device, shares_gpu=True) == "object_store":
+        return {}
+    return {
+        f"{role.role} in a sync": (role.sending if role.role in ends else role.waiting) + _context(config, role)
+        for role in group
+    }
+
+
+def _sleeps(config: JobConfig) -> bool:
+    return isinstance(config, RunConfig) and config.actor_rollout_ref.rollout.free_cache_engine
+
+
+def _context(config: JobConfig, role: RoleMemory) -> float:
+    """Return the GiB of a GPU that a process has besides its tensors."""
+    if role.role != "rollout":
+        return CUDA_GIB + NCCL_GIB * (placement(config).world_sizes[role.role] > 1)
+    assert isinstance(config, RunConfig)
+    rollout = config.actor_rollout_ref.rollout
+    away = rollout.enforce_eager or rollout.engine_kwargs.vllm.get("sleep_mode_offload_cudagraph", False)
+    return CUDA_GIB + GRAPHS_GIB * (not away)
 
 
 def _in_machines(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_dist.config.load import load_command
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
-from grpo_dist.plan.memory import RoleMemory, memory_estimate
+from grpo_dist.plan.memory import PINNED, RoleMemory, memory_estimate
 from grpo_dist.sizes import GIB
 from tests.memory_cells import CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
 
@@ -206,11 +206,15 @@ def test_lora_trains_and_saves_its_factors(tmp_path: Path) -> None:
     assert numbers(alone)["gathered weights"] == factors * 2, "the base is there once"
 
 
-def test_an_engine_that_sleeps_has_its_weights_in_cpu_memory(tmp_path: Path) -> None:
+def test_an_engine_that_sleeps_has_its_weights_in_cpu_memory_if_no_others_come(tmp_path: Path) -> None:
+    """In pinned blocks of a power of two; all weights are dropped if a sync brings all."""
     asleep = f"{ROLLOUT}.free_cache_engine=true"
     kept, away = (plan(tmp_path, "cluster=single_gpu", *more)["rollout"] for more in ((), (asleep,)))
-    assert away.host["weights while it sleeps"] * GIB == pytest.approx(PARAMETERS * 2)
-    assert plan(tmp_path, asleep)["rollout"].host == kept.host, "its GPU is its own"
+    assert away.host == kept.host
+    factors = (asleep, f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=all-linear", f"{MODEL}.lora.merge=false")
+    away = plan(tmp_path, "cluster=single_gpu", *factors)["rollout"]
+    assert away.host["weights while it sleeps"] * GIB == pytest.approx(PARAMETERS * 2 * PINNED)
+    assert plan(tmp_path, *factors)["rollout"].host == kept.host, "its GPU is its own"
 
 
 def test_a_command_that_trains_one_model(tmp_path: Path) -> None:

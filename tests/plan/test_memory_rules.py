@@ -11,7 +11,7 @@ import pytest
 from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT, load_config
-from grpo_dist.plan.memory import CUDA_GIB, memory_estimate
+from grpo_dist.plan.memory import CUDA_GIB, GRAPHS_GIB, NCCL_GIB, memory_estimate
 from grpo_dist.plan.memory_rules import memory_problems
 from tests.config.refusals import refused
 from tests.memory_cells import MODELS
@@ -40,10 +40,11 @@ def noted(*run: str) -> str:
 
 
 def test_states_are_refused_and_a_peak_is_noted(folder) -> None:
-    """An actor of 8B on 4 GPUs: 30.5 GiB of weights, gradients and states; with its passes and CUDA 40.8."""
+    """An actor of 8B on 4 GPUs: 30.5 GiB of weights, gradients and states; with its passes, CUDA and NCCL 41.3."""
     run = (*ALONE, folder("Qwen3-8B"))
     actor = (memory_estimate(load_config([*RUN, *run])[0], MODELS["Qwen3-8B"]) or [])[0]
-    states, peak = sum(actor.states.values()), actor.total + CUDA_GIB
+    context = CUDA_GIB + NCCL_GIB
+    states, peak = sum(actor.states.values()), actor.total + context
     text = refused(*RUN, *run, f"{GPU}={states * 0.99}")
     says(
         text,
@@ -56,7 +57,7 @@ def test_states_are_refused_and_a_peak_is_noted(folder) -> None:
     assert places == sorted(places)
     assert "checkpointing" not in text, "it makes no states smaller"
     text = noted(*run, f"{GPU}={peak * 0.99}")
-    says(text, f"{MODEL}.path", f"actor's CUDA {CUDA_GIB}", f"{peak:.3g} GiB", f"{GPU}={peak * 0.99:g}")
+    says(text, f"{MODEL}.path", f"actor's CUDA {context:g}", f"{peak:.3g} GiB", f"{GPU}={peak * 0.99:g}")
     keys = ("enable_gradient_checkpointing=true", "ppo_micro_batch_size_per_gpu", "optimizer_offload=true", *keys)
     places = [text.index(key) for key in keys]
     assert places == sorted(places)
@@ -81,22 +82,40 @@ def test_an_engine_that_does_not_fit_its_share_of_a_gpu(folder) -> None:
 
 
 def test_a_reference_beside_the_actor_takes_turns_with_it(folder) -> None:
-    """The actor at its peak, the reference where it waits, CUDA of both."""
+    """The actor at its peak, the reference where it waits, CUDA and NCCL of both."""
     run = ("cluster=node8", folder("Qwen3-8B"))
     actor, _, ref = memory_estimate(load_config([*RUN, *run])[0], MODELS["Qwen3-8B"]) or []
-    certain, peak = sum(actor.states.values()) + ref.waiting, actor.total + ref.waiting + 2 * CUDA_GIB
+    context = CUDA_GIB + NCCL_GIB
+    certain, peak = sum(actor.states.values()) + ref.waiting, actor.total + ref.waiting + 2 * context
     says(refused(*RUN, *run, f"{GPU}={certain * 0.99}"), "actor and ref", "ref 3.81", "param_offload=true")
-    says(noted(*run, f"{GPU}={peak * 0.99}"), "actor and ref", f"ref {ref.waiting + CUDA_GIB:.3g}")
+    says(noted(*run, f"{GPU}={peak * 0.99}"), "actor and ref", f"ref {ref.waiting + context:.3g}")
     assert noted(*run, f"{GPU}={peak * 1.01}") == ""
     away = f"{REF}.fsdp_config.param_offload=true"
     assert noted(*run, away, f"{GPU}={peak - ref.waiting + 0.1}") == ""
 
 
 def test_an_engine_that_sleeps_leaves_its_share_to_the_update(folder) -> None:
-    """Of 13.5 GiB the engine has 4.72; the update takes 8.9. Asleep it leaves CUDA's memory, 1.5 of 4.5."""
+    """Of 13.5 GiB the engine has 4.72; the update takes 8.9. Asleep it leaves CUDA's memory and graphs, of three 5.5."""
     run = ("cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=13.5")
     says(refused(*RUN, *run), "actor and rollout and ref", "rollout 4.72 = 13.6 GiB", f"{ROLLOUT}.free_cache_engine")
-    assert noted(*run, f"{ROLLOUT}.free_cache_engine=true") == ""
+    sleeps = f"{ROLLOUT}.free_cache_engine=true"
+    says(noted(*run, sleeps), f"rollout {CUDA_GIB + GRAPHS_GIB}", "14.4 GiB")
+    for without in (
+        f"{ROLLOUT}.enforce_eager=true",
+        f"+{ROLLOUT}.engine_kwargs.vllm.sleep_mode_offload_cudagraph=true",
+    ):
+        assert noted(*run, sleeps, without) == ""
+
+
+def test_one_gpu_of_24_gb_holds_8b_with_lora_in_turns_with_an_engine(folder) -> None:
+    """In a sync by ipc the weights of both are there, with CUDA 37.7 GiB. Through the object store the actor is gone first."""
+    turns = (f"{ROLLOUT}.free_cache_engine=true", f"{ROLLOUT}.gpu_memory_utilization=0.85",
+             f"{ACTOR}.fsdp_config.param_offload=true", f"{MODEL}.enable_gradient_checkpointing=true",
+             f"{MODEL}.enable_activation_offload=true", f"{ACTOR}.use_dynamic_bsz=true",
+             f"{ACTOR}.ppo_max_token_len_per_gpu=6144", f"{MODEL}.lora_rank=32", f"{ROLLOUT}.max_num_seqs=64")  # fmt: skip
+    run = ("cluster=single_gpu", folder("Qwen3-8B"), *turns, f"{GPU}=23.6")
+    says(noted(*run), "37.7 GiB", f"{ROLLOUT}.checkpoint_engine.backend=object_store")
+    assert noted(*run, f"{ROLLOUT}.checkpoint_engine.backend=object_store") == ""
 
 
 def test_two_roles_that_train_on_one_gpu(folder) -> None:

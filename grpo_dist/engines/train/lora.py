@@ -29,9 +29,7 @@ from grpo_dist.errors import ConfigError, DataError
 ADAPTER = "default"  # peft's name of the first adapter
 
 
-def add_lora(
-    model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype: torch.dtype = torch.float32
-) -> None:
+def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype: torch.dtype = torch.float32) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules.
 
     `draw_factors` or `load_factors` fills them. The targets are linear layers. What a model holds

@@ -39,13 +39,14 @@ class WeightUpdater:
             "mode": "keep" if settings.rollout.partial_rollout else "wait",
             "clear_cache": settings.rollout.clear_kv_cache_on_update,
         }
+        self._level = settings.rollout.sleep_level(settings.model)
         self.version = -1
         self.updating = False
         self._mixed = ""
-        self._paused = self._asleep = False
+        self._paused = self._asleep = self._dropped = False
 
     def check_not_mixed(self) -> None:
-        """Refuse to sample after a failed sync that has left some old and some new weights."""
+        """Refuse to sample after a failed sync that has left some old and some new weights, or none of either."""
         if self._mixed:
             raise EngineError(self._mixed)
 
@@ -61,12 +62,15 @@ class WeightUpdater:
             self._paused = True
 
     async def sleep(self) -> None:
-        """Release the GPUs' memory until weights have come: drop the KV cache, and move the weights to CPU memory."""
+        """Release the GPUs' memory until weights have come: drop the KV cache, and drop the weights or move them to CPU
+        memory (`RolloutConfig.sleep_level`).
+        """
         if self._asleep:  # since the update of another role
             return
         self.updating = True
-        await self._call(self._llm.sleep(level=1, mode="wait"))  # weights in force, should the sync fail
+        await self._call(self._llm.sleep(level=self._level, mode="wait"))
         self._paused = self._asleep = True
+        self._dropped = self._level > 1
 
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights by those in the buckets, which are all checked before the first is loaded.
@@ -123,16 +127,17 @@ class WeightUpdater:
         if self._lora is not None:  # those before are in force again
             await self.install_factors(complete=not fault)
             loaded = 0
-        if fault and loaded:  # what sleeps stays asleep
+        if fault and (loaded or self._dropped):  # what sleeps stays asleep
+            old = "those it dropped to sleep" if self._dropped else f"version {self.version}"
             self._mixed = (
                 f"sync of weight version {version}: {fault}; {loaded} weight buckets were loaded before, so the "
-                f"engine's weights are mixed of versions {self.version} and {version}: it stays paused until a whole "
-                "sync succeeds, or its worker is replaced"
+                f"engine's weights are mixed of {old} and version {version}: it stays paused until a whole sync "
+                "succeeds, or its worker is replaced"
             )
             raise WeightSyncError(self._mixed)
         if not fault:
             await self._call(self._llm.update_weight_version(str(version)))
-            self.version, self._mixed = version, ""
+            self.version, self._mixed, self._dropped = version, "", False
         if not self._mixed:
             if self._asleep:
                 # only now: the sync had its memory for buckets, and vLLM samples on as soon as its cache is there
@@ -173,5 +178,6 @@ class WeightUpdater:
         try:
             yield
         except WeightSyncError as error:
-            kept = self._mixed or f"the engine keeps version {self.version}"
+            kept = "the engine sleeps on" if self._dropped else f"the engine keeps version {self.version}"
+            kept = self._mixed or kept
             raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None

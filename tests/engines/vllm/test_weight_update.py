@@ -14,9 +14,10 @@ import pytest
 import ray
 import torch
 
+from grpo_dist.config.schema_roles import LoraSyncConfig
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import pack
-from grpo_dist.errors import WeightSyncError
+from grpo_dist.errors import EngineError, WeightSyncError
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
@@ -80,9 +81,13 @@ class Sleeper:
         return ask
 
 
-def asleep() -> tuple[WeightUpdater, Sleeper]:
-    settings, llm = engine_settings(device="cuda", free_cache_engine=True, shares_gpu=True), Sleeper()
+def asleep(**changes: Any) -> tuple[WeightUpdater, Sleeper]:
+    settings, llm = engine_settings(device="cuda", free_cache_engine=True, shares_gpu=True, **changes), Sleeper()
     return WeightUpdater(llm, call, settings=settings), llm
+
+
+# Whose weights no sync brings, or not all of them.
+DRAFTS = {"vllm": {"speculative_config": {"method": "draft_model", "model": "small"}}}
 
 
 UPDATE = [("wake_up", ["weights"]), ("start_weight_update",), ("update_weights",), ("finish_weight_update",)]
@@ -97,20 +102,53 @@ async def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -
     await weights.receive(1)
     first, later = llm.asked[: len(UPDATE) + 4], llm.asked[len(UPDATE) + 4 :]
     woken = [("update_weight_version", "0"), ("wake_up", ["kv_cache"]), ("resume_generation",)]
-    assert first == [("sleep", 1, "wait"), *UPDATE, *woken]
+    assert first == [("sleep", 2, "wait"), *UPDATE, *woken]
     awake = [("pause_generation", "keep", True), *UPDATE[1:], ("update_weight_version", "1"), ("resume_generation",)]
     assert later == awake
     assert weights.version == 1
 
 
 async def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
-    """vLLM has brought them back from CPU memory before it was to load others."""
-    weights, llm = asleep()
+    """Of level 1, from which vLLM has brought them back from CPU memory before it was to load others."""
+    weights, llm = asleep(**DRAFTS)
     llm.receipt = {"loaded": 0, "fault": "weight bucket 0 is damaged"}
     with refuses(WeightSyncError, "bucket 0", "damaged", "version -1"):
         await weights.sleep()
         await weights.receive(0)
     assert llm.asked == [("sleep", 1, "wait"), *UPDATE, ("wake_up", ["kv_cache"]), ("resume_generation",)]
+
+
+async def test_an_engine_that_dropped_its_weights_samples_nothing_until_whole_ones_come() -> None:
+    """Not even where none were loaded: what it wakes up with is whatever was in that memory."""
+    weights, llm = asleep()
+    await weights.sleep()
+    weights.check_not_mixed()  # what is asked for meanwhile waits in vLLM
+    with refuses(WeightSyncError, "version -1", "sleeps on"):
+        await weights.receive(-1)
+    llm.receipt = {"loaded": 0, "fault": "weight bucket 0 is damaged"}
+    with refuses(WeightSyncError, "bucket 0", "dropped", "paused"):
+        await weights.receive(0)
+    assert llm.asked == [("sleep", 2, "wait"), *UPDATE]
+    with pytest.raises(EngineError):
+        weights.check_not_mixed()
+    llm.receipt = {"loaded": 3, "fault": ""}
+    await weights.receive(1)
+    weights.check_not_mixed()
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({}, 2),
+        ({"lora_rank": 4}, 2),
+        ({"lora_rank": 4, "lora": LoraSyncConfig(merge=False)}, 1),
+        ({"vllm": {"quantization": "fp8"}}, 1),
+        (DRAFTS, 1),
+    ],
+)
+def test_weights_that_no_sync_brings_wait_in_cpu_memory(changes: dict[str, Any], level: int) -> None:
+    settings = engine_settings(**changes)
+    assert settings.rollout.sleep_level(settings.model) == level
 
 
 async def test_an_engine_that_slept_stays_paused_with_mixed_weights() -> None:
@@ -120,7 +158,7 @@ async def test_an_engine_that_slept_stays_paused_with_mixed_weights() -> None:
     await weights.sleep()
     with refuses(WeightSyncError, "bucket 1", "mixed", "paused"):
         await weights.receive(0)
-    assert llm.asked == [("sleep", 1, "wait"), *UPDATE]
+    assert llm.asked == [("sleep", 2, "wait"), *UPDATE]
     llm.receipt = {"loaded": 3, "fault": ""}
     await weights.receive(1)
     woken = [("update_weight_version", "1"), ("wake_up", ["kv_cache"]), ("resume_generation",)]
