@@ -333,8 +333,8 @@ class RolloutConfig(Section):
     agent: AgentConfig
 
     def sleep_level(self, model: ModelConfig) -> int:
-        """VLLM's level of sleep: 2 drops the weights, since the sync that ends it brings all of them; 1 keeps them in CPU
-        memory, where only LoRA's factors come, or vLLM has weights that no sync brings: drafts, quantized ones.
+        """VLLM's level of sleep: 2 drops the weights, since the sync that ends it brings all of them; 1 keeps them in
+        CPU memory, where only LoRA's factors come, or vLLM has weights that no sync brings: drafts, quantized ones.
         """
         own = {"speculative_config", "quantization"} & self.engine_kwargs.vllm.keys()
         return 1 if model.sends_factors or own else 2

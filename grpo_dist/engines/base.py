@@ -254,8 +254,10 @@ class TrainEngine(Protocol):
     def report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first forward pass."""
 
-    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Within the block the weights, and with `optimizer` the optimizer's states, are on the device."""
+    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
+        """Within the block the weights, and with `optimizer` the optimizer's states, are on the device; `reads`: the block
+        changes no weights.
+        """
 
     def compute_columns(
         self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None

@@ -79,8 +79,10 @@ class PolicySettings:
     engine: str = FSDP
 
 
-def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
+
+    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded.
 
     If the device's memory is not enough, the error names a setting that takes less of it.
     """
@@ -91,7 +93,7 @@ def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Call
             with (
                 remedied(self.settings.model.room),
                 within_memory(method.__name__),
-                self.engine.on_device(optimizer=optimizer),
+                self.engine.on_device(optimizer=optimizer, reads=reads),
                 torch.profiler.record_function(method.__name__),
             ):
                 return method(self, *args)
@@ -152,7 +154,7 @@ class PolicyWorker(Process):
                 # before the first step, and before a checkpoint is read, the policy is the reference
                 self.engine.reference_head = self.engine.output_layer(settings.device)
 
-    @on_device()
+    @on_device(reads=True)
     def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
         columns = self._columns(rows, self.settings.columns, self.engine.compute_columns)
@@ -186,7 +188,7 @@ class PolicyWorker(Process):
         for bucket in arrived:
             self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
 
-    @on_device()
+    @on_device(reads=True)
     def export_output_layer(self) -> list[ray.ObjectRef]:
         """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
         head = self.engine.output_layer("cpu")
@@ -206,7 +208,7 @@ class PolicyWorker(Process):
         """Bytes of all tensors that the ranks together write into a checkpoint."""
         return self.engine.checkpoint_bytes()
 
-    @on_device(optimizer=True)
+    @on_device(optimizer=True, reads=True)
     def begin_save(self, folder: str) -> None:
         """Copy this rank's shard of the state to CPU memory, and begin to write it into `folder`."""
         self.engine.begin_save(Path(folder))
@@ -224,7 +226,7 @@ class PolicyWorker(Process):
         """Read the state from `folder`; the number of ranks may differ."""
         self.engine.load_checkpoint(Path(folder))
 
-    @on_device()
+    @on_device(reads=True)
     def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
         """Write the model in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
         self.engine.export_hf_model(Path(folder), dtype, usage)
@@ -295,7 +297,7 @@ class ActorWorker(TrainedWorker):
     _weight_store: dist.TCPStore | None = None
     _weight_group: WeightGroup | None = None
 
-    @on_device()
+    @on_device(reads=True)
     def compute_reference(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """Compute `settings.reference_columns` with LoRA: by the model without its factors."""
         return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
@@ -304,12 +306,12 @@ class ActorWorker(TrainedWorker):
         """Take the reference's present output layer for the exact KL."""
         self.engine.reference_head = ray.get(head[0]).to(self.settings.device)
 
-    @on_device()
+    @on_device(reads=True)
     def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
         """Put what rollout engines get into the object store, bucket by bucket; rank 0 returns them."""
         return self._put(self._sent(dtype, "cpu", sends=self.rank == 0))
 
-    @on_device()
+    @on_device(reads=True)
     def export_parameters(self) -> list[ray.ObjectRef]:
         """Put the whole weights into the object store for a reference, in float32 under the names of the model."""
         return self._put(self.engine.full_parameters("float32"))
@@ -351,7 +353,7 @@ class ActorWorker(TrainedWorker):
         store = self._weight_store if self.rank == SENDER else None
         self._weight_group = WeightGroup(address, self.rank, torch.device(self.settings.device), store)
 
-    @on_device()
+    @on_device(reads=True)
     def broadcast_weights(self, dtype: str, version: int) -> None:
         """Send what rollout engines get to the weight group, bucket by bucket."""
         group = self._weight_group

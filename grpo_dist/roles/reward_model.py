@@ -91,7 +91,7 @@ class RewardModelWorker(SupervisedWorker):
         self.max_length = self.settings.section.max_length or (positions and positions[1])
         self.padding_id = padding_id(config)
 
-    @on_device()
+    @on_device(reads=True)
     def score(
         self, rows: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, np.ndarray]:

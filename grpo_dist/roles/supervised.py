@@ -33,7 +33,7 @@ class SupervisedWorker(PolicyWorker):
         """
         return self._over(rows, objective, f"step {step}", self.engine.train_mini_batch).metrics
 
-    @on_device()
+    @on_device(reads=True)
     def evaluate(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Return the metrics of this rank's rows after a step, without another one; see `train`."""
         return self._over(rows, objective, f"validation after step {step}", self.engine.evaluate)

@@ -95,7 +95,7 @@ def test_a_reference_beside_the_actor_takes_turns_with_it(folder) -> None:
 
 
 def test_an_engine_that_sleeps_leaves_its_share_to_the_update(folder) -> None:
-    """Of 13.5 GiB the engine has 4.72; the update takes 8.9. Asleep it leaves CUDA's memory and graphs, of three 5.5."""
+    """Of 13.5 GiB the engine has 4.72; the update takes 8.9. Asleep it leaves CUDA's memory and graphs."""
     run = ("cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=13.5")
     says(refused(*RUN, *run), "actor and rollout and ref", "rollout 4.72 = 13.6 GiB", f"{ROLLOUT}.free_cache_engine")
     sleeps = f"{ROLLOUT}.free_cache_engine=true"
@@ -108,11 +108,12 @@ def test_an_engine_that_sleeps_leaves_its_share_to_the_update(folder) -> None:
 
 
 def test_one_gpu_of_24_gb_holds_8b_with_lora_in_turns_with_an_engine(folder) -> None:
-    """In a sync by ipc the weights of both are there, with CUDA 37.7 GiB. Through the object store the actor is gone first."""
+    """In a sync by ipc the weights of both are there. Through the object store the actor is gone first."""
     turns = (f"{ROLLOUT}.free_cache_engine=true", f"{ROLLOUT}.gpu_memory_utilization=0.85",
              f"{ACTOR}.fsdp_config.param_offload=true", f"{MODEL}.enable_gradient_checkpointing=true",
              f"{MODEL}.enable_activation_offload=true", f"{ACTOR}.use_dynamic_bsz=true",
-             f"{ACTOR}.ppo_max_token_len_per_gpu=6144", f"{MODEL}.lora_rank=32", f"{ROLLOUT}.max_num_seqs=64")  # fmt: skip
+             f"{ACTOR}.ppo_max_token_len_per_gpu=6144", f"{MODEL}.lora_rank=32",
+             f"{ROLLOUT}.max_num_seqs=64")  # fmt: skip
     run = ("cluster=single_gpu", folder("Qwen3-8B"), *turns, f"{GPU}=23.6")
     says(noted(*run), "37.7 GiB", f"{ROLLOUT}.checkpoint_engine.backend=object_store")
     assert noted(*run, f"{ROLLOUT}.checkpoint_engine.backend=object_store") == ""

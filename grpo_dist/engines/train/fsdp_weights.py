@@ -44,9 +44,9 @@ class FSDPWeights:
     offload: Offload
     _writer: ShardWriter | None = None
 
-    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
         """See `Offload.on_device`."""
-        return self.offload.on_device(optimizer=optimizer)
+        return self.offload.on_device(optimizer=optimizer, reads=reads)
 
     def full_parameters(
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False

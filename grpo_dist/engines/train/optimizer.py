@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grpo_dist.config.schema_roles import AdamWConfig, OptimConfig
+from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard
 
 
 def lr_ratio(step: int, optim: AdamWConfig, total_steps: int) -> float:
@@ -68,7 +70,7 @@ class Offload:
     """Moves a role's tensors to its device for a phase, and back.
 
     Attributes:
-        model: a module, sharded with FSDP2 or not. Also a frozen model's weights are copied both ways, not kept twice.
+        model: a module, sharded with FSDP2 or not.
         optimizer: its optimizer, or None.
         device: where phases run. On CPU nothing moves.
         parameters: whether the weights are offloaded.
@@ -82,22 +84,28 @@ class Offload:
     parameters: bool = False
     optimizer_states: bool = False
     shares_device: bool = False
+    _homes: dict[str, Tensor] = field(default_factory=dict)
 
     def away(self) -> None:
         """Move the offloaded tensors to CPU, and free the device's memory."""
         if self.device.type == "cpu":
             return
         if self.parameters:
-            self.model.to("cpu")
+            self._send_home()
         if self.optimizer_states:
             move_states(self.optimizer, torch.device("cpu"))
         if self.device.type == "cuda" and (self.parameters or self.optimizer_states or self.shares_device):
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Within the block the weights, and with `optimizer` its states, are on the device."""
+    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
+        """Within the block the weights, and with `optimizer` its states, are on the device.
+
+        A block that only `reads` the weights copies none back: they are on CPU where they were.
+        """
         if self.device.type != "cpu" and self.parameters:
+            if reads:
+                self._homes = {name: local_shard(weight).detach() for name, weight in self.model.named_parameters()}
             self.model.to(self.device)
         if self.device.type != "cpu" and self.optimizer_states and optimizer:
             move_states(self.optimizer, self.device)
@@ -105,6 +113,24 @@ class Offload:
             yield
         finally:
             self.away()
+
+    def _send_home(self) -> None:
+        """Have the weights be on CPU again; those that were only read are still there."""
+        free_gathered(self.model)  # or their names would be those of copies
+        names = {id(weight): name for name, weight in self.model.named_parameters()}
+
+        def at_home(tensor: Tensor) -> Tensor:
+            home = self._homes.get(names.get(id(tensor), ""))
+            if home is None:
+                return tensor.to("cpu")
+            if not isinstance(tensor, DTensor):
+                return home
+            sharded = tensor.detach()
+            sharded._local_tensor = home
+            return sharded
+
+        self.model._apply(at_home)
+        self._homes = {}
 
     @contextlib.contextmanager
     def states_on_device(self) -> Iterator[None]:

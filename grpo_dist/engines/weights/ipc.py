@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import uuid
 from datetime import timedelta
@@ -33,6 +34,7 @@ from grpo_dist.engines.weights.buckets import is_alive, new_folder, remove, shar
 WATCH = timedelta(seconds=2)
 # The arguments of torch's `reduce_tensor` for a tensor on a GPU that are bytes, and those that are numbers.
 HANDLES = ("handle", "ref_counter_handle", "event_handle")
+EXPANDABLE = re.compile("expandable_segments:true", re.IGNORECASE)
 NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 
 
@@ -75,6 +77,9 @@ class CudaMemory:
 
     def share(self, data: Tensor) -> dict[str, Any]:
         """See `FileMemory.share`. The receiver waits for the kernels that fill the bytes: an event comes too."""
+        data = _outside_of_segments(
+            data, os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        )
         _, arguments = reductions.reduce_tensor(data)
         (_, _, _, tensor_offset, _, _, _, handle, storage_size_bytes, storage_offset_bytes, _, *rest) = arguments
         ref_counter_handle, ref_counter_offset, event_handle, event_sync_required = rest
@@ -91,8 +96,7 @@ class CudaMemory:
         except Exception as error:  # of many kinds: the driver's, the kernel's
             raise RuntimeError(
                 f"{error}: memory of {self.place} cannot be opened by another process (CUDA IPC); set "
-                "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store, or leave expandable_segments out of "
-                "PYTORCH_ALLOC_CONF, which containers do not allow"
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store"
             ) from error
         target.copy_(source)
         torch.cuda.synchronize(self.device)
@@ -126,6 +130,23 @@ class CudaMemory:
         """See `FileMemory.close`. Frees memory that a reader still had open when its bucket was freed."""
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
+
+
+def _outside_of_segments(data: Tensor, conf: str) -> Tensor:
+    """Return the bytes where another process can open them: containers allow it of no expandable segment.
+
+    Args:
+        data: a bucket.
+        conf: the allocator's settings.
+    """
+    plain = EXPANDABLE.sub("expandable_segments:False", conf)
+    if plain == conf:
+        return data
+    torch._C._accelerator_setAllocatorSettings(plain)
+    try:
+        return data.clone()
+    finally:
+        torch._C._accelerator_setAllocatorSettings(conf)
 
 
 class SharedMemoryGroup:

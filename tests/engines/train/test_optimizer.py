@@ -1,7 +1,9 @@
 """The optimizer and its schedule, and what moves when: the meta device stands in for a GPU, and nothing is there."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,9 @@ from grpo_dist.engines.train.optimizer import (
     move_states,
     saved_in_cpu_memory,
 )
-from tests.models import scheduled
+from grpo_dist.engines.train.sharded_tensors import local_shard
+from tests.models import objective, random_batch, random_model, scheduled, trainable_engine
+from tests.ranks import run_ranks
 
 STEPS = 12  # of the whole run
 
@@ -156,9 +160,62 @@ def test_weights_and_states_come_and_go() -> None:
     with offload.on_device():
         assert model.sent == ["meta"]
         assert places(optimizer) == {"cpu"}, "only the update needs the states"
-    assert model.sent == ["meta", "cpu"]
     move_states(optimizer, META)
     assert places(optimizer) == {"meta"}
+
+
+def as_if_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in CPU memory plays the GPU's."""
+    monkeypatch.setattr(nn.Module, "to", lambda model, device: model._apply(torch.clone))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+
+def places_in_memory(model: nn.Module) -> list[int]:
+    return [local_shard(weight).data_ptr() for weight in model.parameters()]
+
+
+def test_weights_that_were_only_read_are_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, home = nn.Linear(2, 2), torch.ones(2, 2)
+    as_if_on_gpu(monkeypatch)
+    offload, before = Offload(model, None, torch.device("cuda"), parameters=True), places_in_memory(model)
+    with offload.on_device(reads=True), torch.no_grad():
+        assert places_in_memory(model) != before
+    assert places_in_memory(model) == before
+    with offload.on_device(), torch.no_grad():
+        model.weight.copy_(home)
+    assert torch.equal(model.weight, home), "what was changed is copied"
+    assert places_in_memory(model) != before
+
+
+def trained_away(rank: int, path: str, away: bool) -> dict[str, Any]:
+    """An engine's weights after two updates and a pass between, which find them on a device that is a copy."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        torch.manual_seed(1)
+        engine = trainable_engine(path, param_offload=away)
+        data = random_batch(num_groups=4, n=2).index(list(range(8))[rank :: torch.distributed.get_world_size()])
+        as_if_on_gpu(monkeypatch)
+        engine.offload.device = torch.device("cuda" if away else "cpu")
+        engine.offload.away()
+        stayed = []
+        for update in (True, False, True):
+            before = places_in_memory(engine.model)
+            with engine.on_device(reads=not update):
+                if update:
+                    engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+                else:
+                    computed = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
+            stayed.append(places_in_memory(engine.model) == before)
+        weights = {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
+    return {"weights": weights, "log-probs": computed, "stayed": stayed}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sharded_model_trains_alike_wherever_its_weights_wait(ranks: int, tmp_path: Path) -> None:
+    path = random_model("Qwen3", tmp_path / "model")
+    for stayed, away in zip(*(run_ranks(ranks, trained_away, path, value) for value in (False, True)), strict=True):
+        assert all(np.array_equal(away["weights"][name], weight) for name, weight in stayed["weights"].items())
+        assert np.array_equal(away["log-probs"], stayed["log-probs"])
+        assert away["stayed"] == [False, True, False]
 
 
 def test_states_come_for_the_update_and_an_error_sends_them_away(monkeypatch: pytest.MonkeyPatch) -> None:

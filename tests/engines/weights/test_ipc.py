@@ -208,14 +208,36 @@ def test_a_bucket_on_a_gpu_is_opened_as_torch_itself_would(gpu, monkeypatch: pyt
 
 
 def test_memory_that_cannot_be_opened_names_the_other_ways(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under WSL, and for expandable segments in containers."""
+    """As under WSL."""
     denied = OSError(1, "pidfd_getfd: Operation not permitted")
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", mock.Mock(side_effect=denied))
     shared = CudaMemory(torch.device("cuda")).share(torch.zeros(192, dtype=torch.uint8))
-    with refuses(
-        RuntimeError, "pidfd_getfd", "GPU 1f2e", "checkpoint_engine.backend=object_store", "PYTORCH_ALLOC_CONF"
-    ):
+    with refuses(RuntimeError, "pidfd_getfd", "GPU 1f2e", "checkpoint_engine.backend=object_store"):
         CudaMemory(torch.device("cuda")).copy(shared, torch.zeros(192, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "conf", "asked"),
+    [
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", ["False", "True"]),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", ["False", "True"]),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", []),
+    ],
+)
+def test_no_bucket_is_shared_from_an_expandable_segment(
+    name: str, conf: str, asked: list[str], gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers do not let another process open one; the allocator's other settings stay."""
+    settings: list[str] = []
+    monkeypatch.setenv(name, conf)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    shared, reduce = [], reductions.reduce_tensor
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda data: shared.append(data) or reduce(data))
+    content = torch.arange(192, dtype=torch.uint8)
+    CudaMemory(torch.device("cuda")).share(content)
+    assert settings == [f"max_split_size_mb:64,expandable_segments:{value}" for value in asked]
+    assert torch.equal(shared[0], content)
+    assert (shared[0] is content) == (not asked), "copied while the setting was off"
 
 
 def test_gpus_are_told_apart_by_what_does_not_depend_on_the_process(gpu) -> None:
