@@ -1,0 +1,141 @@
+"""The train engine as it runs on a GPU, on torch's meta device: the same operations in the same order, and no numbers.
+
+What asks for a GPU is answered as on one: the kernel of FlexAttention, which is compiled there, counts as one forward and
+two backward; streams and events of FSDP2 do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_init,
+    _fsdp_param_group,
+    _fsdp_state,
+    _fully_shard,
+)
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.optim import optimizer  # type: ignore[attr-defined]
+from torch.utils import _foreach_utils
+
+from benchmarks import workload
+from benchmarks.device_counter import META, DeviceCounter, _size
+from grpo_dist.assets import POLICY_KEY
+from grpo_dist.config.schema_roles import AdamWConfig, FSDPConfig, ModelConfig
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train import attention, fsdp_engine, fsdp_model, lm_head
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.protocol import DataProto
+from grpo_dist.sizes import CHUNK_LOGITS
+
+
+def write_headers(folder: Path, config: dict[str, Any]) -> str:
+    """Write a Qwen3 without numbers: its config, and a file of weights that is all holes."""
+    import transformers
+
+    made = transformers.Qwen3Config(**config)
+    made.architectures = ["Qwen3ForCausalLM"]
+    made.save_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.Qwen3ForCausalLM(made)
+    header, at, tied = {}, 0, set()
+    for name, weight in model.named_parameters():
+        if id(weight) in tied:
+            continue
+        tied.add(id(weight))
+        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [at, at + 4 * weight.numel()]}
+        at += 4 * weight.numel()
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    return str(folder)
+
+
+class _Attention(torch.autograd.Function):
+    """FlexAttention's kernels: one forward; backward one over rows of the output, and one for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, counter: DeviceCounter, pairs: float) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(q, k, v)
+        ctx.counter, ctx.flops = counter, 4 * pairs * q.shape[1] * q.shape[3]
+        counter.kernel("flex_attention", flops=ctx.flops, attention=True)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.counter.kernel("flex_attention_delta", bytes=2 * _size(grad))
+        ctx.counter.kernel("flex_attention_backward", flops=2.5 * ctx.flops, attention=True)
+        return *(torch.empty_like(each) for each in ctx.saved_tensors), None, None
+
+
+def pairs_of(data: DataProto) -> float:
+    """Pairs of a token and one that it sees in the one micro-batch of a group with a shared prompt."""
+    prompt, responses = float(data["prompts"].lengths[0]), data["responses"].lengths.double()
+    return float(prompt**2 / 2 + (responses * (prompt + responses / 2)).sum())
+
+
+class _Device:
+    """Streams and events of which nothing is expected."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def current_device(self) -> int:
+        return 0
+
+
+def _add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:
+    """As the layer adds on a GPU."""
+    total.addmm_(grad.t().float(), states.float())
+
+
+@contextmanager
+def as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator[None]:
+    """Within the block meta tensors are the GPU's, and this process is one of so many ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    with counter.pause():
+        mask: BlockMask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 128, 128, device="cpu")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        out: Tensor = _Attention.apply(q, k, v, counter, pairs)
+        return out
+
+    def add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:
+        counter.kernel("addmm", flops=2.0 * total.numel() * len(states))
+
+    with ExitStack() as stack:
+        for module in (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
+            stack.enter_context(mock.patch.object(module, "_get_device_handle", lambda kind: _Device()))
+        for owner, name, stand_in in (
+            (_fsdp_init, "_get_device_from_mesh", lambda mesh: META),
+            (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
+            (optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"]),
+            (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+            (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
+            (attention, "_flex_kernel", lambda device: attend),
+            (attention, "_block_mask_maker", lambda device: lambda *args, **kwargs: mask),
+            (lm_head, "_add_outer", add_outer),
+        ):
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(mock.patch.dict(CHUNK_LOGITS, meta=CHUNK_LOGITS["cuda"]))
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
