@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+# Operations of attention for a pair, a head and its width: two products forward, five backward.
+ATTENTION = {"attention": 4.0, "attention_backward": 10.0}
 # They make a tensor without writing it, or look at one.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
-NO_KERNEL |= {"_unsafe_view", "resize_", "set_", "record_stream", "_has_compatible_shallow_copy_type"}
+NO_KERNEL |= {"_unsafe_view", "resize_", "set_", "record_stream", "wait_tensor"}
 # They read so many rows of a table as they return, not the whole table; these write so many as they are given.
 TAKES, PUTS = {"embedding", "gather", "index", "index_select"}, {"scatter_add_", "scatter_", "index_put_"}
 # Of a collective's arguments the first is written.
@@ -111,9 +114,11 @@ class DeviceCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls the operations on its shards, which come here again
         name = func.overloadpacket._qualified_op_name.rpartition("::")[2]
         mine = [leaf for leaf in tree_leaves((args, kwargs)) if _is_device(leaf)]
-        if func.namespace in COLLECTIVES:
+        if func.namespace in COLLECTIVES and name != "wait_tensor":
             return self._collective(func, mine, args, kwargs)
         if mine and name in ("_local_scalar_dense", "nonzero", "masked_select"):
             return self._read(mine[0], name)
@@ -126,8 +131,14 @@ class DeviceCounter(TorchDispatchMode):
             out = func(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(out) if _is_device(leaf)]
         if (mine or results) and not func.is_view and name not in NO_KERNEL:
-            flops = _flops(name, args, results[0]) if name in PRODUCTS else 0
-            self.kernel(name, bytes=moved_bytes(func, name, args, kwargs, results), flops=flops)
+            self.kernel(
+                name,
+                bytes=moved_bytes(func, name, args, kwargs, results),
+                flops=flops_of(name, args, results[0]) if results else 0,
+                attention=name in ATTENTION,
+            )
+            if name == "attention_backward":  # the sums of its first kernel
+                self.kernel("attention_sums", bytes=2 * size_of(args[0]))
         return out
 
     def _read(self, tensor: Tensor, name: str) -> Any:
@@ -161,11 +172,15 @@ class DeviceCounter(TorchDispatchMode):
         return made if name == "_to_copy" else args[0]
 
     def _collective(self, func: Any, mine: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a collective on numbers of no meaning."""
+        """Count a collective; none of the other ranks is there."""
         if mine:
             self._count(collectives=1, sent=max(tensor.numel() * tensor.element_size() for tensor in mine))
-        args, kwargs = tree_map(_without_memory, (args, kwargs))
-        return func(*args, **kwargs)
+        if not mine or func.namespace == "_c10d_functional":
+            return func(*args, **kwargs)
+        group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()))
+        work = torch.ops.c10d.barrier(torch.zeros(1), group, [], False, -1)
+        results = func._schema.returns
+        return work if len(results) == 1 else (args[0], work)
 
     def _count(self, **counts: float) -> None:
         if not self.paused:
@@ -174,38 +189,38 @@ class DeviceCounter(TorchDispatchMode):
 
 def moved_bytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor]) -> float:
     """Bytes that an operation which is no product has to read and write: each element of each tensor once."""
-    written, read = sum(map(_size, results)), 0.0
+    written, read = sum(map(size_of, results)), 0.0
     named = zip(func._schema.arguments, args, strict=False)
     arguments = [*named, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]
     tensors = [(a, leaf) for a, value in arguments for leaf in tree_leaves(value) if _is_device(leaf)]
     if name in TAKES:
-        return 2 * written + sum(_size(leaf) for _, leaf in tensors[1:])
+        return 2 * written + sum(size_of(leaf) for _, leaf in tensors[1:])
     if name in PUTS:
-        given = sum(_size(leaf) for _, leaf in tensors[1:])
-        return given + 2 * _size(tensors[-1][1])
+        given = sum(size_of(leaf) for _, leaf in tensors[1:])
+        return given + 2 * size_of(tensors[-1][1])
     for argument, tensor in tensors:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes and not any(tensor is result for result in results):
-            written += _size(tensor)
+            written += size_of(tensor)
         if not (writes and (name in ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_") or argument.kwarg_only)):
-            read += _size(tensor)
+            read += size_of(tensor)
     return read + written
 
 
-def _size(tensor: Tensor) -> int:
+def size_of(tensor: Tensor) -> int:
     """Bytes of the elements of a tensor; those that it repeats count once."""
     extents = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(extent for extent, stride in extents if stride != 0) * tensor.element_size()
 
 
-def _flops(name: str, args: Sequence[Any], result: Tensor) -> float:
+def flops_of(name: str, args: Sequence[Any], result: Tensor) -> float:
+    """Operations of a matrix product, or of attention under the mask of a micro-batch; 0 of others."""
+    if name in ATTENTION:
+        return float(ATTENTION[name] * args[-1] * result.shape[1] * result.shape[3])
+    if name not in PRODUCTS:
+        return 0.0
     left = args[1] if name.startswith(("addm", "badd")) else args[0]
     return 2.0 * result.numel() * left.shape[-1]
-
-
-def _without_memory(leaf: Any) -> Any:
-    """Return for a tensor of the device one of the host that has its size and one element."""
-    return torch.zeros(1, dtype=leaf.dtype).expand(leaf.shape) if _is_device(leaf) else leaf
 
 
 def _is_device(leaf: Any) -> bool:

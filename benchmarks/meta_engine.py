@@ -30,7 +30,7 @@ from torch.optim import optimizer  # type: ignore[attr-defined]
 from torch.utils import _foreach_utils
 
 from benchmarks import workload
-from benchmarks.device_counter import META, DeviceCounter, _size
+from benchmarks.device_counter import META, DeviceCounter
 from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.schema_roles import AdamWConfig, FSDPConfig, ModelConfig
 from grpo_dist.engines.settings import ModelSettings
@@ -63,21 +63,32 @@ def write_headers(folder: Path, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-class _Attention(torch.autograd.Function):
-    """FlexAttention's kernels: one forward; backward one over rows of the output, and one for the gradients."""
+@torch.library.custom_op("gpu_counts::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> Tensor:
+    """Stand in for FlexAttention's kernel over so many pairs of tokens."""
+    return torch.empty_like(q)
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, counter: DeviceCounter, pairs: float) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(q, k, v)
-        ctx.counter, ctx.flops = counter, 4 * pairs * q.shape[1] * q.shape[3]
-        counter.kernel("flex_attention", flops=ctx.flops, attention=True)
-        return torch.empty_like(q)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.counter.kernel("flex_attention_delta", bytes=2 * _size(grad))
-        ctx.counter.kernel("flex_attention_backward", flops=2.5 * ctx.flops, attention=True)
-        return *(torch.empty_like(each) for each in ctx.saved_tensors), None, None
+@torch.library.custom_op("gpu_counts::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, pairs: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stand in for its kernel of the gradients."""
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.pairs = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *torch.ops.gpu_counts.attention_backward(grad, *ctx.saved_tensors, ctx.pairs), None
+
+
+_attention.register_fake(lambda q, k, v, pairs: torch.empty_like(q))
+_attention_backward.register_fake(lambda g, q, k, v, pairs: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
+_attention.register_autograd(_gradients, setup_context=_save)
 
 
 def pairs_of(data: DataProto) -> float:
@@ -100,11 +111,6 @@ class _Device:
         return 0
 
 
-def _add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:
-    """As the layer adds on a GPU."""
-    total.addmm_(grad.t().float(), states.float())
-
-
 @contextmanager
 def as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator[None]:
     """Within the block meta tensors are the GPU's, and this process is one of so many ranks."""
@@ -113,7 +119,7 @@ def as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator
         mask: BlockMask = create_block_mask(lambda b, h, q, k: q >= k, 1, None, 128, 128, device="cpu")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out: Tensor = _Attention.apply(q, k, v, counter, pairs)
+        out: Tensor = torch.ops.gpu_counts.attention(q, k, v, pairs)
         return out
 
     def add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:
@@ -128,6 +134,7 @@ def as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator
             (optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"]),
             (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
             (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
+            (attention, "flex_attention", attend),
             (attention, "_flex_kernel", lambda device: attend),
             (attention, "_block_mask_maker", lambda device: lambda *args, **kwargs: mask),
             (lm_head, "_add_outer", add_outer),
