@@ -19,7 +19,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
+from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx, scheduler
+from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
@@ -71,7 +73,7 @@ class PlanningCompiler:
         owner = getattr(function, "__self__", None)
         weights = list(owner.parameters()) if isinstance(owner, nn.Module) else []
         leaves, form = tree_flatten((args, kwargs))
-        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves)
+        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else str(type(x)) for x in leaves)
         key = getattr(function, "__qualname__", ""), shapes, torch.is_grad_enabled()
         if key not in self._plans:
             with _disable_current_modes():
@@ -126,7 +128,9 @@ def plan_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return run
 
     torch._dynamo.reset()
-    with FakeTensorMode(allow_non_fake_inputs=True), _on_host(function):
+    # instead of the hooks of a gradient checkpoint, in which this may run
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with FakeTensorMode(allow_non_fake_inputs=True), _on_host(function), own_hooks:
         backend = functools.partial(compile_fx.compile_fx, inner_compile=planned)
         new_args, new_kwargs = tree_map(_host_like, (args, kwargs))
         results = _compile(function, backend=backend, dynamic=False)(*new_args, **new_kwargs)
@@ -139,7 +143,7 @@ def plan_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _host_like(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor) or leaf.device.type != "meta":
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
     return made.requires_grad_(leaf.requires_grad)
@@ -164,32 +168,35 @@ def _on_host(function: Callable[..., Any]) -> Iterator[None]:
 
 def kernels_of(graph: GraphModule, inputs: Sequence[Any]) -> list[dict[str, Any]]:
     """Plan the kernels of one graph on an H100."""
-    graph, mode = copy.deepcopy(graph), FakeTensorMode()
-    with mode:
-        given = [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU) if isinstance(x, Tensor) else x
-            for x in inputs
-        ]
-    for node in graph.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": GPU}
-    with _as_h100():
-        compile_fx.view_to_reshape(graph)
-        compile_fx.fake_tensor_prop(graph, given, True)
-        compile_fx.record_original_output_strides(graph)
+    graph, mode = copy.deepcopy(graph), detect_fake_mode(inputs)
+    assert mode is not None
+
+    def on_gpu(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=GPU)
+
+    with V.set_fake_mode(mode):
         kernels = [kernel for node in graph.graph.nodes if (kernel := _product(node))]
-        with V.set_fake_mode(mode):
-            compile_fx._recursive_post_grad_passes(graph, is_inference=False)
-            lowered = GraphLowering(graph, example_inputs=given)
-            with V.set_graph_handler(lowered), V.set_real_inputs(given), V.set_extern_kernel_nodes([]):
-                lowered.run(*given)
-                lowered._update_scheduler()
-                own = [
-                    {"name": "fused", "bytes": node.get_read_write_buffers_sizes()}
-                    for node in lowered.scheduler.nodes
-                    if not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode)
-                ]
-    return kernels + own
+        compile_fx.view_to_reshape(graph)
+        compile_fx.record_original_output_strides(graph)
+        compile_fx._recursive_post_grad_passes(graph, is_inference=False)
+    with mode:
+        given = [on_gpu(leaf) for leaf in inputs]
+        for node in graph.graph.nodes:
+            node.meta["val"] = tree_map(on_gpu, node.meta.get("val"))
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": GPU}
+    with _as_h100(), V.set_fake_mode(mode):
+        lowered = GraphLowering(graph, example_inputs=given)
+        with V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]), DebugContext():
+            lowered.run(*given)
+            lowered._update_scheduler()
+            return kernels + [
+                {"name": "fused", "bytes": node.get_read_write_buffers_sizes()}
+                for node in lowered.scheduler.nodes
+                if not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode)
+            ]
 
 
 def _product(node: torch.fx.Node) -> dict[str, Any] | None:
@@ -211,6 +218,7 @@ def _as_h100() -> Iterator[None]:
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "current_device", lambda: 0),
         (CudaInterface, "is_available", staticmethod(lambda: True)),
+        (CudaInterface, "get_device_properties", staticmethod(lambda device=None: H100)),
         (CudaInterface, "get_compute_capability", staticmethod(lambda device=None: 90)),
         (CudaInterface.Worker, "get_device_properties", staticmethod(lambda device=None: H100)),
         (scheduler, "has_triton", lambda *arguments: True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch.utils import _foreach_utils
 
 from benchmarks import workload
 from benchmarks.device_counter import META, DeviceCounter
+from benchmarks.fused_graphs import PlanningCompiler
 from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.schema_roles import AdamWConfig, FSDPConfig, ModelConfig
 from grpo_dist.engines.settings import ModelSettings
@@ -91,10 +93,10 @@ _attention_backward.register_fake(lambda g, q, k, v, pairs: (torch.empty_like(q)
 _attention.register_autograd(_gradients, setup_context=_save)
 
 
-def pairs_of(data: DataProto) -> float:
-    """Pairs of a token and one that it sees in the one micro-batch of a group with a shared prompt."""
-    prompt, responses = float(data["prompts"].lengths[0]), data["responses"].lengths.double()
-    return float(prompt**2 / 2 + (responses * (prompt + responses / 2)).sum())
+def pairs_of(data: DataProto, tokens: int) -> float:
+    """Pairs of a token and one that it sees in a micro-batch: a prompt and its responses, so many tokens in all."""
+    prompt, response = float(data["prompts"].lengths[0]), float(data["responses"].lengths[0])
+    return prompt**2 / 2 + (tokens - prompt) * (prompt + response / 2)
 
 
 class _Device:
@@ -111,8 +113,70 @@ class _Device:
         return 0
 
 
+def count_update(
+    config: dict[str, Any], data: DataProto, *, tokens: int, ranks: int = 1, compiled: bool = False
+) -> tuple[DeviceCounter, float]:
+    """Count an update with gradient checkpointing of fp32 weights in bf16, whose micro-batches are single groups.
+
+    Args:
+        config: of a Qwen3.
+        data: of each rank; all of its responses are equally long.
+        tokens: of a micro-batch.
+        ranks: that hold the weights together.
+        compiled: with `use_torch_compile`.
+
+    Returns:
+        The counts: "inputs" are made and sent, "pass" is from there to the end of the backward pass, "step" the rest.
+        And the useful operations of the data.
+    """
+    counter = DeviceCounter("step")
+    with tempfile.TemporaryDirectory() as folder, _as_on_gpu(counter, pairs_of(data, tokens), ranks):
+        engine = _engine(write_headers(Path(folder), config), ranks, compiled)
+        with _phases(counter, engine), counter:
+            engine.train_mini_batch(
+                data, micro_batch_size=len(data), objective=workload.OBJECTIVE, max_token_len=tokens
+            )
+        return counter, workload.useful_flops(engine.model, data)
+
+
+def _engine(path: str, ranks: int, compiled: bool) -> FSDPEngine:
+    """The engine as on a GPU, with the comparison of layouts behind it."""
+    model = workload.section(ModelConfig, "model", enable_gradient_checkpointing=True)
+    held = workload.section(FSDPConfig, "actor", "fsdp_config", **({"use_torch_compile": True} if compiled else {}))
+    settings = ModelSettings(
+        *(model, held, model, POLICY_KEY, path, "fp32", "bf16"), reshard_after_forward=ranks > 1, layout="shared"
+    )
+    built = fsdp_model.build_model(settings, "cuda", ranks).model
+    fsdp_model.shard(built, settings, "cuda")
+    optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999))
+    with mock.patch.object(fsdp_engine, "load_sharded_model", lambda *args, **kwargs: built):
+        engine = FSDPEngine(settings, device="cuda", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    engine.device = engine.forward.device = META
+    engine.forward.report = "not compared"
+    return engine
+
+
 @contextmanager
-def as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator[None]:
+def _phases(counter: DeviceCounter, engine: FSDPEngine) -> Iterator[None]:
+    """Within the block the counter knows what the engine does."""
+    micro_batch, finished = engine.forward.micro_batch, engine._finite_metrics
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        counter.phase = "inputs"
+        result = micro_batch(*args, **kwargs)
+        counter.phase = "pass"
+        return result
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        counter.phase = "step"
+        return finished(*args, **kwargs)
+
+    with mock.patch.object(engine.forward, "micro_batch", made), mock.patch.object(engine, "_finite_metrics", read):
+        yield
+
+
+@contextmanager
+def _as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator[None]:
     """Within the block meta tensors are the GPU's, and this process is one of so many ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     with counter.pause():
@@ -141,6 +205,7 @@ def as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator
         ):
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
+        stack.enter_context(mock.patch.object(torch, "compile", PlanningCompiler(counter)))
         stack.enter_context(mock.patch.dict(CHUNK_LOGITS, meta=CHUNK_LOGITS["cuda"]))
         try:
             yield
