@@ -23,6 +23,7 @@ META = torch.device("meta")
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 # Operations of attention for a pair, a head and its width: two products forward, five backward.
 ATTENTION = {"attention": 4.0, "attention_backward": 10.0}
+ATTENTION_SUMS = "attention_sums"
 # They make a tensor without writing it, or look at one.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 NO_KERNEL |= {"_unsafe_view", "resize_", "set_", "record_stream", "wait_tensor"}
@@ -138,7 +139,7 @@ class DeviceCounter(TorchDispatchMode):
                 attention=name in ATTENTION,
             )
             if name == "attention_backward":  # the sums of its first kernel
-                self.kernel("attention_sums", bytes=2 * size_of(args[0]))
+                self.kernel(ATTENTION_SUMS, bytes=2 * size_of(args[0]))
         return out
 
     def _read(self, tensor: Tensor, name: str) -> Any:

@@ -30,7 +30,7 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from benchmarks.device_counter import ATTENTION, DeviceCounter, flops_of, size_of
+from benchmarks.device_counter import ATTENTION, ATTENTION_SUMS, DeviceCounter, flops_of, size_of
 
 GPU = torch.device("cuda", 0)
 # What Inductor asks of an H100.
@@ -177,7 +177,7 @@ def kernels_of(graph: GraphModule, inputs: Sequence[Any]) -> list[dict[str, Any]
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=GPU)
 
     with V.set_fake_mode(mode):
-        kernels = [kernel for node in graph.graph.nodes if (kernel := _product(node))]
+        kernels = [kernel for node in graph.graph.nodes for kernel in _products(node)]
         compile_fx.view_to_reshape(graph)
         compile_fx.record_original_output_strides(graph)
         compile_fx._recursive_post_grad_passes(graph, is_inference=False)
@@ -199,14 +199,17 @@ def kernels_of(graph: GraphModule, inputs: Sequence[Any]) -> list[dict[str, Any]
             ]
 
 
-def _product(node: torch.fx.Node) -> dict[str, Any] | None:
-    """The kernel of a node that is a product or attention, which Inductor leaves to libraries."""
+def _products(node: torch.fx.Node) -> list[dict[str, Any]]:
+    """The kernels of a node that is a product or attention, which Inductor leaves to libraries; none of others."""
     name = getattr(node.target, "_opname", "") if node.op == "call_function" else ""
     result = node.meta.get("val")
     result = result[0] if isinstance(result, tuple | list) else result
     args = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
     flops = flops_of(name, args, result) if isinstance(result, Tensor) else 0
-    return {"name": name, "flops": flops, "attention": name in ATTENTION} if flops else None
+    if not flops:
+        return []
+    sums = [{"name": ATTENTION_SUMS, "bytes": 2 * size_of(args[0])}] if name == "attention_backward" else []
+    return [{"name": name, "flops": flops, "attention": name in ATTENTION}, *sums]
 
 
 @contextmanager
