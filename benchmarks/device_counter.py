@@ -1,7 +1,7 @@
 """Counts what a GPU would be asked to do, on tensors of torch's meta device: they have sizes, and no memory.
 
-A meta tensor stands for one on a GPU. Under `DeviceCounter` it can also be read, which on a GPU means that the host waits:
-what is read is made up, but for numbers that came from the host.
+A meta tensor stands for one on a GPU. Under `DeviceCounter` it can also be read, which on a GPU means that the host
+waits: what is read is made up, but for numbers that came from the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 META = torch.device("meta")
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -104,9 +104,7 @@ class DeviceCounter(TorchDispatchMode):
         if self.paused:
             return
         product = flops > 0
-        self.phases[self.phase] += Counts(
-            1, product, flops, flops if attention else 0, 0 if product else bytes
-        )
+        self.phases[self.phase] += Counts(1, product, flops, flops if attention else 0, 0 if product else bytes)
         of_name = self.kernels[self.phase, name]
         of_name[0] += 1
         of_name[1] += 0 if product else bytes
@@ -203,7 +201,9 @@ def moved_bytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes and not any(tensor is result for result in results):
             written += size_of(tensor)
-        if not (writes and (name in ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_") or argument.kwarg_only)):
+        if not (
+            writes and (name in ("zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_") or argument.kwarg_only)
+        ):
             read += size_of(tensor)
     return read + written
 

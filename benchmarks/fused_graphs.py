@@ -1,8 +1,8 @@
 """What compiled code asks of a GPU, by the plan of torch's compiler: nothing is compiled, and no GPU is needed.
 
-`torch.compile` traces a function and cuts it into a forward and a backward graph, and Inductor groups the operations of
-each graph into kernels. All that runs here as it does for a GPU, up to the plan of the kernels; writing them in Triton is
-left out.
+`torch.compile` traces a function and cuts it into a forward and a backward graph, and Inductor groups the operations
+of each graph into kernels. All that runs here as it does for a GPU, up to the plan of the kernels; writing them in
+Triton is left out.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class PlanningCompiler:
         owner = getattr(function, "__self__", None)
         weights = list(owner.parameters()) if isinstance(owner, nn.Module) else []
         leaves, form = tree_flatten((args, kwargs))
-        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else str(type(x)) for x in leaves)
+        shapes = tuple(
+            (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else str(type(x)) for x in leaves
+        )
         key = getattr(function, "__qualname__", ""), shapes, torch.is_grad_enabled()
         if key not in self._plans:
             with _disable_current_modes():
@@ -106,8 +108,12 @@ class _Planned(torch.autograd.Function):
         for kernel in ctx.plan.backward:
             ctx.counter.kernel(**kernel)
         needed = ctx.needs_input_grad[4:]
-        return None, None, None, None, *(
-            torch.empty_like(x) if wants else None for x, wants in zip(saved, needed, strict=True)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(torch.empty_like(x) if wants else None for x, wants in zip(saved, needed, strict=True)),
         )
 
 
@@ -204,7 +210,7 @@ def _products(node: torch.fx.Node) -> list[dict[str, Any]]:
     name = getattr(node.target, "_opname", "") if node.op == "call_function" else ""
     result = node.meta.get("val")
     result = result[0] if isinstance(result, tuple | list) else result
-    args = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
+    args: list[Any] = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg for arg in node.args]
     flops = flops_of(name, args, result) if isinstance(result, Tensor) else 0
     if not flops:
         return []

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_counts             counts, compares, estimates; exit code 1 if a count grew
     python -m benchmarks.gpu_counts --write     makes the counts the baseline
 
-The engine's own update runs on tensors that have sizes and no memory (meta_engine.py), so the counts are exact and the same
-on every machine with these versions of torch and transformers. The times that are expected of them are a simple model.
+The engine's own update runs on tensors that have sizes and no memory (meta_engine.py), so the counts are the same on
+every machine with these versions of torch and transformers. The times that are expected of them are a simple model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PEAK = 989e12  # operations per second of an H100 in bf16, by NVIDIA
 ATTENTION_RATE = 219e12  # of FlexAttention forward and backward, measured: 1.27e12 in 5.8 ms at 16,384 tokens
 BANDWIDTH = 2.6e12  # bytes per second that element-wise kernels of a large tensor reach
 LINK = 350e9  # bytes per second between the GPUs of a machine, by NCCL
-LAUNCH_S = 32e-6  # of the CPU for one kernel: an update in micro-batches of 2,048 tokens took 1.7 s for 53,057
+LAUNCH_S = 33e-6  # of the CPU for one kernel: an update in micro-batches of 2,048 tokens took 1.7 s for 52,127
 MEASURED = {"Qwen3-0.6B, 1 GPU": "25,227 tokens/s, 12.2 % (16.0 % of a large product's rate)"}
 PUBLISHED = (
     "torchtitan, Llama 3 8B on 8 H100, tokens/s and GPU: eager 5,762, compiled 6,667",
@@ -129,11 +129,11 @@ class Counted:
 
 def count(config: Mapping[str, Any], groups: Groups, *, ranks: int = 1, compiled: bool = False) -> Counted:
     """Count an update of a model: from one of two and one of three layers, as all layers are alike."""
-    data = workload.batch(
-        groups.groups, groups.n, groups.prompt, groups.response, config["vocab_size"], equal=True
-    )
+    data = workload.batch(groups.groups, groups.n, groups.prompt, groups.response, config["vocab_size"], equal=True)
     (two, useful_two), (three, useful_three) = (
-        count_update({**config, "num_hidden_layers": layers}, data, tokens=groups.tokens, ranks=ranks, compiled=compiled)
+        count_update(
+            {**config, "num_hidden_layers": layers}, data, tokens=groups.tokens, ranks=ranks, compiled=compiled
+        )
         for layers in (2, 3)
     )
     more = config["num_hidden_layers"] - 3
@@ -206,7 +206,9 @@ def main() -> None:
         BASELINE.write_text(json.dumps({"versions": versions, "counts": now}, indent=2) + "\n")
         return
     baseline = json.loads(BASELINE.read_text())
-    grown = [f"{title}: {line}" for title, then in baseline["counts"].items() for line in compare(now.get(title, {}), then)]
+    grown = [
+        f"{title}: {line}" for title, then in baseline["counts"].items() for line in compare(now.get(title, {}), then)
+    ]
     if grown and baseline["versions"] != versions:
         print(f"The baseline was counted with {baseline['versions']}, not {versions}.")
     print("\n".join(["", *grown, f"{len(grown)} counts grew"] if grown else ["", "no count grew"]))
