@@ -60,11 +60,15 @@ class Plan:
 
 
 class PlanningCompiler:
-    """Stands in for `torch.compile`: what it returns counts the kernels of its plan, and computes sizes only."""
+    """Stands in for `torch.compile`: what it returns counts the kernels of its plan, and computes sizes only.
 
-    def __init__(self, counter: DeviceCounter) -> None:
-        self.counter = counter
-        self._plans: dict[Any, Plan] = {}
+    Args:
+        counter: of the kernels.
+        plans: that are there, to which others are added; functions of one name are alike.
+    """
+
+    def __init__(self, counter: DeviceCounter, plans: dict[Any, Plan]) -> None:
+        self.counter, self._plans = counter, plans
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         return functools.partial(self._run, function)

@@ -130,11 +130,10 @@ class Counted:
 def count(config: Mapping[str, Any], groups: Groups, *, ranks: int = 1, compiled: bool = False) -> Counted:
     """Count an update of a model: from one of two and one of three layers, as all layers are alike."""
     data = workload.batch(groups.groups, groups.n, groups.prompt, groups.response, config["vocab_size"], equal=True)
+    plans: dict[Any, Any] = {}
+    options: dict[str, Any] = {"tokens": groups.tokens, "ranks": ranks, "compiled": compiled, "plans": plans}
     (two, useful_two), (three, useful_three) = (
-        count_update(
-            {**config, "num_hidden_layers": layers}, data, tokens=groups.tokens, ranks=ranks, compiled=compiled
-        )
-        for layers in (2, 3)
+        count_update({**config, "num_hidden_layers": layers}, data, **options) for layers in (2, 3)
     )
     more = config["num_hidden_layers"] - 3
     layer = {phase: three.phases[phase] - two.phases[phase] for phase in three.phases}

@@ -33,7 +33,7 @@ from torch.utils import _foreach_utils
 
 from benchmarks import workload
 from benchmarks.device_counter import META, DeviceCounter
-from benchmarks.fused_graphs import PlanningCompiler
+from benchmarks.fused_graphs import Plan, PlanningCompiler
 from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.schema_roles import AdamWConfig, FSDPConfig, ModelConfig
 from grpo_dist.engines.settings import ModelSettings
@@ -115,7 +115,13 @@ class _Device:
 
 
 def count_update(
-    config: dict[str, Any], data: DataProto, *, tokens: int, ranks: int = 1, compiled: bool = False
+    config: dict[str, Any],
+    data: DataProto,
+    *,
+    tokens: int,
+    ranks: int = 1,
+    compiled: bool = False,
+    plans: dict[Any, Plan] | None = None,
 ) -> tuple[DeviceCounter, float]:
     """Count the second update, with gradient checkpointing, of fp32 weights in bf16; micro-batches are single groups.
 
@@ -125,19 +131,23 @@ def count_update(
         tokens: of a micro-batch.
         ranks: that hold the weights together.
         compiled: with `use_torch_compile`.
+        plans: of compiled functions, from an update that differs in the number of layers only.
 
     Returns:
         The counts: "inputs" are made and sent, "pass" is from there to the end of the backward pass, "step" the rest.
         And the useful operations of the data.
     """
     counter = DeviceCounter("step")
-    with tempfile.TemporaryDirectory() as folder, _as_on_gpu(counter, pairs_of(data, tokens), ranks):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _as_on_gpu(counter, pairs_of(data, tokens), ranks, {} if plans is None else plans),
+    ):
         engine = _engine(write_headers(Path(folder), config), ranks, compiled)
         train = partial(
             engine.train_mini_batch, micro_batch_size=len(data), objective=workload.OBJECTIVE, max_token_len=tokens
         )
         with counter:
-            with counter.pause():  # AdamW makes its states in the first step
+            with counter.pause(), _uncompiled(engine):  # AdamW makes its states in the first step
                 train(data.slice(0, 1))
             with _phases(counter, engine):
                 train(data)
@@ -162,6 +172,20 @@ def _engine(path: str, ranks: int, compiled: bool) -> FSDPEngine:
 
 
 @contextmanager
+def _uncompiled(engine: FSDPEngine) -> Iterator[None]:
+    """Within the block nothing of the engine is compiled."""
+    compiler = engine.forward.compiler
+    if compiler is None:
+        yield
+        return
+    compiler.on = False
+    try:
+        yield
+    finally:
+        compiler.on = True
+
+
+@contextmanager
 def _phases(counter: DeviceCounter, engine: FSDPEngine) -> Iterator[None]:
     """Within the block the counter knows what the engine does."""
     micro_batch, backward = engine.forward.micro_batch, Tensor.backward
@@ -181,7 +205,7 @@ def _phases(counter: DeviceCounter, engine: FSDPEngine) -> Iterator[None]:
 
 
 @contextmanager
-def _as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterator[None]:
+def _as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int, plans: dict[Any, Plan]) -> Iterator[None]:
     """Within the block meta tensors are the GPU's, and this process is one of so many ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     with counter.pause():
@@ -210,7 +234,7 @@ def _as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int) -> Iterato
         ):
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, stand_in))
-        stack.enter_context(mock.patch.object(torch, "compile", PlanningCompiler(counter)))
+        stack.enter_context(mock.patch.object(torch, "compile", PlanningCompiler(counter, plans)))
         stack.enter_context(mock.patch.dict(CHUNK_LOGITS, meta=CHUNK_LOGITS["cuda"]))
         try:
             yield
