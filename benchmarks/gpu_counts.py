@@ -40,7 +40,7 @@ ATTENTION_RATE = 219e12  # of FlexAttention forward and backward, measured: 1.27
 BANDWIDTH = 2.6e12  # bytes per second that element-wise kernels of a large tensor reach
 LINK = 350e9  # bytes per second between the GPUs of a machine, by NCCL
 LAUNCH_S = 33e-6  # of the CPU for one kernel: an update in micro-batches of 2,048 tokens took 1.7 s for 52,127
-MEASURED = {"Qwen3-0.6B, 1 GPU": "25,227 tokens/s, 12.2 % (16.0 % of a large product's rate)"}
+MEASURED = {"Qwen3-0.6B, 1 GPU": "25,227 tokens/s, 12.3 % (16.0 % of a large product's rate)"}
 PUBLISHED = (
     "torchtitan, Llama 3 8B on 8 H100, tokens/s and GPU: eager 5,762, compiled 6,667",
     "prime-rl, Qwen3-0.6B on 1 H100, 16k tokens, recomputed, FlashAttention 3: 11,896 tokens/s, MFU 11.1 %",
