@@ -34,7 +34,7 @@ QWEN3_8B = QWEN3_06B | {
 }
 GROUPS = Groups(groups=4, n=8, prompt=1024, response=1920)  # of `update_16k` of gpu_check: 16,384 tokens each
 
-# The model of time; the numbers that were measured are in docs/performance.md.
+# The model of time; docs/performance.md says which of these numbers were measured, and which are assumed.
 PEAK = 989e12  # operations per second of an H100 in bf16, by NVIDIA
 ATTENTION_RATE = 219e12  # of FlexAttention forward and backward, measured: 1.27e12 in 5.8 ms at 16,384 tokens
 BANDWIDTH = 2.6e12  # bytes per second that element-wise kernels of a large tensor reach
@@ -56,7 +56,7 @@ class Case:
         name: of the model and the GPUs.
         config: of the model.
         ranks: GPUs that hold the weights together.
-        product_rate: operations per second of its layers' products in bf16, as measured for matrices of these sizes.
+        product_rate: operations per second of its products in bf16: measured for the layers of 0.6B, assumed for 8B.
         compiled: with `use_torch_compile`.
     """
 
