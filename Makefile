@@ -7,8 +7,9 @@
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make gpu-check    what a machine with one NVIDIA GPU shows: kernels, updates, memory, the main job (under 9 minutes; what
 #                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
-# make bench        has something become slower? Short benchmarks against benchmarks/baseline.json (a few minutes, on a
-#                   quiet machine); make bench-baseline makes the figures this kind of processor's baseline
+# make bench        has something become slower? Counts of what updates ask of a GPU against benchmarks/gpu_counts.json,
+#                   short benchmarks against benchmarks/baseline.json (a few minutes, on a quiet machine);
+#                   make bench-baseline makes the figures the baseline, of ratios this kind of processor's
 # make docs         the docs site, in site/: fails on a broken link
 # make dist         the wheel and the source distribution, in dist/ (docs/releasing.md)
 # make check        what every change must pass: format, lint, types, layers, fast tests
@@ -69,9 +70,11 @@ gpu-check:
 	$$(grep -qs '^gpu' .venv/.setup && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu_check $(CHECK)
 
 bench: setup
+	$(BIN)/python -m benchmarks.gpu_counts
 	$(BIN)/python -m benchmarks.regressions
 
 bench-baseline: setup
+	$(BIN)/python -m benchmarks.gpu_counts --write
 	$(BIN)/python -m benchmarks.regressions --write
 
 check: setup

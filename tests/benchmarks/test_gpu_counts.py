@@ -1,0 +1,148 @@
+"""Counts of operations against numbers worked out on paper."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.device_counter import DeviceCounter
+from benchmarks.gpu_check.scale import TINY, Groups
+from benchmarks.gpu_counts import BASELINE, CASES, compare
+
+GROUPS = Groups(groups=2, n=4, prompt=32, response=24)
+# In a process of its own: the compiler is told of a GPU that is not there, and the process group is a fake.
+SCRIPT = """
+import json
+from benchmarks.gpu_check.scale import TINY, Groups
+from benchmarks.gpu_counts import count
+from grpo_dist.engines.train.objectives import PolicyObjective
+
+computed = PolicyObjective.__call__
+
+
+def reads(self, micro_batch, counts):
+    loss = computed(self, micro_batch, counts)
+    loss.loss.item()
+    return loss
+
+
+groups = Groups(groups=2, n=4, prompt=32, response=24)
+found = {"eager": count(TINY, groups).numbers(), "compiled": count(TINY, groups, compiled=True).numbers()}
+PolicyObjective.__call__ = reads
+found["two ranks, which read the loss"] = count(TINY, groups, ranks=2).numbers()
+print(json.dumps(found))
+"""
+
+
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, float]]:
+    """The counts of a tiny model."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_bytes_of_single_operations() -> None:
+    a, row, number = on_meta(64, 32), on_meta(32), on_meta(64, dtype=torch.int64)
+    with DeviceCounter("") as counter:
+        _ = a + a.t().reshape(64, 32)  # the transposed is copied
+        _ = a * row.expand(64, 32)
+        _ = a.float()
+        a.zero_()
+        _ = torch.nn.functional.embedding(number, on_meta(1000, 32))
+    kernels = {name: tuple(numbers) for (_, name), numbers in counter.kernels.items()}
+    size = 64 * 32 * 2
+    assert kernels == {
+        "clone": (1, 2 * size),
+        "add": (1, 3 * size),
+        "mul": (1, 2 * size + 64),
+        "_to_copy": (1, 3 * size),
+        "zero_": (1, size),
+        "embedding": (1, 2 * size + 64 * 8),
+    }
+
+
+def test_products_and_views() -> None:
+    with DeviceCounter("") as counter:
+        _ = on_meta(64, 32) @ on_meta(32, 16).view(32, 16)
+    counts = counter.phases[""]
+    assert (counts.launches, counts.products, counts.flops, counts.bytes) == (1, 1, 2 * 64 * 32 * 16, 0)
+
+
+def test_waits_and_copies() -> None:
+    with DeviceCounter("") as counter:
+        sent = torch.ones(1).to("meta")
+        assert sent.item() == 1  # came from the host
+        torch.ones(8).to("meta", non_blocking=True)
+        on_meta(4).cpu()
+        assert bool(on_meta(4).sum() > 0)
+    counts = counter.phases[""]
+    assert (counts.waits, counts.copies, counts.blocking, counts.copied) == (3, 2, 1, 36)
+
+
+def test_pause() -> None:
+    with DeviceCounter("") as counter, counter.pause():
+        on_meta(4).sum().item()
+    assert not counter.phases
+
+
+def test_operations_of_an_update(found: dict[str, dict[str, float]]) -> None:
+    hidden, inner, layers = TINY["hidden_size"], TINY["intermediate_size"], TINY["num_hidden_layers"]
+    heads, kv_heads, width = TINY["num_attention_heads"], TINY["num_key_value_heads"], TINY["head_dim"]
+    weights = hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    head = 6 * GROUPS.n * GROUPS.response * TINY["vocab_size"] * hidden
+    # forward, again forward, and two products backward; the last product of a layer is not computed again
+    again = 2 * GROUPS.tokens * layers * hidden * inner
+    compiled = 8 * GROUPS.tokens * layers * weights + head
+    assert found["compiled"]["products, TFLOP a micro-batch"] == pytest.approx(compiled / 1e12)
+    assert found["eager"]["products, TFLOP a micro-batch"] == pytest.approx((compiled - again) / 1e12)
+    pairs = GROUPS.prompt**2 / 2 + GROUPS.n * GROUPS.response * (GROUPS.prompt + GROUPS.response / 2)
+    attention = (2 * 4 + 10) * pairs * heads * width * layers
+    for way in ("eager", "compiled"):
+        assert found[way]["attention, TFLOP a micro-batch"] == pytest.approx(attention / 1e12)
+
+
+def test_nobody_waits_between_forward_and_backward(found: dict[str, dict[str, float]]) -> None:
+    name = "host waits between forward and backward"
+    assert [found[way][name] for way in found] == [0, 0, 1]
+
+
+def test_compiled_layers_take_fewer_kernels_and_bytes(found: dict[str, dict[str, float]]) -> None:
+    eager, compiled = found["eager"], found["compiled"]
+    assert compiled["kernels a layer and micro-batch"] < eager["kernels a layer and micro-batch"] / 2
+    assert compiled["element-wise bytes a token and layer"] < eager["element-wise bytes a token and layer"] / 3
+
+
+def test_collectives_of_two_ranks(found: dict[str, dict[str, float]]) -> None:
+    hidden, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
+    heads, kv_heads, width = TINY["num_attention_heads"], TINY["num_key_value_heads"], TINY["head_dim"]
+    matrices = hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+    layer = matrices + 2 * hidden + 2 * width
+    weights = TINY["num_hidden_layers"] * layer + vocabulary * hidden + hidden
+    more = (
+        found["two ranks, which read the loss"]["bytes of collectives a step"]
+        - found["eager"]["bytes of collectives a step"]
+    )
+    # gathered in bf16 before forward and before backward; gradients are scattered in fp32
+    assert more == pytest.approx(GROUPS.groups * (2 * 2 + 4) * weights, rel=0.01)
+
+
+def test_a_count_that_grew_is_named() -> None:
+    assert compare({"a": 1.0, "b": 0}, {"a": 1.0, "b": 0}) == []
+    assert compare({"a": 1.005, "b": 3}, {"a": 1.0, "b": 4}) == []
+    assert compare({"a": 1.02}, {"a": 1.0, "b": 0}) == ["a: 1 -> 1.02", "b is no longer counted"]
+    assert compare({"waits": 1}, {"waits": 0}) == ["waits: 0 -> 1"]
+
+
+def test_the_baseline_has_every_case() -> None:
+    counts = json.loads(BASELINE.read_text())["counts"]
+    assert list(counts) == [case.title for case in CASES]
+    assert all(of["host waits between forward and backward"] == 0 for of in counts.values())
