@@ -60,12 +60,17 @@ PARTS = (
     Part(
         "layouts", "engine", "kernels:layouts", 50, "log-probs of shared, packed and padded sequences", needs_model=True
     ),
-    Part("update_2k", "engine", "update:update_2k", 35, "updates in micro-batches of 2,048 tokens", needs_model=True),
     Part(
-        "update_16k", "engine", "update:update_16k", 35, "updates in micro-batches of 16,384 tokens", needs_model=True
+        "update", "engine", "update:update", 45, "updates in micro-batches of 16,384 and 2,048 tokens", needs_model=True
     ),
     Part(
-        *("update_compiled", "engine", "update:update_compiled", 60, "the same, with layers and output layer compiled"),
+        *(
+            "update_compiled",
+            "engine",
+            "update:update_compiled",
+            60,
+            "the former, with layers and output layer compiled",
+        ),
         asks_gpu=True,
         needs_model=True,
     ),
