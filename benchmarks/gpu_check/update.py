@@ -25,6 +25,8 @@ LAYOUTS = ("shared", "packed", "padded")
 # Useful operations per second, of those of a large matrix product, in long micro-batches. Short ones of so small a
 # model are held against nothing: launching their kernels takes the CPU three times as long as the GPU needs for them.
 LEAST_MFU = 0.15
+# Updates of which the median counts.
+ROUNDS = 3
 # Of the plan.
 LEAST_PEAK, MOST_PEAK = 0.9, 1.1
 
@@ -74,7 +76,7 @@ def _long(work: Work, *, use_torch_compile: bool = False) -> FSDPEngine:
 def _rates(work: Work, engine: FSDPEngine, sizes: Groups) -> tuple[float, float]:
     """Tokens, and useful operations, per second of an update whose micro-batches are single groups."""
     data = _equal_groups(work, sizes)
-    seconds = median_seconds(partial(_step, engine, data, sizes.tokens), work.device, rounds=work.scale.rounds)
+    seconds = median_seconds(partial(_step, engine, data, sizes.tokens), work.device, rounds=ROUNDS)
     return sizes.groups * sizes.tokens / seconds, workload.useful_flops(engine.model, data) / seconds
 
 
@@ -122,7 +124,7 @@ def layout_speed(work: Work) -> None:
     for layout in LAYOUTS:
         engine = workload.engine(str(work.model), layout, work.device, gradient_checkpointing=True)
         call: Callable[[], None] = partial(_step, engine, data, work.scale.budget)
-        times[layout] = median_seconds(call, work.device, rounds=3)
+        times[layout] = median_seconds(call, work.device, rounds=ROUNDS)
         kept = engine.forward.layout == layout
         work.found.note(f"{layout}", times[layout], "s", note="" if kept else engine.forward.report)
         del engine, call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from benchmarks.gpu_check.work import Work
 from grpo_dist.errors import OutOfMemory
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.memory import memory_estimate
-from tests.benchmarks.gpu_check.engine_parts import ENGINE, SETUP, engine_parts
+from tests.benchmarks.gpu_check.engine_parts import ABSENT, ENGINE, SETUP, engine_parts
 from tests.messages import says
 from tests.ranks import run_ranks
 
@@ -37,7 +38,15 @@ def figures(results: dict[str, Result], part: str) -> dict[str, Figure]:
 def test_all_parts_run_without_ray_vllm_and_the_rest(results: dict[str, Result]) -> None:
     ended = {result.part: (result.status, result.reason) for result in results.values()}
     asks_gpu = ("skipped", "it asks about a GPU")
-    assert ended == {part.name: asks_gpu if part.asks_gpu else ("done", "") for part in ENGINE}
+    assert ended == {part.name: asks_gpu if part.asks_gpu or part.gpus > 1 else ("done", "") for part in ENGINE}
+
+
+def test_all_parts_are_imported_by_a_process_that_has_no_more_than_they_need() -> None:
+    """Also those that need GPUs; and here nothing has been imported before."""
+    modules = sorted({part.function.partition(":")[0] for part in ENGINE})
+    code = f"import sys, importlib; sys.modules.update(dict.fromkeys({ABSENT}))\n"
+    code += f"for name in {modules}: importlib.import_module('benchmarks.gpu_check.' + name)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_is_right_on_a_gpu_is_right_here(results: dict[str, Result]) -> None:
@@ -47,7 +56,7 @@ def test_what_is_right_on_a_gpu_is_right_here(results: dict[str, Result]) -> Non
     }
     assert {part: met for part, met in held.items() if met} == {
         "head": [True],
-        "attention": [True] * 2,
+        "attention": [True] * 4,  # at two lengths, and of one and of four rows of two tokens
         "layouts": [True] * 10,  # six engines that did not fall back, four differences
         "update": [True],
         "weights": [True],
@@ -56,9 +65,10 @@ def test_what_is_right_on_a_gpu_is_right_here(results: dict[str, Result]) -> Non
 
 def test_a_part_says_what_it_cannot_measure_here(results: dict[str, Result]) -> None:
     missing = {part: [f.what for f in result.figures if f.value is None] for part, result in results.items()}
-    assert missing["attention"] == ["compiled graphs"]
+    kernels = [f"rows of 2 tokens, {rows} of them: kernels for decoding" for rows in (1, 4)]
+    assert missing["attention"] == [*kernels, "compiled graphs"]
     assert missing["update"] == ["peak of the GPU's memory"]
-    assert missing["weights"][-1] == "optimizer states out and back"
+    assert missing["weights"][-1] == "weights and optimizer states to CPU memory and back"
     assert all(f.note for result in results.values() for f in result.figures if f.value is None)
 
 
