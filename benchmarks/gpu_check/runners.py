@@ -12,7 +12,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu_check.results import Findings
+from benchmarks.gpu_check.results import SHOWN_REASON, Findings
 from benchmarks.gpu_check.roles import OURS, run_config
 from benchmarks.gpu_check.scale import SCALES
 from benchmarks.gpu_check.work import Work
@@ -97,21 +97,21 @@ def side(store: dist.TCPStore, rank: int, *, device: str, scale: str, folder: st
     settings = engine_settings(config, placement(config), 0)
     if rank == 0:
         offline = Offline(settings, load)
+        store.wait(["imported"])  # or that would disturb the measurement
         runner = "V2" if offline.llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
         found = _sampled(offline, runner)
         store.set("runner", runner)
         store.wait(["done"])
         return found
-    import vllm  # noqa: F401 - its seconds are over when the other one is
+    import vllm  # noqa: F401 - while the other engine starts, and not after it
 
+    store.set("imported", "")
     runner = "V1" if store.get("runner") == b"V2" else "V2"
     os.environ[VARIABLE] = str(int(runner == "V2"))
     try:
         return _sampled(Offline(settings, load), runner)
-    except (ValueError, RuntimeError) as error:
-        from grpo_dist.errors import in_a_line
-
-        return {"runner": runner, "refused": in_a_line(error)}
+    except Exception as error:  # noqa: BLE001 - vLLM's processes and pydantic raise errors of many kinds
+        return {"runner": runner, "refused": " ".join(str(error).split())[:SHOWN_REASON]}
     finally:
         store.set("done", "")
 
