@@ -64,13 +64,7 @@ PARTS = (
         "update", "engine", "update:update", 40, "updates in micro-batches of 16,384 and 2,048 tokens", needs_model=True
     ),
     Part(
-        *(
-            "update_compiled",
-            "engine",
-            "update:update_compiled",
-            60,
-            "the former, with layers and output layer compiled",
-        ),
+        *("update_compiled", "engine", "update:update_compiled", 55, "the long ones, layers and output layer compiled"),
         asks_gpu=True,
         needs_model=True,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -19,6 +20,8 @@ from grpo_dist.engines.rendezvous import LOOPBACK, open_store
 
 # How often the processes are looked at while their results are waited for.
 LOOK_S = 0.1
+# How long those that have given their results may take to end.
+GRACE_S = 15.0
 
 
 def run_ranks(
@@ -46,11 +49,21 @@ def run_ranks(
     ]
     try:
         deadline = time.monotonic() + limit_s
-        return [_result(store, rank, processes, deadline) for rank in range(len(processes))]
+        results = [_result(store, rank, processes, deadline) for rank in range(len(processes))]
+        _await(processes)
+        return results
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _await(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let processes that have given their results end what they have started, as far as they do it soon."""
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
 
 
 def _changed(environment: Mapping[str, str]) -> dict[str, str]:

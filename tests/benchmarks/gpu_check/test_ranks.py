@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from benchmarks.gpu_check import ranks
 from benchmarks.gpu_check.ranks import run_ranks
 from tests.messages import refuses
 
@@ -38,6 +41,24 @@ def test_each_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_CHECK_A", "inherited")
     found = run(described, [{"GPU_CHECK_B": "own"}, {"GPU_CHECK_A": ""}], names=["GPU_CHECK_A", "GPU_CHECK_B"])
     assert found == [[0, "inherited", "own"], [1, None, None]]
+
+
+def writes_at_its_end(store: dist.TCPStore, rank: int, *, path: str, forever: bool) -> int:
+    """Something that it ends after its result is known: what it has started."""
+    atexit.register(time.sleep, 600 if forever else 0.5)
+    atexit.register(lambda: Path(path).write_text("ended") if not forever else None)
+    return rank
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["soon", "never"])
+def test_processes_may_end_what_they_have_started(
+    forever: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 2.0 if forever else 100.0)
+    path, started = tmp_path / "ended", time.monotonic()
+    assert run(writes_at_its_end, [{}], path=str(path), forever=forever) == [0]
+    assert path.exists() is not forever
+    assert time.monotonic() - started < 100
 
 
 @pytest.mark.parametrize(
