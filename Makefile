@@ -5,7 +5,7 @@
 # make test-browser the run report in Chromium, which it installs (Debian or Ubuntu, as root)
 # make cluster      train on 2 and 3 machines, emulated on this one (Linux, root)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
-# make gpu-check    what a machine with one NVIDIA GPU shows: kernels, updates, memory, the main job (under 9 minutes; what
+# make gpu-check    what a machine with one NVIDIA GPU shows: kernels, updates, memory, the main job (under 10 minutes; what
 #                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
 # make bench        has something become slower? Counts of what updates ask of a GPU against benchmarks/gpu_counts.json,
 #                   short benchmarks against benchmarks/baseline.json (a few minutes, on a quiet machine);

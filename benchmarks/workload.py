@@ -77,11 +77,12 @@ def engine(
     gradient_checkpointing: bool = False,
     optimizer_offload: bool = False,
     use_torch_compile: bool = False,
+    fsdp_size: int = -1,
 ) -> FSDPEngine:
     """An engine, trainable unless told otherwise; None: float32 on CPU, bf16 compute on GPU."""
     compute = compute or ("bf16" if device == "cuda" else "fp32")
     model = section(ModelConfig, "model", enable_gradient_checkpointing=gradient_checkpointing)
-    held = section(FSDPConfig, "actor", "fsdp_config", use_torch_compile=use_torch_compile)
+    held = section(FSDPConfig, "actor", "fsdp_config", use_torch_compile=use_torch_compile, fsdp_size=fsdp_size)
     settings = ModelSettings(
         *(model, held, model, POLICY_KEY, path, "fp32", compute),
         reshard_after_forward=False,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +26,20 @@ from grpo_dist.engines.train.model_loading import DTYPES
 MOST_GRAPHS = 8
 # From so many tokens on FlexAttention must not be slower than SDPA; below, starting its kernels costs more.
 LONG = 8192
+# Micro-batches of so many rows of two tokens. A single one has a graph of its own.
+ROWS_OF_TWO = (1, 4)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(work: Work) -> None:
-    """Output, gradients and time under the mask of a shared prompt, at growing lengths; then at changing ones."""
+    """Output, gradients and time under the mask of a shared prompt, at growing lengths; then at changing ones.
+
+    Rows of two tokens come first: later the kernel of longer ones might be there, and be taken.
+    """
+    for rows in ROWS_OF_TWO:
+        _rows_of_two(work, rows)
+    short = counters["stats"]["unique_graphs"]
     for tokens in work.scale.attention:
         _compare(work, tokens)
     _causal(work, work.scale.attention[-1])
@@ -41,25 +51,58 @@ def attention(work: Work) -> None:
         work.found.missing("compiled graphs", "the kernels are compiled on a GPU only")
         return
     graphs = counters["stats"]["unique_graphs"]
-    more = f"{graphs - before} of them at {len(work.scale.changing)} other lengths"
-    work.found.right("compiled graphs", graphs, MOST_GRAPHS, note=more)
+    more = f"{graphs - before} of them at {len(work.scale.changing)} other lengths; {short} more for rows of two tokens"
+    work.found.right("compiled graphs", graphs - short, MOST_GRAPHS, note=more)
 
 
 def _compare(work: Work, tokens: int) -> None:
-    segments = _segments(work, tokens)
+    segments, name = _segments(work, tokens), f"{tokens:,} tokens"
     inputs, flex, sdpa = _inputs(work, tokens), _flex(segments), _sdpa(dense_mask(segments))
-    found, expected = _forward_backward(flex, inputs), _forward_backward(sdpa, inputs)
-    off = largest(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, expected, strict=True))
-    name = f"{tokens:,} tokens"
-    tolerance = GRADIENT_TOLERANCE[DTYPES[work.compute]]
-    work.found.right(f"{name}: difference of output and gradients, relative", off, tolerance)
-    del found, expected
+    _difference(work, name, inputs, flex, sdpa)
     rounds = work.scale.rounds
     flex_s = median_seconds(partial(_forward_backward, flex, inputs), work.device, rounds=rounds)
     sdpa_s = median_seconds(partial(_forward_backward, sdpa, inputs), work.device, rounds=rounds)
     work.found.note(f"{name}: FlexAttention, forward and backward", flex_s * 1e3, "ms")
     least = 1.0 if tokens >= LONG else 0.0
     work.found.at_least(f"{name}: SDPA under the same mask takes", sdpa_s / flex_s, least, "x")
+
+
+def _difference(work: Work, name: str, inputs: list[Tensor], flex: Attend, sdpa: Attend) -> None:
+    found, expected = _forward_backward(flex, inputs), _forward_backward(sdpa, inputs)
+    off = largest(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, expected, strict=True))
+    tolerance = GRADIENT_TOLERANCE[DTYPES[work.compute]]
+    work.found.right(f"{name}: difference of output and gradients, relative", off, tolerance)
+
+
+def _rows_of_two(work: Work, rows: int) -> None:
+    """Prompts and responses of one token each: of so short rows torch would have a kernel for decoding take care."""
+    segments = make_micro_batch(workload.batch(rows, 1, 1, 1, vocab=100), (), 0, layout="shared").segments
+    assert segments is not None
+    assert segments.shape == (2, rows, 2)
+    segments, name = segments.to(work.device), f"rows of 2 tokens, {rows} of them"
+    made: list[None] = []
+    with made_for_decoding(made) if work.device == "cuda" else nullcontext():
+        _difference(work, name, _inputs(work, 2, rows), _flex(segments), _sdpa(dense_mask(segments)))
+    if work.device == "cpu":
+        work.found.missing(f"{name}: kernels for decoding", "the kernels are compiled on a GPU only")
+    else:
+        work.found.right(f"{name}: kernels for decoding", len(made), 0)
+
+
+@contextmanager
+def made_for_decoding(made: list[None]) -> Iterator[None]:
+    """`made` gets an entry for each kernel for decoding that the compiler makes in the block; its cache is off."""
+    from torch._inductor import config
+    from torch._inductor.kernel.flex import flex_attention as lowering
+
+    create = lowering.create_flex_decoding_kernel
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(None)
+        return create(*args, **options)
+
+    with mock.patch.object(lowering, "create_flex_decoding_kernel", counted), config.patch(force_disable_caches=True):
+        yield
 
 
 def _causal(work: Work, tokens: int) -> None:
@@ -82,13 +125,13 @@ def _segments(work: Work, tokens: int) -> Tensor:
     return segments.to(work.device)
 
 
-def _inputs(work: Work, tokens: int) -> list[Tensor]:
+def _inputs(work: Work, tokens: int, rows: int = 1) -> list[Tensor]:
     """Queries, keys and values, heads behind tokens in memory, as projections leave them."""
     config = work.scale.model
     counts = [config["num_attention_heads"], *[config["num_key_value_heads"]] * 2]
     generator = torch.Generator(work.device).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "device": work.device, "dtype": DTYPES[work.compute]}
-    made = [torch.randn(1, tokens, count, config["head_dim"], **options) for count in counts]
+    made = [torch.randn(rows, tokens, count, config["head_dim"], **options) for count in counts]
     return [each.transpose(1, 2).detach().requires_grad_() for each in made]
 
 

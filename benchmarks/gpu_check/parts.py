@@ -50,31 +50,44 @@ class Part:
 
 
 PARTS = (
-    Part("model", "engine", "model:write_model", 20, "writes Qwen3-0.6B's shape with random weights"),
+    Part("model", "engine", "model:write_model", 15, "writes Qwen3-0.6B's shape with random weights"),
     Part(
         "context", "engine", "device:context", 15, "what a process takes of the GPU before its tensors", asks_gpu=True
     ),
     Part("matmul", "engine", "device:matmul", 15, "the rate that everything else is held against"),
     Part("head", "engine", "device:head", 20, "the output layer in chunks against all logits at once"),
-    Part("attention", "engine", "kernels:attention", 65, "FlexAttention against SDPA, and how often it is compiled"),
+    Part("attention", "engine", "kernels:attention", 70, "FlexAttention against SDPA, and how often it is compiled"),
     Part(
         "layouts", "engine", "kernels:layouts", 50, "log-probs of shared, packed and padded sequences", needs_model=True
     ),
-    Part("update_2k", "engine", "update:update_2k", 35, "updates in micro-batches of 2,048 tokens", needs_model=True),
     Part(
-        "update_16k", "engine", "update:update_16k", 35, "updates in micro-batches of 16,384 tokens", needs_model=True
+        "update", "engine", "update:update", 40, "updates in micro-batches of 16,384 and 2,048 tokens", needs_model=True
     ),
     Part(
-        *("update_compiled", "engine", "update:update_compiled", 60, "the same, with layers and output layer compiled"),
+        *("update_compiled", "engine", "update:update_compiled", 55, "the long ones, layers and output layer compiled"),
         asks_gpu=True,
         needs_model=True,
     ),
     Part("layout_speed", "engine", "update:layout_speed", 40, "the same update in each layout", needs_model=True),
     Part(
-        "weights", "engine", "weights:weights", 30, "loading, export, optimizer states out and back", needs_model=True
+        "weights",
+        "engine",
+        "weights:weights",
+        30,
+        "loading, export, weights and optimizer states to CPU memory and back",
+        needs_model=True,
     ),
+    Part(
+        *("hybrid_sharding", "engine", "hybrid:hybrid_sharding", 45, "an update of two copies, on a GPU each"),
+        needs_model=True,
+        gpus=2,
+    ),
+    Part("ipc", "engine", "ipc:ipc", 20, "weights from process to process on one GPU (CUDA IPC)", asks_gpu=True),
     Part("main_job", "whole", "main_job:main_job", 90, "the main job: its reward rises, and it ends well"),
     Part("roles", "whole", "roles:roles", 75, "weight sync, tokens/s, kill -9 of the engine", needs_model=True),
     Part("broadcast", "whole", "roles:broadcast", 60, "weight sync between two GPUs (NCCL)", needs_model=True, gpus=2),
-    Part("vllm_alone", "whole", "roles:vllm_alone", 45, "tokens/s of vLLM without us", needs_model=True),
+    Part(
+        *("vllm_alone", "whole", "runners:vllm_alone", 60, "tokens/s of vLLM without us, with both model runners"),
+        needs_model=True,
+    ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ OURS = "our rollout group: tokens"
 
 def roles(work: Work) -> None:
     """All roles on one GPU: sync, tokens per second, then kill -9 of the engine."""
-    with _started(work, _config(work)) as (config, started):
+    with _started(work, run_config(work)) as (config, started):
         _sync(work, config, started)
         _generate(work, started)
         _kill_engine(work, config, started)
@@ -37,36 +36,12 @@ def roles(work: Work) -> None:
 
 def broadcast(work: Work) -> None:
     """Weight sync where actor and engine have a GPU each: NCCL."""
-    with _started(work, _config(work, TWO_GPUS)) as (config, started):
+    with _started(work, run_config(work, TWO_GPUS)) as (config, started):
         _sync(work, config, started)
 
 
-def vllm_alone(work: Work) -> None:
-    """The `LLM` of vLLM with the settings of our engine, on the same prompts."""
-    from grpo_dist.engines.vllm.starting import quiet_environment
-    from grpo_dist.plan.placement import placement
-
-    config = _config(work)
-    place = placement(config)
-    quiet_environment(work.device)  # this and the threads: before torch is imported
-    if work.device == "cpu":
-        os.environ["OMP_NUM_THREADS"] = str(place.num_threads["rollout"])
-    from benchmarks.throughput import Load, Offline
-    from grpo_dist.trainer.settings import engine_settings
-
-    load = Load(*astuple(work.scale.rollout))
-    alone = Offline(engine_settings(config, place, 0), load)
-    alone.run()
-    rate = load.tokens / min(alone.run() for _ in range(ROUNDS))
-    work.found.note("vLLM alone: tokens", rate, "/s")
-    ours = work.figure_of("roles", OURS)
-    if ours is None:
-        work.found.missing("our rollout group, of vLLM alone", "the part roles has not measured it")
-    else:
-        work.found.note("our rollout group, of vLLM alone", ours / rate)
-
-
-def _config(work: Work, cluster: Sequence[str] = ()) -> RunConfig:
+def run_config(work: Work, cluster: Sequence[str] = ()) -> RunConfig:
+    """The config of a run that samples as the scale says, by default on this one GPU."""
     from grpo_dist.plan.commands import load_config
 
     sizes = work.scale.rollout

@@ -23,6 +23,14 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Tensors:
+    """Tensors of about so many numbers each."""
+
+    tensors: int
+    numbers: int
+
+
+@dataclass(frozen=True)
 class Scale:
     """Sizes of all parts.
 
@@ -37,6 +45,7 @@ class Scale:
         passes: by name, the mini-batch of an update whose micro-batches are single groups.
         mixed: the mini-batch that each layout takes, with responses of all lengths up to the given one.
         budget: tokens of its micro-batches.
+        shared_weights: what one process hands over to another, in bf16.
         rollout: what the engines sample.
         job: overrides of the main job.
     """
@@ -51,6 +60,7 @@ class Scale:
     passes: Mapping[str, Groups]
     mixed: Groups
     budget: int
+    shared_weights: Tensors
     rollout: Groups
     job: tuple[str, ...]
 
@@ -92,6 +102,7 @@ SCALES = {
         passes={"2k": Groups(8, 8, 256, 224), "16k": Groups(4, 8, 1024, 1920)},
         mixed=Groups(groups=8, n=8, prompt=512, response=512),
         budget=16_384,
+        shared_weights=Tensors(tensors=12, numbers=50_000_000),
         rollout=Groups(groups=64, n=8, prompt=256, response=256),
         job=("trainer.total_training_steps=6", "trainer.test_freq=6"),
     ),
@@ -106,6 +117,7 @@ SCALES = {
         passes={"2k": Groups(2, 4, 16, 12), "16k": Groups(2, 4, 32, 24)},
         mixed=Groups(groups=2, n=4, prompt=16, response=16),
         budget=128,
+        shared_weights=Tensors(tensors=6, numbers=1000),
         rollout=Groups(groups=4, n=2, prompt=16, response=16),
         job=(
             "trainer.total_training_steps=2",

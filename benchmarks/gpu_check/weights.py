@@ -1,19 +1,24 @@
-"""Weights on their way: from files, into files, and the optimizer's states to CPU memory and back."""
+"""Weights on their way: from files, into files, and with the optimizer's states to CPU memory and back."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 
 from benchmarks import workload
-from benchmarks.gpu_check.gpu import forget_host_peak, host_gib, median_seconds
+from benchmarks.gpu_check.gpu import forget_host_peak, host_gib
 from benchmarks.gpu_check.work import Work
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.optimizer import Offload
 from grpo_dist.sizes import GIB
+
+# Round trips of which the median counts.
+ROUNDS = 3
 
 
 def weights(work: Work) -> None:
@@ -46,22 +51,41 @@ def _timed(work: Work, name: str, size: int, note: str) -> Iterator[None]:
 
 
 def _offload(work: Work, engine: FSDPEngine) -> None:
-    """A round trip of AdamW's states, which a step has to make first."""
+    """AdamW's states, which a step has to make first, and the weights: `optimizer_offload` and `param_offload`."""
     if work.device == "cpu":
-        work.found.missing("optimizer states out and back", "on CPU nothing moves")
+        work.found.missing("weights and optimizer states to CPU memory and back", "on CPU nothing moves")
         return
     data = workload.batch(1, 2, 16, 16, work.scale.model["vocab_size"])
     engine.train_mini_batch(data, micro_batch_size=2, objective=workload.OBJECTIVE)
     states = engine.optimizer.state.values()
     moved = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+    note_ways(work, "optimizer states", moved, engine.offload.states_on_device)
+    weights = Offload(engine.model, None, engine.device, parameters=True)
+    weights.away()
+    held = sum(parameter.nbytes for parameter in engine.model.parameters())
+    note_ways(work, "weights", held, weights.on_device)
 
-    def round_trip() -> None:
-        with engine.offload.states_on_device():
-            pass
 
-    seconds = median_seconds(round_trip, work.device, rounds=3)
-    work.found.note("optimizer states in and out", seconds, "s", note=f"{moved / GIB:.3g} GiB each way")
-    work.found.note("optimizer states in and out: both ways together", 2 * moved / 1e9 / seconds, "GB/s")
+def note_ways(work: Work, name: str, size: int, on_device: Callable[[], AbstractContextManager[None]]) -> None:
+    """Median seconds, and GB/s, of each way of `size` bytes that are in the GPU's memory within a block."""
+    times: dict[str, list[float]] = {"to the GPU": [], "to CPU memory": []}
+    for _ in range(ROUNDS):
+        started = _now(work)
+        with on_device():
+            times["to the GPU"].append(_now(work) - started)
+            started = _now(work)
+        times["to CPU memory"].append(_now(work) - started)
+    for way, taken in times.items():
+        seconds = statistics.median(taken)
+        work.found.note(f"{name} {way}", seconds, "s", note=f"{size / GIB:.3g} GiB")
+        work.found.note(f"{name} {way}", size / 1e9 / seconds, "GB/s")
+
+
+def _now(work: Work) -> float:
+    """The clock, when the GPU has done what it was given."""
+    if work.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def num_bytes(folder: Path) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -104,6 +103,8 @@ def own_ip(host: str, port: int) -> str:
 
 def interface_of(ip: str) -> str:
     """The network interface that has this address."""
+    import psutil  # not needed on a single machine, where an engine may run without it
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == ip for address in addresses):
             return name

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -216,10 +215,16 @@ def _own_prefix() -> str:
 
 def is_alive(pid: int) -> bool:
     """Tell if a process is alive and holds its memory; a zombie does not."""
+    if not Path("/proc/self/stat").exists():
+        import psutil  # for other systems than Linux
+
+        return psutil.pid_exists(pid)
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error as error:
-        return not isinstance(error, psutil.NoSuchProcess)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except PermissionError:  # it is another user's
+        return True
 
 
 def _pid_namespace() -> int:

@@ -140,10 +140,10 @@ def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     work = on_gpu(tmp_path)
     work.model.mkdir()
     (work.model / "config.json").write_text(json.dumps(SCALES["full"].model))
-    shared = placement(roles._config(work))
+    shared = placement(roles.run_config(work))
     sizes = {"actor": 1, "rollout": 1, "ref": 1, "reward_model": 0, "critic": 0}
     assert (shared.world_sizes, shared.shares_gpu) == (sizes, True)
-    config = roles._config(work, roles.TWO_GPUS)
+    config = roles.run_config(work, roles.TWO_GPUS)
     apart = placement(config)
     assert (apart.world_sizes, apart.num_gpus("actor")) == (sizes | {"ref": 0}, 1.0)
     assert engine_settings(config, apart, 0).weight_transport == "broadcast"

@@ -237,3 +237,23 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     assert outside.exists()
     mine.close()
     killed.wait()
+
+
+def test_a_process_is_alive_until_it_has_ended() -> None:
+    """One that has ended, and that nobody has taken note of, holds no memory any more."""
+    process = subprocess.Popen(["sleep", "600"])
+    assert module.is_alive(process.pid)
+    assert module.is_alive(os.getpid())
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not module.is_alive(process.pid)
+    process.wait()
+    assert not module.is_alive(process.pid)
+
+
+def test_a_process_of_which_nothing_may_be_known_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert module.is_alive(1)
