@@ -255,8 +255,9 @@ class TrainEngine(Protocol):
         """One sentence on how sequences are laid out, and why; "" before the first forward pass."""
 
     def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
-        """Within the block the weights, and with `optimizer` the optimizer's states, are on the device; `reads`: the block
-        changes no weights.
+        """Within the block the weights, and with `optimizer` the optimizer's states, are on the device.
+
+        A block that only `reads` the weights changes none.
         """
 
     def compute_columns(

@@ -174,7 +174,7 @@ class FakeTrainEngine:
         self.failure: Exception | None = None
         self._saved: Path | None = None
 
-    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
         """Nothing moves."""
         return contextlib.nullcontext()
 

@@ -73,7 +73,7 @@ def test_a_node_with_the_other_build(process: Process, monkeypatch: pytest.Monke
 class PrintingEngine:
     """Stands for a train engine whose loss prints."""
 
-    def on_device(self, *, optimizer: bool) -> contextlib.AbstractContextManager[None]:
+    def on_device(self, *, optimizer: bool, reads: bool) -> contextlib.AbstractContextManager[None]:
         print("not the loss")
         return contextlib.nullcontext()
 
