@@ -30,7 +30,14 @@ class Run:
         short = ["trainer.total_training_steps=200", "trainer.test_freq=-1", "trainer.val_before_train=false"]
         settings = [*SETTINGS, "trainer.worker_timeout_s=300", *short, f"trainer.default_local_dir={run_dir}"]
         command = [sys.executable, "-m", "grpo_dist.main", *settings]
-        self.driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        # a shell's background job ignores Ctrl-C, and so would the run
+        self.driver = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         deadline = time.monotonic() + 300
         while not self.pointer.exists():
             assert self.driver.poll() is None, self.driver.communicate()
