@@ -35,6 +35,7 @@ def quiet_environment(device: str) -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # beside the tracebacks of the process itself
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "",
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "8192",  # of a request; more ends the core: 64 for each of the 128 words it takes
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -42,6 +43,7 @@ def quiet_environment(device: str) -> None:
     }
     cpu = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the executor inside the core
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # which a Triton for CPU would bring; ours is tested with the other
         "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs compile C++ for seconds
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and trainers share the cores
     }

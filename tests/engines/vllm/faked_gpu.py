@@ -53,6 +53,9 @@ def fake() -> None:
     ray.is_initialized = lambda: True
     ray.get_runtime_context = lambda: SimpleNamespace(runtime_env=None)
     ray.util.get_current_placement_group = lambda: "a bundle with all GPUs of the engine"
+    import vllm.config.vllm  # only now: it asks what it runs on
+
+    vllm.config.vllm.HAS_TRITON = True  # by which it chooses its model runner
 
 
 def resolved(settings: Any) -> dict[str, Any]:
@@ -85,6 +88,7 @@ def resolved(settings: Any) -> dict[str, Any]:
             config.parallel_config.distributed_timeout_seconds,
             config.parallel_config.cpu_distributed_timeout_seconds,
         ],
+        "runner_v2": config.use_v2_model_runner,
         "weights": config.weight_transfer_config.backend,
         "dtype": str(config.model_config.dtype),
     }

@@ -92,6 +92,10 @@ def test_the_defaults_are_fast_and_the_log_probs_those_of_the_sampled_distributi
     assert found["weights"] == "grpo_dist_broadcast"
 
 
+def test_every_run_has_the_model_runner_that_the_page_on_clusters_tells_of(on_gpus) -> None:
+    assert {name: found["runner_v2"] for name, found in on_gpus.items()} == dict.fromkeys(RUNS, True)
+
+
 def test_one_gpu_leaves_memory_to_the_other_roles(on_gpus) -> None:
     config, _ = load_config(RUNS["one"])
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
