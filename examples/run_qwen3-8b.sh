@@ -46,20 +46,21 @@ ROLLOUT=(
   actor_rollout_ref.rollout.name=vllm
   actor_rollout_ref.rollout.n=8
   actor_rollout_ref.rollout.tensor_model_parallel_size=1
-  actor_rollout_ref.rollout.gpu_memory_utilization=0.85
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.65
   actor_rollout_ref.rollout.max_num_seqs=512
 )
 
-# Six GPUs train and hold the reference; two generate, one step ahead, so that neither waits for the other. A mini-batch
-# of 240 * 8 sequences splits over six ranks.
+# All GPUs generate, then all train: none waits for another, and each sequence is of the present weights. Engines give their
+# memory back meanwhile. The same in two parts, side by side and a step ahead, is a tenth slower by docs/performance.md:
+#   cluster.colocate=actor_ref cluster.actor_world_size=6 cluster.rollout_world_size=2 trainer.max_staleness=1 \
+#   actor_rollout_ref.rollout.gpu_memory_utilization=0.85
 CLUSTER=(
   cluster=node8
-  cluster.actor_world_size=6
-  cluster.rollout_world_size=2
+  cluster.colocate=all
+  actor_rollout_ref.rollout.free_cache_engine=true
 )
 
 TRAINER=(
-  trainer.max_staleness=1
   'trainer.logger=[console,tensorboard]'
   trainer.project_name=grpo_gsm8k
   trainer.experiment_name=qwen3_8b

@@ -71,9 +71,21 @@ def test_qwen3_8b_resolves(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout, "arguments are appended"
     assert re.search(r"sequences per training step +960 prompts \* n=8 = 7,680", done.stdout)
-    assert re.search(r"actor +6 ranks", done.stdout)
-    assert re.search(r"rollout +2 engines", done.stdout)
-    assert re.search(r"GPUs +8 of 8 used", done.stdout)
+    assert re.search(r"actor +8 ranks", done.stdout)
+    assert re.search(r"rollout +8 engines", done.stdout)
+    assert re.search(r"GPUs +8 of 8 used; actor, rollout and ref share theirs", done.stdout)
+
+
+def test_qwen3_8b_fits_gpus_of_80_gb_in_turns_and_in_two_parts(tmp_path: Path) -> None:
+    """The second as the script's comment has it."""
+    script = EXAMPLES / "run_qwen3-8b.sh"
+    comment = script.read_text().partition("side by side")[2].partition("CLUSTER=")[0]
+    parts = re.findall(r"[a-z_.]+=[\w.]+", comment)
+    assert len(parts) == 5
+    for more in ([], parts):
+        done = run_script(script, OF_CONFIG, "cluster.gpu_memory_gib=79.1", *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "GiB, and" not in done.stdout, "no note says that it may not fit"
 
 
 def test_the_reward_model_example_resolves(tmp_path: Path) -> None:
