@@ -157,8 +157,11 @@ _OF_THE_DRIVER = frozenset(
 
 
 def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of the driver's environment that workers get."""
-    return {
+    """The part of the driver's environment that workers get.
+
+    CUDA numbers their GPUs as NVML does, which measures their memory; by itself it would begin with the fastest.
+    """
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | {
         name: value
         for name, value in environment.items()
         if (name in NAMES or name.startswith(PREFIXES))

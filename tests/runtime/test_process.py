@@ -170,6 +170,7 @@ def test_where_a_process_was_that_has_ended_is_known_until_the_next_has_started(
     assert found.last(0) == address(1)
 
 
+NUMBERS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 SECRET = "hf_" + "s3cretS3cretS3cretS3cret"
 
 
@@ -194,13 +195,14 @@ def test_credentials_proxies_and_nccl_are_shared() -> None:
     }
     others |= {"RAY_AUTH_TOKEN": "t", "WANDB_DIR": "/here", "VLLM_API_KEY": "k", "VLLM_HOST_IP": "10.0.0.1"}
     wanted |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128", "TRITON_DEBUG": "1"}
-    assert shared_environment(wanted | others) == wanted
+    assert shared_environment(wanted | others) == wanted | NUMBERS
+    assert shared_environment({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 
 
 def test_what_ties_a_process_to_its_machine_is_not() -> None:
     """As a local run sets it for itself; a later run in the same process may be one over several nodes."""
     tied = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_COMM_ID": "127.0.0.1:7000"}
-    assert shared_environment(tied | {"NCCL_DEBUG": "WARN"}) == {"NCCL_DEBUG": "WARN"}
+    assert shared_environment(tied | {"NCCL_DEBUG": "WARN"}) == {"NCCL_DEBUG": "WARN"} | NUMBERS
 
 
 def test_a_local_runs_own_settings_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
