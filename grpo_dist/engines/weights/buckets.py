@@ -215,10 +215,6 @@ def _own_prefix() -> str:
 
 def is_alive(pid: int) -> bool:
     """Tell if a process is alive and holds its memory; a zombie does not."""
-    if not Path("/proc/self/stat").exists():
-        import psutil  # for other systems than Linux
-
-        return psutil.pid_exists(pid)
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):

@@ -142,6 +142,24 @@ def test_an_adapter_of_a_tied_output_layer_is_refused(random_models: dict[str, s
         built(random_models["tied"], lora=adapter)
 
 
+def train_copies(rank: int, path: str) -> dict[str, Any]:
+    """Each of two ranks has the whole model (hybrid sharding)."""
+    torch.manual_seed(1)
+    engine = trainable_engine(path, lora=LORA, fsdp_size=1)
+    data = random_batch(num_groups=4, n=2)
+    share = list(range(8))[rank :: torch.distributed.get_world_size()]
+    for _ in range(3):
+        engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective())
+    factors = {name: factor.numpy().copy() for name, factor in engine.lora_factors("float32")}
+    return {"after": log_probs(engine), "factors": factors}
+
+
+def test_copies_of_a_model_train_the_same_factors(random_models: dict[str, str]) -> None:
+    (one,), (first, second) = (run_ranks(ranks, train_copies, random_models["tied"]) for ranks in (1, 2))
+    assert all(np.array_equal(second["factors"][name], factor) for name, factor in first["factors"].items())
+    np.testing.assert_allclose(one["after"], first["after"], rtol=1e-4, atol=1e-4)
+
+
 def test_one_rank_and_two_ranks_train_alike(random_models: dict[str, str], tmp_path: Any) -> None:
     (one,) = run_ranks(1, train, random_models["tied"], str(tmp_path / "one"))
     two, _ = run_ranks(2, train, random_models["tied"], str(tmp_path / "two"))
