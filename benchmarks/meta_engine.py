@@ -232,8 +232,7 @@ def _as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int, plans: dic
             (attention, "_block_mask_maker", lambda device: lambda *args, **kwargs: mask),
             (lm_head, "_add_outer", add_outer),
         ):
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
         stack.enter_context(mock.patch.object(torch, "compile", PlanningCompiler(counter, plans)))
         stack.enter_context(mock.patch.dict(CHUNK_LOGITS, meta=CHUNK_LOGITS["cuda"]))
         try:

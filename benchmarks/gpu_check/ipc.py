@@ -22,9 +22,8 @@ from grpo_dist.errors import WeightSyncError
 
 # torch's settings of its allocator, under its present name and the one before.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# One pair of processes for each. Containers may not allow expandable segments to be shared; the default has to work.
-DEFAULT = "default allocator"
-SETTINGS = {DEFAULT: "", "expandable segments": "expandable_segments:True"}
+# One pair of processes for each. Containers do not let another process open an expandable segment: none is shared.
+SETTINGS = {"default allocator": "", "expandable segments": "expandable_segments:True"}
 # Versions of the weights that are sent; the first one does not count: it opens the memory, and loads kernels.
 SYNCS = 4
 TENSORS_IN_A_BUCKET = 4
@@ -55,9 +54,6 @@ def note_pair(work: Work, name: str, sender: Mapping[str, Any], receiver: Mappin
     work.found.right(f"{name}: GPUs of the two by UUID that differ", sender["place"] != receiver["place"], 0)
     refused = "; ".join(f"{side}: {said['refused']}" for side, said in
                         (("sender", sender), ("receiver", receiver)) if said["refused"])  # fmt: skip
-    if refused and name != DEFAULT:
-        work.found.missing(f"{name}: weights by CUDA IPC", f"refused: {refused}")
-        return
     work.found.right(f"{name}: refused", bool(refused), 0, note=refused)
     if refused:
         return

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,6 +65,7 @@ def _offload(work: Work, engine: FSDPEngine) -> None:
     weights.away()
     held = sum(parameter.nbytes for parameter in engine.model.parameters())
     note_ways(work, "weights", held, weights.on_device)
+    note_ways(work, "weights that were only read", held, partial(weights.on_device, reads=True))
 
 
 def note_ways(work: Work, name: str, size: int, on_device: Callable[[], AbstractContextManager[None]]) -> None:

@@ -296,6 +296,10 @@ class CheckpointEngineConfig(Section):
         return "ipc" if shares_gpu else "broadcast"
 
 
+# vLLM's arguments that give an engine weights which no sync brings: drafts, quantized ones.
+WEIGHTS_OF_VLLM = ("speculative_config", "spec_method", "spec_model", "quantization", "quantization_config")
+
+
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
@@ -334,9 +338,9 @@ class RolloutConfig(Section):
 
     def sleep_level(self, model: ModelConfig) -> int:
         """VLLM's level of sleep: 2 drops the weights, since the sync that ends it brings all of them; 1 keeps them in
-        CPU memory, where only LoRA's factors come, or vLLM has weights that no sync brings: drafts, quantized ones.
+        CPU memory, where only LoRA's factors come, or vLLM has weights of its own.
         """
-        own = {"speculative_config", "quantization"} & self.engine_kwargs.vllm.keys()
+        own = any(self.engine_kwargs.vllm.get(name) is not None for name in WEIGHTS_OF_VLLM)
         return 1 if model.sends_factors or own else 2
 
     def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:

@@ -257,7 +257,7 @@ class TrainEngine(Protocol):
     def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
         """Within the block the weights, and with `optimizer` the optimizer's states, are on the device.
 
-        A block that only `reads` the weights changes none.
+        A block that only `reads` the weights does not change them, so they need not be copied back.
         """
 
     def compute_columns(

@@ -22,7 +22,7 @@ from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, 
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
-# where it has other ranks; CUDA graphs of an engine that sleeps. The last two are not measured.
+# where it has other ranks; an engine's CUDA graphs. The last two are not measured.
 CUDA_GIB, NCCL_GIB, GRAPHS_GIB = 1.5, 0.5, 1.0
 # Bytes that pinned copies of a sleeping engine's weights take, per byte: blocks of a power of two.
 PINNED = 1.4
@@ -224,7 +224,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     rank = Rank(
         shape,
         config.device,
-        held=DTYPE_BYTES[model.held],
+        held=DTYPE_BYTES[model.compute if factors and update is None else model.held],
         compute=DTYPE_BYTES[model.compute],
         shards=fsdp.num_shards(ranks),
         reshards=reshards(config, row),

@@ -144,12 +144,13 @@ def _sleeps(config: JobConfig) -> bool:
 
 def _context(config: JobConfig, role: RoleMemory) -> float:
     """Return the GiB of a GPU that a process has besides its tensors."""
+    place = placement(config)
     if role.role != "rollout":
-        return CUDA_GIB + NCCL_GIB * (placement(config).world_sizes[role.role] > 1)
+        return CUDA_GIB + NCCL_GIB * (place.world_sizes[role.role] > 1)
     assert isinstance(config, RunConfig)
     rollout = config.actor_rollout_ref.rollout
     away = rollout.enforce_eager or rollout.engine_kwargs.vllm.get("sleep_mode_offload_cudagraph", False)
-    return CUDA_GIB + GRAPHS_GIB * (not away)
+    return CUDA_GIB + NCCL_GIB * (place.tensor_parallel > 1) + GRAPHS_GIB * (not away)
 
 
 def _in_machines(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool) -> Iterator[str]:

@@ -214,6 +214,8 @@ def _processes(config: JobConfig, row: Role) -> str:
     if split > 1:
         ranks += f" in {_many(place.world_sizes[row.name] // split, 'group')} that split sequences"
     dtypes = f"weights {model.held}, compute {model.compute}" if row.trains else model.compute
+    if row.trains and getattr(value_of(config, model.key.removesuffix(".path")), "trains_factors", False):
+        dtypes = f"factors {model.held}, weights and compute {model.compute}"
     path = "" if model.key == models_of(config)[0].key else model.path
     return ", ".join(filter(None, (ranks, dtypes, path, model.remark)))
 

@@ -57,7 +57,7 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
         load_weights(unloaded, device)
     for weight in model.parameters() if whole else ():
         if not isinstance(weight, DTensor):
-            weight.requires_grad_(False)  # the loader makes new ones, which would train
+            weight.requires_grad_(False)  # the loader puts new ones in place, which require gradients
     if settings.lora is not None and settings.lora.lora_adapter_path is not None:
         load_factors(model, settings.lora, settings.section)
     else:

@@ -101,36 +101,37 @@ class Offload:
     def on_device(self, *, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
         """Within the block the weights, and with `optimizer` its states, are on the device.
 
-        A block that only `reads` the weights copies none back: they are on CPU where they were.
+        Of a block that only `reads` the weights none are copied back: their CPU copies are kept.
         """
-        if self.device.type != "cpu" and self.parameters:
-            if reads:
-                self._homes = {name: local_shard(weight).detach() for name, weight in self.model.named_parameters()}
-            self.model.to(self.device)
-        if self.device.type != "cpu" and self.optimizer_states and optimizer:
-            move_states(self.optimizer, self.device)
+        self._homes = {name: local_shard(tensor).detach() for name, tensor in self._tensors()} if reads else {}
         try:
+            if self.device.type != "cpu" and self.parameters:
+                self.model.to(self.device)
+            if self.device.type != "cpu" and self.optimizer_states and optimizer:
+                move_states(self.optimizer, self.device)
             yield
         finally:
             self.away()
 
     def _send_home(self) -> None:
-        """Have the weights be on CPU again; those that were only read are still there."""
-        free_gathered(self.model)  # or their names would be those of copies
-        names = {id(weight): name for name, weight in self.model.named_parameters()}
+        """Have the weights be on CPU again; copies of those that were only read are still there."""
+        names = {id(tensor): name for name, tensor in self._tensors()}
 
         def at_home(tensor: Tensor) -> Tensor:
             home = self._homes.get(names.get(id(tensor), ""))
             if home is None:
                 return tensor.to("cpu")
-            if not isinstance(tensor, DTensor):
-                return home
-            sharded = tensor.detach()
-            sharded._local_tensor = home
-            return sharded
+            # not by `from_local`, which would send it to the device of the mesh
+            return DTensor(home, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else home
 
         self.model._apply(at_home)
         self._homes = {}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names of weights and buffers, and them."""
+        free_gathered(self.model)  # which would stand in place of the shards
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
 
     @contextlib.contextmanager
     def states_on_device(self) -> Iterator[None]:

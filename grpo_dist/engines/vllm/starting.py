@@ -35,7 +35,7 @@ def quiet_environment(device: str) -> None:
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # beside the tracebacks of the process itself
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "",
-        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "8192",  # of a request; more ends the core: 64 for each of the 128 words it takes
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "8192",  # in a request; more ends the core, which takes 128 words
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -128,11 +128,12 @@ class WeightUpdater:
             await self.install_factors(complete=not fault)
             loaded = 0
         if fault and (loaded or self._dropped):  # what sleeps stays asleep
-            old = "those it dropped to sleep" if self._dropped else f"version {self.version}"
+            held = f"mixed of versions {self.version} and {version}"
+            if self._dropped:
+                held = f"mixed of version {version} and what was left in memory, since it dropped its own to sleep"
             self._mixed = (
                 f"sync of weight version {version}: {fault}; {loaded} weight buckets were loaded before, so the "
-                f"engine's weights are mixed of {old} and version {version}: it stays paused until a whole sync "
-                "succeeds, or its worker is replaced"
+                f"engine's weights are {held}: it stays paused until a whole sync succeeds, or its worker is replaced"
             )
             raise WeightSyncError(self._mixed)
         if not fault:

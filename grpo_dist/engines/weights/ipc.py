@@ -34,7 +34,7 @@ from grpo_dist.engines.weights.buckets import is_alive, new_folder, remove, shar
 WATCH = timedelta(seconds=2)
 # The arguments of torch's `reduce_tensor` for a tensor on a GPU that are bytes, and those that are numbers.
 HANDLES = ("handle", "ref_counter_handle", "event_handle")
-EXPANDABLE = re.compile("expandable_segments:true", re.IGNORECASE)
+EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 
 

@@ -20,7 +20,6 @@ from tests.messages import refuses, says
 
 SENDER = {"refused": "", "place": "GPU 1f2e", "bytes": 2e9, "seconds": 0.1, "busy": True}
 RECEIVER = {"refused": "", "place": "GPU 1f2e", "tensors": 24, "others": 0, "early": 0}
-EXPANDABLE = "expandable segments"
 
 
 def work_on_cpu(tmp_path: Path) -> Work:
@@ -69,17 +68,12 @@ def test_linux_under_windows_has_none(tmp_path: Path, monkeypatch: pytest.Monkey
     says(figure.note, "WSL", "object_store")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "met"), [(ipc.DEFAULT, 1.0, False), (EXPANDABLE, None, None)], ids=["default", "expandable"]
-)
-def test_only_expandable_segments_may_be_refused(
-    name: str, value: float | None, met: bool | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ipc.SETTINGS)
+def test_neither_setting_may_be_refused(name: str, tmp_path: Path) -> None:
     """And a refusal is told with its message."""
     found = noted(tmp_path, name, {"refused": "rank 1 is gone"}, {"refused": "pidfd_getfd: Operation not permitted"})
-    figure = found.get("refused") or found["weights by CUDA IPC"]
-    assert (figure.value, figure.met) == (value, met)
-    says(figure.note, "pidfd_getfd", "rank 1")
+    assert (found["refused"].value, found["refused"].met) == (1.0, False)
+    says(found["refused"].note, "pidfd_getfd", "rank 1")
     assert len(found) == 2, "and of the weights nothing is said"
 
 
@@ -100,7 +94,7 @@ def test_what_is_wrong_is_wrong_with_either_setting(
 
 
 def test_the_rate_and_whether_the_gpu_was_busy(tmp_path: Path) -> None:
-    found = noted(tmp_path, ipc.DEFAULT, {"busy": False}, {})
+    found = noted(tmp_path, "default allocator", {"busy": False}, {})
     assert found["packed, checked and copied"].value == pytest.approx(20.0)
     says(found["bytes read before they were written"].note, "idle")
 

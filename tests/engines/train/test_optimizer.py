@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -185,6 +186,37 @@ def test_weights_that_were_only_read_are_where_they_were(monkeypatch: pytest.Mon
         model.weight.copy_(home)
     assert torch.equal(model.weight, home), "what was changed is copied"
     assert places_in_memory(model) != before
+
+
+def read_on_meta(rank: int, path: str) -> dict[str, Any]:
+    """What a sharded engine has on the meta device, where values are lost, and after it."""
+    engine = trainable_engine(path)
+    data = random_batch(num_groups=4, n=2).index(list(range(8))[rank :: torch.distributed.get_world_size()])
+    offload, model = Offload(engine.model, None, META, parameters=True), engine.model
+    before = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
+    there = set()
+    for _ in range(2):
+        with offload.on_device(reads=True):
+            there |= {str(weight.device) for weight in model.parameters()}
+    here = {str(weight.device) for weight in model.parameters()}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(nn.Module, "to", Mock(side_effect=ValueError("full")))
+        with pytest.raises(ValueError, match="full"), offload.on_device(reads=True):
+            pass
+    return {
+        "there": there,
+        "here": here,
+        "kept for later": len(offload._homes),
+        "trains": all(weight.requires_grad for weight in model.parameters()),
+        "alike": np.array_equal(engine.compute_log_probs(data, micro_batch_size=2).values.numpy(), before),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_were_only_read_are_back_from_a_device_that_has_lost_them(ranks: int, tmp_path: Path) -> None:
+    """And a device that has no room for them leaves nothing that a later phase might take for the weights."""
+    for found in run_ranks(ranks, read_on_meta, random_model("Qwen3", tmp_path / "model")):
+        assert found == {"there": {"meta"}, "here": {"cpu"}, "kept for later": 0, "trains": True, "alike": True}
 
 
 def trained_away(rank: int, path: str, away: bool) -> dict[str, Any]:

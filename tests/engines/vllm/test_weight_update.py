@@ -143,6 +143,8 @@ async def test_an_engine_that_dropped_its_weights_samples_nothing_until_whole_on
         ({"lora_rank": 4}, 2),
         ({"lora_rank": 4, "lora": LoraSyncConfig(merge=False)}, 1),
         ({"vllm": {"quantization": "fp8"}}, 1),
+        ({"vllm": {"spec_model": "small"}}, 1),
+        ({"vllm": {"quantization": None}}, 2),
         (DRAFTS, 1),
     ],
 )
