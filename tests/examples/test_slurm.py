@@ -120,22 +120,21 @@ def test_a_run_to_its_end(start: Callable[..., Job]) -> None:
     address = f"127.0.0.1:{20000 + int(job.id)}"
     ray = "-m ray.scripts.scripts start --block"
     asked = job.asked()
-    assert (
-        asked[0] == f"python {ray} --head --node-ip-address=127.0.0.1 --port={address[10:]} --include-dashboard=false"
-    )
+    # Ray runs beside the script, and is written down when it gets to it
+    assert f"python {ray} --head --node-ip-address=127.0.0.1 --port={address[10:]} --include-dashboard=false" in asked
     others = f"{job.python} {ray} --address={address}"
     assert f"srun --relative=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none {others}" in asked
     assert f"python {ray} --address={address}" in asked
     assert f"python examples/cluster/wait_for_nodes.py {address} 2" in asked
     run = f"python -m grpo_dist.main ray_kwargs.ray_init.address={address} cluster=multi_node trainer.nnodes=2"
-    assert asked[-2:] == [f"{run} model=qwen3_8b trainer.seed=7", "runs"]
+    assert [line for line in asked if ray not in line][-2:] == [f"{run} model=qwen3_8b trainer.seed=7", "runs"]
 
 
 def test_one_node_needs_no_srun_and_a_cluster_that_is_named_is_taken(start: Callable[..., Job]) -> None:
     job = start("cluster=node8", SLURM_JOB_NUM_NODES="1", RUN_ENDS="0")
     assert job.ends()[0] == 0
     assert [line for line in job.asked() if line.startswith("srun")] == []
-    assert job.asked()[-2].endswith(f":{20000 + int(job.id)} cluster=node8")
+    assert any(line.endswith(f":{20000 + int(job.id)} cluster=node8") for line in job.asked())
 
 
 @pytest.mark.parametrize("code", [1, 2, 143])
