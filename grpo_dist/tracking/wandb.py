@@ -18,6 +18,7 @@ from wandb.sdk.lib.wbauth import read_netrc_auth
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact_text
 from grpo_dist.tracking.base import RunInfo, Tracker
+from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.tracking.metric_names import GLOBAL_STEP
 from grpo_dist.tracking.samples import SAMPLES, Sample, as_html
 
@@ -60,6 +61,8 @@ class WandbTracker(Tracker):
         # The x axis of every chart: W&B's own step cannot go back, as a run does that resumes before its last row.
         self._run.define_metric(GLOBAL_STEP)
         self._run.define_metric("*", step_metric=GLOBAL_STEP)
+        if mode == "online":
+            self._catch_up(run)
         later = f"{away}: upload later with: wandb sync {shlex.quote(str(folder))}/offline-run-*"
         self.note = f"W&B {mode}" + {"online": f": {self._run.url}", "offline": later}.get(mode, "")
 
@@ -85,6 +88,15 @@ class WandbTracker(Tracker):
         except Exception:
             _end_process()
             raise
+
+    def _catch_up(self, run: RunInfo) -> None:
+        """Send the rows of a resumed run that its W&B run lacks: lost with the process before, or logged offline."""
+        newest = self._run.summary.get(GLOBAL_STEP, -1)
+        # the summary travels apart from the rows, and may have come without its row
+        newest -= self._run.summary.get("_step", -1) - (self._run.starting_step - 1)
+        for row in read_metrics(run.run_dir / METRICS) if run.known_id("wandb") else ():
+            if (step := int(row.pop("step"))) > newest:
+                self.log(row, step)
 
     def _row(self, step: int) -> int:
         """Return W&B's own step: the training step, or the next that W&B takes, if the run has gone back."""
