@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,14 +84,17 @@ class Offload:
     parameters: bool = False
     optimizer_states: bool = False
     shares_device: bool = False
-    _homes: dict[str, Tensor] = field(default_factory=dict)
 
-    def away(self) -> None:
-        """Move the offloaded tensors to CPU, and free the device's memory."""
+    def away(self, homes: Mapping[str, Tensor] | None = None) -> None:
+        """Move the offloaded tensors to CPU, and free the device's memory.
+
+        Args:
+            homes: by name, weights and buffers that are on CPU already.
+        """
         if self.device.type == "cpu":
             return
         if self.parameters:
-            self._send_home()
+            self._send_home(homes or {})
         if self.optimizer_states:
             move_states(self.optimizer, torch.device("cpu"))
         if self.device.type == "cuda" and (self.parameters or self.optimizer_states or self.shares_device):
@@ -103,29 +106,30 @@ class Offload:
 
         Of a block that only `reads` the weights none are copied back: their CPU copies are kept.
         """
-        self._homes = {name: local_shard(tensor).detach() for name, tensor in self._tensors()} if reads else {}
+        moves, homes = self.device.type != "cpu" and self.parameters, {}
+        if moves and reads:
+            homes = {name: local_shard(tensor).detach() for name, tensor in self._tensors()}
         try:
-            if self.device.type != "cpu" and self.parameters:
+            if moves:
                 self.model.to(self.device)
             if self.device.type != "cpu" and self.optimizer_states and optimizer:
                 move_states(self.optimizer, self.device)
             yield
         finally:
-            self.away()
+            self.away(homes)
 
-    def _send_home(self) -> None:
-        """Have the weights be on CPU again; copies of those that were only read are still there."""
+    def _send_home(self, homes: Mapping[str, Tensor]) -> None:
+        """Have the weights be on CPU again; those that were only read are still there."""
         names = {id(tensor): name for name, tensor in self._tensors()}
 
         def at_home(tensor: Tensor) -> Tensor:
-            home = self._homes.get(names.get(id(tensor), ""))
+            home = homes.get(names.get(id(tensor), ""))
             if home is None:
                 return tensor.to("cpu")
             # not by `from_local`, which would send it to the device of the mesh
             return DTensor(home, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else home
 
         self.model._apply(at_home)
-        self._homes = {}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of weights and buffers, and them."""
