@@ -26,6 +26,11 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+
+# The state letters of /proc/PID/stat.
+STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped", "t": "stopped"}
+STATES |= {"Z": "dead", "X": "dead"}
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux; elsewhere nothing is tied
 END_S = 5.0  # for killed processes to be gone
@@ -116,6 +121,17 @@ def _kill_children(deadline: float) -> None:
         except ChildProcessError:
             return
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+
+
+def process_state(pid: int) -> str:
+    """One of "running", "waiting", "stopped", "dead" and "gone"; "unknown" on machines without /proc."""
+    if not Path("/proc/self/stat").exists():
+        return "unknown"
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return STATES.get(letter, "waiting")
 
 
 def _children() -> Iterator[int]:

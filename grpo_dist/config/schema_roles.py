@@ -296,8 +296,9 @@ class CheckpointEngineConfig(Section):
         return "ipc" if shares_gpu else "broadcast"
 
 
-# vLLM's arguments that give an engine weights which no sync brings: drafts, quantized ones.
-WEIGHTS_OF_VLLM = ("speculative_config", "spec_method", "spec_model", "quantization", "quantization_config")
+# vLLM's arguments that make engines decode speculatively; and those that give them weights which no sync brings.
+DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+WEIGHTS_OF_VLLM = (*DRAFTS, "quantization", "quantization_config")
 
 
 class RolloutConfig(Section):

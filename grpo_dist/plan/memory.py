@@ -17,7 +17,7 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Device
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.role_models import Model, Pass
+from grpo_dist.plan.role_models import Model, Pass, lora_of
 from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, roles_of
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB
 
@@ -219,8 +219,8 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
     fsdp = value_of(config, row.fsdp)
-    ranks, adapted = placement(config).world_sizes[row.name], value_of(config, model.key.removesuffix(".path"))
-    factors = shape.lora_parameters(adapted) if getattr(adapted, "trains_factors", False) else 0
+    ranks, lora = placement(config).world_sizes[row.name], lora_of(config, model)
+    factors = 0 if lora is None else shape.lora_parameters(lora)
     rank = Rank(
         shape,
         config.device,

@@ -13,8 +13,7 @@ from grpo_dist.assets import BUILTIN, expanded, is_folder, resolve_model_path
 from grpo_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from grpo_dist.config.schema_job import SFTModelConfig
-    from grpo_dist.config.schema_roles import ModelConfig
+    from grpo_dist.config.schema_roles import LoraSection
 
 # Model types whose MLP has two matrices; that of the others has three, one of them a gate.
 _UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}
@@ -76,7 +75,7 @@ class ModelShape:
         """Return the sizes of such a model with a small head; its weight files were counted with what they have."""
         return replace(self, tied=True, output_layer=0, counted=0)
 
-    def lora_parameters(self, model: ModelConfig | SFTModelConfig) -> int:
+    def lora_parameters(self, model: LoraSection) -> int:
         """Number of parameters of the LoRA adapters."""
         chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
         names = set(chosen) - set(model.exclude_modules or ())

@@ -13,7 +13,7 @@ from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.node_layout import node_layout
 from grpo_dist.plan.placement import Placement, placement
-from grpo_dist.plan.role_models import Pass
+from grpo_dist.plan.role_models import Pass, lora_of
 from grpo_dist.plan.roles import Role, models_of, roles_of, table_of
 
 # (label, value)
@@ -214,7 +214,7 @@ def _processes(config: JobConfig, row: Role) -> str:
     if split > 1:
         ranks += f" in {_many(place.world_sizes[row.name] // split, 'group')} that split sequences"
     dtypes = f"weights {model.held}, compute {model.compute}" if row.trains else model.compute
-    if row.trains and getattr(value_of(config, model.key.removesuffix(".path")), "trains_factors", False):
+    if row.trains and lora_of(config, model) is not None:
         dtypes = f"factors {model.held}, weights and compute {model.compute}"
     path = "" if model.key == models_of(config)[0].key else model.path
     return ", ".join(filter(None, (ranks, dtypes, path, model.remark)))

@@ -10,7 +10,8 @@ from typing import Any
 from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import SFTConfig, SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig, SFTConfig, SupervisedConfig
+from grpo_dist.config.schema_roles import LoraSection
 
 POLICY = "model"  # the title of the model that is trained, and has the tokenizer
 _MODEL, _TOKENS = "actor_rollout_ref.model", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
@@ -80,6 +81,12 @@ class Pass:
     key: str
     updates: str = ""
     none: str = ""
+
+
+def lora_of(config: JobConfig, model: Model) -> LoraSection | None:
+    """Return LoRA's keys of a model beside which factors train; None: its weights do, or nothing."""
+    section = value_of(config, model.key.removesuffix(".path"))
+    return section if isinstance(section, LoraSection) and section.trains_factors else None
 
 
 # --- the policy --------------------------------------------------------------------------------------------------

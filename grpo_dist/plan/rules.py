@@ -20,7 +20,7 @@ from grpo_dist.config.problems import Problem, between_keys, shown, value_of
 from grpo_dist.config.run_code import UPDATE
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import ADAPTER_KEY
+from grpo_dist.config.schema_roles import ADAPTER_KEY, DRAFTS
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.key_rules import KEY_RULES, job_notes, job_rules, run_notes
 from grpo_dist.plan.memory_rules import memory_notes
@@ -95,7 +95,7 @@ def drafts(config: RunConfig) -> str:
     """Return the argument that makes engines decode speculatively, as key=value; "" if none does."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     return next(
-        (f"{_VLLM}.{name}={shown(given[name])}" for name in _ENGINE_ARGUMENTS["drafts"] if given.get(name) is not None),
+        (f"{_VLLM}.{name}={shown(given[name])}" for name in DRAFTS if given.get(name) is not None),
         "",
     )
 

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.runtime.resources import nodes_in_order
+from grpo_dist.supervisor import process_state
 
 if TYPE_CHECKING:
     from grpo_dist.runtime.process import Address
@@ -26,20 +27,7 @@ if TYPE_CHECKING:
 
 # A live node answers within a second or two, even if Ray must start a process there first.
 ANSWER_S = 20.0
-# The state letters of /proc/PID/stat.
-STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped", "t": "stopped", "Z": "dead"}
 LOST = ("stopped", "dead", "gone")
-
-
-def process_state(pid: int) -> str:
-    """One of "running", "waiting", "stopped", "dead" and "gone"; "unknown" on machines without /proc."""
-    if not Path("/proc/self/stat").exists():
-        return "unknown"
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-    return STATES.get(letter, "waiting")
 
 
 def process_states(addresses: Mapping[int, Address], timeout_s: float = ANSWER_S) -> dict[int, str]:

@@ -22,10 +22,10 @@ from grpo_dist.runtime.node_questions import (
     ask_nodes,
     check_shared,
     folder_problem,
-    process_state,
     process_states,
 )
 from grpo_dist.runtime.process import Process
+from grpo_dist.supervisor import process_state
 from tests.messages import refuses, says
 from tests.processes import spawned
 

@@ -43,7 +43,12 @@ class WeightUpdater:
         self.version = -1
         self.updating = False
         self._mixed = ""
-        self._paused = self._asleep = self._dropped = False
+        self._paused = self._asleep = False
+
+    @property
+    def _dropped(self) -> bool:
+        """Whether the engine has no weights but those of a sync that failed."""
+        return self._asleep and self._level > 1
 
     def check_not_mixed(self) -> None:
         """Refuse to sample after a failed sync that has left some old and some new weights, or none of either."""
@@ -70,7 +75,6 @@ class WeightUpdater:
         self.updating = True
         await self._call(self._llm.sleep(level=self._level, mode="wait"))
         self._paused = self._asleep = True
-        self._dropped = self._level > 1
 
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights by those in the buckets, which are all checked before the first is loaded.
@@ -138,7 +142,7 @@ class WeightUpdater:
             raise WeightSyncError(self._mixed)
         if not fault:
             await self._call(self._llm.update_weight_version(str(version)))
-            self.version, self._mixed, self._dropped = version, "", False
+            self.version, self._mixed = version, ""
         if not self._mixed:
             if self._asleep:
                 # only now: the sync had its memory for buckets, and vLLM samples on as soon as its cache is there

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.errors import WeightSyncError
+from grpo_dist.supervisor import process_state
 
 # Tensors start at multiples of this many bytes, so that any dtype can be viewed in place.
 ALIGNMENT = 64
@@ -216,9 +217,7 @@ def _own_prefix() -> str:
 def is_alive(pid: int) -> bool:
     """Tell if a process is alive and holds its memory; a zombie does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        return process_state(pid) not in ("dead", "gone")
     except PermissionError:  # it is another user's
         return True
 

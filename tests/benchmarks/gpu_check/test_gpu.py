@@ -20,7 +20,7 @@ from benchmarks.gpu_check.gpu import forget_host_peak, gpu_facts, host_gib, medi
 from benchmarks.gpu_check.results import Figure, Findings
 from benchmarks.gpu_check.scale import SCALES
 from benchmarks.gpu_check.work import Work
-from grpo_dist.runtime.node_questions import process_state
+from grpo_dist.supervisor import process_state
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
