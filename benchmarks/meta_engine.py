@@ -157,7 +157,7 @@ def count_update(
 def _engine(path: str, ranks: int, compiled: bool) -> FSDPEngine:
     """The engine as on a GPU, with the comparison of layouts behind it."""
     model = workload.section(ModelConfig, "model", enable_gradient_checkpointing=True)
-    held = workload.section(FSDPConfig, "actor", "fsdp_config", **({"use_torch_compile": True} if compiled else {}))
+    held = workload.section(FSDPConfig, "actor", "fsdp_config", use_torch_compile=compiled)
     settings = ModelSettings(
         *(model, held, model, POLICY_KEY, path, "fp32", "bf16"), reshard_after_forward=ranks > 1, layout="shared"
     )

@@ -76,7 +76,7 @@ def engine(
     trains: bool = True,
     gradient_checkpointing: bool = False,
     optimizer_offload: bool = False,
-    use_torch_compile: bool = False,
+    use_torch_compile: bool | None = None,
     fsdp_size: int = -1,
 ) -> FSDPEngine:
     """An engine, trainable unless told otherwise; None: float32 on CPU, bf16 compute on GPU."""

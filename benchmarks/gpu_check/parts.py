@@ -61,10 +61,10 @@ PARTS = (
         "layouts", "engine", "kernels:layouts", 50, "log-probs of shared, packed and padded sequences", needs_model=True
     ),
     Part(
-        "update", "engine", "update:update", 40, "updates in micro-batches of 16,384 and 2,048 tokens", needs_model=True
+        "update", "engine", "update:update", 65, "updates in micro-batches of 16,384 and 2,048 tokens", needs_model=True
     ),
     Part(
-        *("update_compiled", "engine", "update:update_compiled", 55, "the long ones, layers and output layer compiled"),
+        *("update_eager", "engine", "update:update_eager", 30, "the long ones without torch.compile"),
         asks_gpu=True,
         needs_model=True,
     ),

@@ -153,7 +153,7 @@ class ShardsConfig(Section):
     """The keys of every section that says how a role's weights are held."""
 
     dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
-    use_torch_compile: Annotated[bool, Resume.SHOWN]
+    use_torch_compile: Annotated[bool | None, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
 
     def resolved_dtype(self, default: TrainDtype) -> TrainDtype:

@@ -86,8 +86,8 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
         add_lora(model, settings.lora, settings.section, DTYPES[settings.model_dtype])
     head = ResponseHead.install(model)
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
-    layers, model.compiler = settings.layers, None
-    if settings.fsdp_config.use_torch_compile:
+    layers, model.compiler, compiles = settings.layers, None, settings.fsdp_config.use_torch_compile
+    if compiles or (compiles is None and device == "cuda"):
         model.compiler = Compiler()
         for layer in transformer_layers(model):
             layer.forward = model.compiler(layer.forward)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from grpo_dist.engines.train.compiled import compiled_whole
+from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import metric_values
 from tests.messages import refuses, says
-from tests.models import objective, random_batch, trainable_engine
+from tests.models import model_settings, objective, random_batch, trainable_engine
 from tests.ranks import run_ranks
 
 
@@ -83,6 +84,18 @@ def test_compiled_layers_train_the_same_model(random_models: dict[str, str], ran
     np.testing.assert_allclose(found["log_probs"], own["log_probs"], atol=1e-5)
     np.testing.assert_allclose(found["weights"], own["weights"], atol=2e-5)
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "key", "compiles"),
+    [("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True)],
+)
+def test_layers_are_compiled_on_gpus(
+    random_models: dict[str, str], device: str, key: bool | None, compiles: bool
+) -> None:
+    """Unless the key says otherwise."""
+    settings = model_settings(random_models["tied"], layout="padded", use_torch_compile=key)
+    assert (build_model(settings, device, shards=1).model.compiler is not None) == compiles
 
 
 @pytest.mark.parametrize(("compiler", "why"), [("fails", "RuntimeError"), ("differs", "differ")])
