@@ -217,7 +217,7 @@ def peak_of_pass(engine: FSDPEngine, data: DataProto, **limits: Any) -> dict[str
     return _peak(tracker)
 
 
-def _move_states(optimizer: Any, device: torch.device) -> None:
+def _move_states(optimizer: Any, device: torch.device, homes: Any = None) -> None:
     """`move_states` where the CPU plays the GPU: away is where nothing is counted."""
     move_states(optimizer, torch.device("meta" if device.type == "cpu" else "cpu"))
 

@@ -23,7 +23,7 @@ from grpo_dist.sizes import GIB
 
 LAYOUTS = ("shared", "packed", "padded")
 # Useful operations per second, of those of a large matrix product, in long micro-batches: compiled and not. Short ones
-# of so small a model are held against nothing: launching their kernels takes the CPU longer than the GPU needs for them.
+# of so small a model are held against nothing: the CPU takes longer to launch kernels than the GPU needs for them.
 LEAST_MFU, LEAST_EAGER_MFU = 0.25, 0.15
 # Updates of which the median counts.
 ROUNDS = 3

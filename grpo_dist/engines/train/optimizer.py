@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ from torch.optim import Optimizer
 
 from grpo_dist.config.schema_roles import AdamWConfig, OptimConfig
 from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard
+
+# Smaller tensors may share a page with others.
+PINNED_BYTES = 1 << 20
 
 
 def lr_ratio(step: int, optim: AdamWConfig, total_steps: int) -> float:
@@ -84,19 +90,17 @@ class Offload:
     parameters: bool = False
     optimizer_states: bool = False
     shares_device: bool = False
+    _homes: dict[Any, Tensor] = field(default_factory=dict)  # of what a phase has on the device: its places on CPU
 
-    def away(self, homes: Mapping[str, Tensor] | None = None) -> None:
-        """Move the offloaded tensors to CPU, and free the device's memory.
-
-        Args:
-            homes: by name, weights and buffers that are on CPU already.
-        """
+    def away(self, *, reads: bool = False) -> None:
+        """Move the offloaded tensors to CPU, and free the device's memory; `reads`: the weights are there still."""
         if self.device.type == "cpu":
             return
         if self.parameters:
-            self._send_home(homes or {})
+            self._send_home(reads=reads)
         if self.optimizer_states:
-            move_states(self.optimizer, torch.device("cpu"))
+            move_states(self.optimizer, torch.device("cpu"), self._homes)
+        self._homes = {}
         if self.device.type == "cuda" and (self.parameters or self.optimizer_states or self.shares_device):
             torch.cuda.empty_cache()
 
@@ -104,28 +108,31 @@ class Offload:
     def on_device(self, *, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
         """Within the block the weights, and with `optimizer` its states, are on the device.
 
-        Of a block that only `reads` the weights none are copied back: their CPU copies are kept.
+        Of a block that only `reads` the weights none are copied back.
         """
-        moves, homes = self.device.type != "cpu" and self.parameters, {}
-        if moves and reads:
-            homes = {name: local_shard(tensor).detach() for name, tensor in self._tensors()}
+        moves = self.device.type != "cpu" and self.parameters
+        if moves:
+            shards = {name: local_shard(tensor).detach() for name, tensor in self._tensors()}
+            self._homes = {name: shard for name, shard in shards.items() if shard.device.type == "cpu"}
         try:
             if moves:
                 self.model.to(self.device)
             if self.device.type != "cpu" and self.optimizer_states and optimizer:
-                move_states(self.optimizer, self.device)
+                self._homes |= move_states(self.optimizer, self.device)
             yield
         finally:
-            self.away(homes)
+            self.away(reads=reads)
 
-    def _send_home(self, homes: Mapping[str, Tensor]) -> None:
+    def _send_home(self, *, reads: bool) -> None:
         """Have the weights be on CPU again; those that were only read are still there."""
         names = {id(tensor): name for name, tensor in self._tensors()}
 
         def at_home(tensor: Tensor) -> Tensor:
-            home = homes.get(names.get(id(tensor), ""))
+            home = self._homes.get(names.get(id(tensor)))
             if home is None:
-                return tensor.to("cpu")
+                return pinned(tensor.to("cpu"))
+            if not reads:
+                home.copy_(local_shard(tensor))
             # not by `from_local`, which would send it to the device of the mesh
             return DTensor(home, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else home
 
@@ -140,14 +147,14 @@ class Offload:
     @contextlib.contextmanager
     def states_on_device(self) -> Iterator[None]:
         """Within the block, an optimizer step, the states are on the device: never together with activations."""
-        moves = self.device.type != "cpu" and self.optimizer_states
-        if moves:
-            move_states(self.optimizer, self.device)
+        if self.device.type == "cpu" or not self.optimizer_states:
+            yield
+            return
+        homes = move_states(self.optimizer, self.device)
         try:
             yield
         finally:
-            if moves:
-                move_states(self.optimizer, torch.device("cpu"))
+            move_states(self.optimizer, torch.device("cpu"), homes)
 
 
 def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -158,8 +165,38 @@ def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
     return save_on_cpu(pin_memory=True) if device == "cuda" else contextlib.nullcontext()
 
 
-def move_states(optimizer: Optimizer | None, device: torch.device) -> None:
-    """Move every tensor of the optimizer's states, also sharded ones, to `device`."""
-    for state in optimizer.state.values() if optimizer is not None else ():
-        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in state.items()}
-        state.update(moved)
+def move_states(
+    optimizer: Optimizer | None, device: torch.device, homes: Mapping[Any, Tensor] = MappingProxyType({})
+) -> dict[tuple[int, str], Tensor]:
+    """Move every tensor of the optimizer's states, also sharded ones, to `device`.
+
+    Returns:
+        The tensors as they were: the `homes` of a later call, which take the values back.
+    """
+    before = {}
+    for number, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
+        for name, value in [(name, value) for name, value in state.items() if isinstance(value, Tensor)]:
+            before[number, name] = value
+            if (home := homes.get((number, name))) is not None:
+                local_shard(home).copy_(local_shard(value))
+            state[name] = pinned(value.to(device)) if home is None else home
+    return before
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Pin the pages of a tensor on CPU, or of its shard, for faster copies to a GPU and back; return the tensor.
+
+    In place: what torch pins itself lies in blocks of a power of two, which takes 1.4 times the memory.
+    """
+    shard = local_shard(tensor)
+    if not torch.cuda.is_available() or type(shard) is not Tensor or shard.device.type != "cpu":
+        return tensor
+    if shard.nbytes >= PINNED_BYTES and not shard.is_pinned():
+        runtime, start = torch.cuda.cudart(), shard.data_ptr()
+        if int(runtime.cudaHostRegister(start, shard.nbytes, 0)) == 0:
+            weakref.finalize(shard.untyped_storage(), runtime.cudaHostUnregister, start)
+        else:
+            warnings.warn("CUDA cannot pin what is offloaded: copies to the GPU and back are slower", stacklevel=2)
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # or the next kernel would be told of that error
+    return tensor
