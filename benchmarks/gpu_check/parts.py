@@ -50,13 +50,13 @@ class Part:
 
 
 PARTS = (
-    Part("model", "engine", "model:write_model", 15, "writes Qwen3-0.6B's shape with random weights"),
+    Part("model", "engine", "model:write_model", 18, "writes Qwen3-0.6B's shape with random weights"),
     Part(
-        "context", "engine", "device:context", 15, "what a process takes of the GPU before its tensors", asks_gpu=True
+        "context", "engine", "device:context", 10, "what a process takes of the GPU before its tensors", asks_gpu=True
     ),
-    Part("matmul", "engine", "device:matmul", 15, "the rate that everything else is held against"),
+    Part("matmul", "engine", "device:matmul", 10, "the rate that everything else is held against"),
     Part("head", "engine", "device:head", 20, "the output layer in chunks against all logits at once"),
-    Part("attention", "engine", "kernels:attention", 70, "FlexAttention against SDPA, and how often it is compiled"),
+    Part("attention", "engine", "kernels:attention", 65, "FlexAttention against SDPA, and how often it is compiled"),
     Part(
         "layouts", "engine", "kernels:layouts", 50, "log-probs of shared, packed and padded sequences", needs_model=True
     ),
@@ -64,7 +64,7 @@ PARTS = (
         "update", "engine", "update:update", 65, "updates in micro-batches of 16,384 and 2,048 tokens", needs_model=True
     ),
     Part(
-        *("update_eager", "engine", "update:update_eager", 30, "the long ones without torch.compile"),
+        *("update_eager", "engine", "update:update_eager", 45, "the long ones without torch.compile"),
         asks_gpu=True,
         needs_model=True,
     ),
@@ -73,7 +73,7 @@ PARTS = (
         "weights",
         "engine",
         "weights:weights",
-        30,
+        35,
         "loading, export, weights and optimizer states to CPU memory and back",
         needs_model=True,
     ),
@@ -82,7 +82,7 @@ PARTS = (
         needs_model=True,
         gpus=2,
     ),
-    Part("ipc", "engine", "ipc:ipc", 20, "weights from process to process on one GPU (CUDA IPC)", asks_gpu=True),
+    Part("ipc", "engine", "ipc:ipc", 15, "weights from process to process on one GPU (CUDA IPC)", asks_gpu=True),
     Part("main_job", "whole", "main_job:main_job", 90, "the main job: its reward rises, and it ends well"),
     Part("roles", "whole", "roles:roles", 75, "weight sync, tokens/s, kill -9 of the engine", needs_model=True),
     Part("broadcast", "whole", "roles:broadcast", 60, "weight sync between two GPUs (NCCL)", needs_model=True, gpus=2),

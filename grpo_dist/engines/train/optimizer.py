@@ -194,7 +194,7 @@ def pinned(tensor: Tensor) -> Tensor:
     if shard.nbytes >= PINNED_BYTES and not shard.is_pinned():
         runtime, start = torch.cuda.cudart(), shard.data_ptr()
         if int(runtime.cudaHostRegister(start, shard.nbytes, 0)) == 0:
-            weakref.finalize(shard.untyped_storage(), runtime.cudaHostUnregister, start)
+            weakref.finalize(shard.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False
         else:
             warnings.warn("CUDA cannot pin what is offloaded: copies to the GPU and back are slower", stacklevel=2)
             with contextlib.suppress(RuntimeError):
