@@ -27,7 +27,9 @@ def weights(work: Work) -> None:
     workload.join_process_group(work.device)
     size = num_bytes(work.model)
     with _timed(work, "loading", size, "of files that were just written"):
-        engine = workload.engine(str(work.model), "padded", work.device, optimizer_offload=True, use_torch_compile=False)
+        engine = workload.engine(  # nothing that is compiled
+            *(str(work.model), "padded", work.device), optimizer_offload=True, use_torch_compile=False
+        )
     with _timed(work, "export in bf16", size, "flushed to the disk"):
         engine.export_hf_model(work.folder / "export", "bf16")
     work.found.right("tensors of the export that are others", _others(work.model, work.folder / "export"), 0)
