@@ -144,6 +144,28 @@ def random_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:
     )
 
 
+def branching_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:
+    """`random_batch` with responses of several runs: each goes on from anywhere before it, or begins anew."""
+    rng, data = np.random.default_rng(seed), random_batch(num_groups, n, seed)
+    prompts, parts, rows = data["prompts"].lengths.tolist(), [rng.integers(3, VOCAB, 18) for _ in data["uid"]], []
+    for length in prompts:
+        follows = np.arange(-1, 17)
+        for start in rng.choice(np.arange(1, 18), 5, replace=False):
+            follows[start] = rng.integers(-length - 1, start)
+        rows.append(follows)
+    masks = [(rng.random(18) < 0.7) & (row != -length - 1) for row, length in zip(rows, prompts, strict=True)]
+    noise = [rng.normal(size=18) for _ in rows]
+    floats = {"old_log_probs": -4.5, "ref_log_probs": -4.4, "advantages": 0.0}
+    columns: dict[str, Any] = {
+        "prompts": data["prompts"],
+        "responses": Ragged.from_rows(parts, torch.int32),
+        "response_mask": Ragged.from_rows(masks, torch.int8),
+        "predecessors": Ragged.from_rows(rows, torch.int32),
+        **{name: Ragged.from_rows([base + 0.1 * x for x in noise], torch.float32) for name, base in floats.items()},
+    }
+    return DataProto.from_dict(columns, {"uid": data["uid"]})
+
+
 def objective(**changes: object) -> ObjectiveSettings:
     """GRPO's default objective, with changes."""
     settings = {

@@ -32,7 +32,9 @@ def default_roles() -> ActorRolloutRefConfig:
 
 def engine_settings(path: str = "", **changes: Any) -> EngineSettings:
     """A small engine on the CPU; changes are of its fields or of keys of its sections."""
-    plain = EngineSettings(default_roles().rollout, default_roles().model, "cpu", "float32", max_model_len=96, seed=0)
+    plain = EngineSettings(
+        default_roles().rollout, default_roles().model, "cpu", "float32", max_model_len=96, max_episode_len=400, seed=0
+    )
     limits = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "kv_cache_memory_gib": 0.0625}
     ways = {"enforce_eager": True, "enable_chunked_prefill": False, "gpu_memory_utilization": 0.8}
     return changed(plain, **({"path": path} | limits | ways | changes))

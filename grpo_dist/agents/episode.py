@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 
 from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import SEED_BITS, Recording
+from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plugins.registry import described
+from grpo_dist.protocol.branches import last_branch
 
 # (prompt, sampling) -> the sampled continuation; None: it was aborted.
 Sample = Callable[[list[int], SamplingSettings], Coroutine[Any, Any, Response | None]]
 # Opens an endpoint on which these calls are recorded: a context manager of its address and token.
 OpenEndpoint = Callable[[Recording], AbstractAsyncContextManager["Endpoint"]]
 
-NO_VERSION = -1
 _EMPTY_TURNS = 8  # that an episode without room gets before it is ended
 
 
@@ -82,6 +83,7 @@ class Episode:
         index: which of the row's n episodes this is.
         tokenizer: the model's.
         max_model_len: most tokens of prompt and response.
+        max_episode_len: most different tokens of all calls at the endpoint.
         max_turns: most turns; None: as many as there is room for.
         template_kwargs: variables of the chat template, as the prompt was rendered with.
         first_failure: the kind of failure that ended this episode's first attempt; "": this is the first one.
@@ -109,6 +111,7 @@ class Episode:
         index: int = 0,
         tokenizer: Any,
         max_model_len: int,
+        max_episode_len: int | None = None,
         max_turns: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         first_failure: str = "",
@@ -121,6 +124,7 @@ class Episode:
         self.step_rewards: dict[int, float] = {}
         self.template_kwargs = dict(template_kwargs or {})
         self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
+        self._max_episode_len = max_episode_len or max_model_len
         self._end_id: int | None = None  # the token that has ended the turn right before
         self.token_ids: list[int] = []
         self.num_turns, self.truncated = 0, False
@@ -129,6 +133,7 @@ class Episode:
         self._mask: list[int] = []
         self._log_probs: list[float] = []
         self._weight_versions: list[int] = []
+        self._predecessors: list[int] = []
         self.prompt_ids = list(row.prompt_ids)
         self._sample: Sample | None = None
         self._open_endpoint: OpenEndpoint | None = None
@@ -142,6 +147,7 @@ class Episode:
             index=self.index,
             tokenizer=self.tokenizer,
             max_model_len=self._max_model_len,
+            max_episode_len=self._max_episode_len,
             max_turns=self._max_turns,
             template_kwargs=self.template_kwargs,
             first_failure=failure,
@@ -158,8 +164,8 @@ class Episode:
 
     @property
     def text(self) -> str:
-        """The response so far, sampled and put in, without special tokens."""
-        return self._decode(self.token_ids)
+        """The response so far, sampled and put in, without special tokens; with branches, the last one."""
+        return self._decode([self.token_ids[i] for i in last_branch(self._predecessors)[1]])
 
     async def generate(self, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
         """Have the policy go on from here.
@@ -192,7 +198,7 @@ class Episode:
         sampling = self._turn_sampling(limit, stops)
         self._busy = True
         try:
-            response = await self._sample([*self.prompt_ids, *self.token_ids], sampling)
+            response = await self._sample(self._context(), sampling)
         finally:
             self._busy = False
         if response is None:
@@ -211,8 +217,9 @@ class Episode:
 
         What is asked and sampled there becomes the episode when the block ends: the prompt of the first call, and what
         stands behind it, token by token as the policy saw and sampled it. Calls that do not go on from there, such as
-        those of an agent that shortens its history, are branches; the one with the most sampled tokens is the episode.
-        `metrics["delivered_tokens"]` is its share of all sampled tokens.
+        those of sub-agents, or of an agent that shortens its history, are branches of it; the last one is what the
+        reward function reads. `metrics["delivered_tokens"]` is the share of all sampled tokens that train: 1, unless
+        calls at the same time have sampled more than an episode has room for.
 
         Yields:
             The address and the key, which end with the block.
@@ -224,7 +231,7 @@ class Episode:
                 "episode.endpoint: this rollout engine has none; actor_rollout_ref.rollout.name=vllm has"
             )
         sampling = replace(self._sampling, seed=self._turn_sampling(1, ()).seed)
-        recording = Recording(sampling, self.tokenizer, self._max_model_len, self._max_turns)
+        recording = Recording(sampling, self.tokenizer, self._max_model_len, self._max_episode_len, self._max_turns)
         self._busy = True
         try:
             async with self._open_endpoint(recording) as endpoint:
@@ -235,20 +242,18 @@ class Episode:
 
     def _take(self, recording: Recording) -> None:
         """Make the recorded calls the episode."""
-        calls = recording.row()
-        if not calls:
+        tree, calls = recording.tree, recording.calls
+        if tree is None:
             return
-        self.prompt_ids = list(calls[0].prompt_ids)
+        row = tree.response
+        self.prompt_ids = tree.prompt_ids
         self._longest = min(self._sampling.max_tokens, self._max_model_len - len(self.prompt_ids))
-        for call in calls:
-            assert call.response is not None
-            put_in = call.prompt_ids[len(self.prompt_ids) + len(self.token_ids) :]
-            self._extend(put_in, 0, [0.0] * len(put_in), [NO_VERSION] * len(put_in))
-            self._extend(call.sampled, 1, call.response.log_probs, call.response.weight_versions)
+        self.token_ids, self._log_probs, self._weight_versions = row.token_ids, row.log_probs, row.weight_versions
+        self._mask, self._predecessors = row.mask or [], row.predecessors or []
         self.num_turns = len(calls)
         last = calls[-1]
         self.truncated = self.truncated or bool(last.response and last.response.truncated and not last.capped)
-        self.metrics["delivered_tokens"] = recording.delivered()
+        self.metrics["delivered_tokens"] = recording.delivered
 
     def append(self, text: str) -> None:
         """Put in text that does not train. Special tokens may be written out, such as those of the chat template."""
@@ -335,6 +340,7 @@ class Episode:
             self._weight_versions,
             mask=self._mask,
             num_turns=self.num_turns,
+            predecessors=self._predecessors,
         )
 
     def _turn_sampling(self, limit: int, stop: tuple[str, ...]) -> SamplingSettings:
@@ -349,10 +355,16 @@ class Episode:
         return replace(whole, n=1, max_tokens=limit, min_tokens=least, seed=seed, stop=stops)
 
     def _extend(self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int]) -> None:
+        self._predecessors.extend(range(len(self.token_ids) - 1, len(self.token_ids) - 1 + len(token_ids)))
         self.token_ids.extend(token_ids)
         self._mask.extend([mask] * len(token_ids))
         self._log_probs.extend(log_probs)
         self._weight_versions.extend(versions)
+
+    def _context(self) -> list[int]:
+        """The tokens that the next turn goes on from."""
+        before, behind = last_branch(self._predecessors)
+        return [*self.prompt_ids[: len(self.prompt_ids) + before + 1], *(self.token_ids[i] for i in behind)]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,10 +1,10 @@
-"""The calls of an agent that owns its loop, recorded token by token, and the one row of training that they become.
+"""The calls of an agent that owns its loop, recorded token by token; they become one row of training (token_tree.py).
 
 Such an agent sends text to an endpoint, and the chat template renders the whole conversation anew for each call. The
 tokenizer may cut what the policy wrote into other tokens than those that it sampled. So where the text of a call begins
 with all that an earlier call saw and sampled, the tokens of that call stand there. Where it does not (the agent has
 shortened the history, asks a sub-agent, or the template drops earlier reasoning), the prompt is as it was rendered, and
-a branch begins.
+a branch begins at the first token that no call has had there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from grpo_dist.agents.token_tree import TokenTree
 from grpo_dist.engines.base import RequestRefused, Response
 from grpo_dist.engines.settings import SamplingSettings
 
@@ -36,21 +37,27 @@ class Call:
         parent: the call whose tokens the prompt begins with.
         response: what it sampled; None: it has not ended, or was aborted.
         capped: whether the client asked for fewer tokens than there was room for.
+        place: of its last token in the tree; None: it has not ended, or found no room there.
     """
 
     prompt_ids: list[int]
     parent: Call | None = None
     response: Response | None = None
     capped: bool = False
+    place: int | None = None
 
     @property
     def sampled(self) -> list[int]:
         """The tokens that it sampled."""
         return [] if self.response is None else self.response.token_ids
 
-    def path(self) -> list[Call]:
-        """The calls that lead to this one, and this one."""
-        return [*(self.parent.path() if self.parent is not None else []), self]
+    @property
+    def first(self) -> Call:
+        """The call that this one goes back to."""
+        call = self
+        while call.parent is not None:
+            call = call.parent
+        return call
 
 
 @dataclass
@@ -58,18 +65,22 @@ class Recording:
     """The calls of one episode.
 
     Attributes:
-        sampling: the run's; `max_tokens` bounds all that stands behind the first prompt, `seed` is the episode's.
+        sampling: the run's; `max_tokens` bounds all that stands behind a first prompt, `seed` is the episode's.
         tokenizer: the model's.
         max_model_len: most tokens of a prompt and its response.
+        max_episode_len: most different tokens of all calls.
         max_calls: how many there may be; None: `MOST_CALLS`.
         calls: those that have ended, in this order.
+        tree: their tokens; None: none has ended.
     """
 
     sampling: SamplingSettings
     tokenizer: Any
     max_model_len: int
+    max_episode_len: int
     max_calls: int | None = None
     calls: list[Call] = field(default_factory=list)
+    tree: TokenTree | None = None
     _num_begun: int = 0
     _num_running: int = 0
     _seen: Counter[bytes] = field(default_factory=Counter)
@@ -91,13 +102,14 @@ class Recording:
         if self._num_running >= MOST_AT_ONCE:
             raise RequestRefused(f"{MOST_AT_ONCE} calls of the episode are under way already")
         call = self._exact(list(rendered)) if is_chat else Call(list(rendered), self._prefix(list(rendered)))
-        behind = len(call.prompt_ids) - len(call.path()[0].prompt_ids)
-        room = min(self.max_model_len - len(call.prompt_ids), self.sampling.max_tokens - behind)
+        behind = len(call.prompt_ids) - len(call.first.prompt_ids)
+        room = min(self.max_model_len - len(call.prompt_ids), self.sampling.max_tokens - behind, self._room(call))
         if room < 1:
             raise RequestRefused(
                 f"context_length_exceeded: a prompt of {len(call.prompt_ids)} tokens, {behind} of them behind the "
                 f"episode's first prompt, leaves no room (data.max_response_length={self.sampling.max_tokens}, "
-                f"rollout.max_model_len={self.max_model_len})"
+                f"rollout.max_model_len={self.max_model_len}, and actor.ppo_max_token_len_per_gpu: at most "
+                f"{self.max_episode_len} different tokens of all calls)"
             )
         self._num_begun, self._num_running = self._num_begun + 1, self._num_running + 1
         limit = min(room, max_tokens or room)
@@ -110,19 +122,35 @@ class Recording:
     def end(self, call: Call, response: Response | None) -> None:
         """A call has ended; without a response it was aborted, and is forgotten."""
         self._num_running -= 1
-        if response is not None:
-            call.response = response
-            self.calls.append(call)
+        if response is None:
+            return
+        call.response = response
+        self.calls.append(call)
+        if self.tree is None:
+            self.tree = TokenTree(call.prompt_ids)
+        if self._room(call) >= len(response.token_ids):  # less is left where others have sampled at the same time
+            place, asked = self._behind(call)
+            call.place = self.tree.add(asked, response, place)
 
-    def row(self) -> list[Call]:
-        """The calls that train: of the paths from a first call to a last one that with the most sampled tokens."""
-        paths = (call.path() for call in self.calls)
-        return max(paths, key=lambda path: sum(len(call.sampled) for call in path), default=[])
-
+    @property
     def delivered(self) -> float:
         """The share of all sampled tokens that train."""
         total = sum(len(call.sampled) for call in self.calls)
-        return sum(len(call.sampled) for call in self.row()) / max(total, 1)
+        return sum(len(call.sampled) for call in self.calls if call.place is not None) / max(total, 1)
+
+    def _behind(self, call: Call) -> tuple[int | None, list[int]]:
+        """Where in the tree a call goes on, and what it was asked behind that place."""
+        if (parent := call.parent) is None or parent.place is None:
+            return None, call.prompt_ids
+        return parent.place, call.prompt_ids[len(parent.prompt_ids) + len(parent.sampled) :]
+
+    def _room(self, call: Call) -> int:
+        """Return how many tokens of the row are left for what a call samples."""
+        if self.tree is None:
+            return self.max_episode_len - len(call.prompt_ids)
+        place, asked = self._behind(call)
+        new = len(asked) - self.tree.walk(asked, place)[1]
+        return self.max_episode_len - len(self.tree.prompt_ids) - len(self.tree) - new
 
     def _exact(self, rendered: list[int]) -> Call:
         if (parent := self._prefix(rendered)) is not None:

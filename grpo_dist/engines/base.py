@@ -48,6 +48,7 @@ class Response:
         stop: the text that ended it; None: the end-of-sequence token, or it was cut short.
         mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
         num_turns: how often the policy was sampled for it.
+        predecessors: the token that each one follows, see protocol/branches.py; None: it has no branches.
     """
 
     token_ids: list[int]
@@ -57,6 +58,7 @@ class Response:
     stop: str | None = None
     mask: list[int] | None = None
     num_turns: int = 1
+    predecessors: list[int] | None = None
 
 
 class RequestRefused(ValueError):

@@ -138,6 +138,7 @@ class EngineSettings:
         model: `actor_rollout_ref.model`; its path is a folder of this machine.
         dtype: of the weights, as vLLM names it.
         max_model_len: longest prompt and response, in tokens.
+        max_episode_len: most different tokens of an agent's episode, whose branches are all one row of an update.
         seed: of the engine's random state.
         needs_tokenizer: whether sampling needs the tokenizer, for texts that stop a response or are forbidden.
         template_kwargs: variables of the chat template that prompts are rendered with.
@@ -154,6 +155,7 @@ class EngineSettings:
     device: str
     dtype: str
     max_model_len: int
+    max_episode_len: int
     seed: int
     needs_tokenizer: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

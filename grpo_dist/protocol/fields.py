@@ -53,6 +53,9 @@ FIELDS: dict[str, Field] = {
     "episode_step_rewards": Field(
         "ragged (N, R_i)", "float32", "reward that the agent loop gave a step, on its last token; nan: none", "rollout"
     ),
+    "predecessors": Field(
+        "ragged (N, R_i)", "int32", "of episodes: the token that each one follows (protocol/branches.py)", "rollout"
+    ),
     "first_failure": Field(
         "(N,)", "object (str)", "kind of failure that ended the episode's first attempt; empty: none", "rollout"
     ),

@@ -14,11 +14,13 @@ import numpy as np
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
+from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
+from grpo_dist.protocol.branches import with_branches
 from grpo_dist.roles.policy import PolicySettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -65,7 +67,7 @@ class Gang:
         self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs"
     ) -> DataProtoRef:
         """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
-        rows, parts = self._parts(batch, ("uid", "prompts", "responses", "response_mask"))
+        rows, parts = self._parts(batch, with_branches((*SEQUENCE_COLUMNS, "uid"), batch.columns))
 
         def send() -> list[Call]:
             by_rank = enumerate(self._to_ranks(parts))

@@ -27,6 +27,7 @@ from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
+from grpo_dist.protocol.branches import with_branches
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
@@ -169,7 +170,8 @@ class PolicyWorker(Process):
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         try:
             with smaller_passes(limits, ranks=ranks):
-                computed = compute(rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), **limits.sizes)
+                data = rows.fetch(with_branches((*SEQUENCE_COLUMNS, "uid"), rows.columns))
+                computed = compute(data, tuple(plain), **limits.sizes)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
         if self.rank % ranks:  # the first rank of the group returns the same
@@ -264,7 +266,7 @@ class TrainedWorker(PolicyWorker):
         """
         limits, ranks = self.settings.update, self.settings.model.sequence_parallel_size
         assert limits is not None, "it trains"
-        data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
+        data = rows.fetch(with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), rows.columns))
         results = []
         for number, mini_batch in enumerate(mini_batches):
             try:

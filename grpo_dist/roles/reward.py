@@ -16,13 +16,14 @@ from grpo_dist.data.step_tokens import split_steps, step_ends
 from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.process import use_threads
 
-EPISODE_STEPS = frozenset({"episode_step_rewards"})  # a column that only episodes have
+EPISODE_TOKENS = frozenset({"episode_step_rewards", PREDECESSORS})  # those that only episodes have
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
 
 
@@ -137,7 +138,7 @@ class RewardWorker(BatchWork):
             RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
         """
         started = time.monotonic()
-        data = batch.fetch(("responses", "response_mask", *EPISODE_STEPS.intersection(batch.columns)))
+        data = batch.fetch(("responses", "response_mask", *EPISODE_TOKENS.intersection(batch.columns)))
         given = batch.small.get("episode_reward", np.full(len(data), np.nan, np.float32))
         ends = np.cumsum(sizes)
         parts = [
@@ -155,7 +156,7 @@ class RewardWorker(BatchWork):
             (label, failures and data of `score`, of this group).
         """
         responses, mask = data["responses"], data["response_mask"]
-        texts = self._decode(responses)
+        texts = self._decode(scored_branches(data))
         results = self._with_rewards(texts, task, given)
         failures = [result.failure for result in results]
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)

@@ -21,7 +21,7 @@ from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.roles.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
-from grpo_dist.roles.reward import EPISODE_STEPS, Task
+from grpo_dist.roles.reward import EPISODE_TOKENS, Task
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import give
@@ -77,7 +77,7 @@ class RewardPool(Pool):
         Raises:
             GrpoDistError: an error that would occur in every process, or the restart budget is used up.
         """
-        inputs = group.select(("responses", "response_mask", *EPISODE_STEPS.intersection(group.columns)))
+        inputs = group.select(("responses", "response_mask", *EPISODE_TOKENS.intersection(group.columns)))
         loop = asyncio.get_running_loop()
         if not self._unscored:
             loop.call_soon(self._score_waiting)

@@ -14,15 +14,17 @@ import numpy as np
 import ray
 import torch
 
-from grpo_dist.agents.episode import NO_VERSION, Episode, Row
+from grpo_dist.agents.episode import Episode, Row
 from grpo_dist.agents.gateway import Gateway
 from grpo_dist.agents.runner import EpisodeRunner
+from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import AgentError
 from grpo_dist.keeper import watch
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.roles.reward import Task
@@ -107,6 +109,7 @@ class RolloutWorker(Mailbox, Process):
             row = replace(row, messages=task.messages, data_source=task.data_source, extra_info=task.extra_info)
         settings = self.engine.settings
         common: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": settings.max_model_len}
+        common["max_episode_len"] = settings.max_episode_len
         common["max_turns"] = settings.rollout.agent.max_assistant_turns
         common["template_kwargs"] = settings.template_kwargs
         episodes = [Episode(row, sampling, index=i, **common) for i in range(sampling.n)]
@@ -212,6 +215,7 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
             [math.nan if reward is None else reward for reward in rewards], dtype=torch.float32
         ),
         "episode_step_rewards": Ragged.from_rows(steps, torch.float32),
+        PREDECESSORS: Ragged.from_rows([r.predecessors or [] for r in responses], torch.int32),
     }
     given = DataProto.from_dict(columns, {"first_failure": [episode.first_failure for episode in episodes]})
     return group_batch(uid, np.array(shared, np.int32), responses).union(given)
@@ -227,8 +231,6 @@ def common_prefix(rows: Sequence[list[int]]) -> list[int]:
 def _behind(episode: Episode, start: int) -> Response:
     """The response with what the prompt has from `start` on."""
     response, put_in = episode.response(), episode.prompt_ids[start:]
-    if not put_in:
-        return response
     count = len(put_in)
     return replace(
         response,
@@ -236,6 +238,7 @@ def _behind(episode: Episode, start: int) -> Response:
         log_probs=[0.0] * count + response.log_probs,
         weight_versions=[NO_VERSION] * count + response.weight_versions,
         mask=[0] * count + (response.mask or []),
+        predecessors=[*range(-1, count - 1), *(place + count for place in response.predecessors or [])],
     )
 
 

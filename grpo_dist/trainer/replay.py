@@ -29,6 +29,7 @@ from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES, models_of
 from grpo_dist.protocol import DataProto, metric_values
+from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.roles.gang import averaged
@@ -178,7 +179,9 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint / "actor")
         size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
-        data = recorded.data.select([*SEQUENCE_COLUMNS, *objective.columns, "uid"])
+        data = recorded.data.select(
+            with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), recorded.data.columns())
+        )
         old = DataProto()
         if config.old_log_probs_from != "rollout":
             columns = engine.compute_columns(data, ("log_probs",), **size)

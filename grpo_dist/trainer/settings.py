@@ -210,6 +210,7 @@ def engine_settings(
         device=place.device,
         dtype=rollout.resolved_dtype(config.default_dtype),
         max_model_len=config.max_model_len,
+        max_episode_len=max(config.max_model_len, config.actor_rollout_ref.actor.max_token_len or 0),
         seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
         needs_tokenizer=bool(rollout.stop or rollout.bad_words) or not agent.is_single_turn,
         template_kwargs=template_kwargs or {},

@@ -64,7 +64,7 @@ async def serving(app: Callable[[Any], Any] = App) -> AsyncIterator[Gateway]:
 
 async def opened(gateway: Gateway, sample: Any = upper, **options: Any) -> Session:
     sampling = SamplingSettings(1, 1.0, 1.0, -1, 50, 7)
-    session = Session(Recording(sampling, Letters(), 90, **options), sample)
+    session = Session(Recording(sampling, Letters(), 90, 400, **options), sample)
     await gateway.open(session)
     return session
 

@@ -110,7 +110,7 @@ async def test_a_token_cannot_be_guessed_and_is_written_nowhere(
             assert session.token.encode() not in await reader.read()
             writer.close()
         assert session.token not in caplog.text + str(session) + "".join(capfd.readouterr())
-    tokens = {Session(Recording(None, None, 1), upper).token for _ in range(1000)}  # type: ignore[arg-type]
+    tokens = {Session(Recording(None, None, 1, 1), upper).token for _ in range(1000)}  # type: ignore[arg-type]
     assert (len(tokens), {len(token) for token in tokens}) == (1000, {32}), "192 bits"
 
 

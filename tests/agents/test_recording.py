@@ -23,7 +23,7 @@ class Words:
 
 def recording(max_tokens: int = 20, **options: object) -> Recording:
     sampling = SamplingSettings(4, 0.7, 1.0, -1, max_tokens, 100, stop=("END",), min_tokens=5)
-    return Recording(sampling, Words(), 40, **options)  # type: ignore[arg-type]
+    return Recording(sampling, Words(), 40, 100, **options)  # type: ignore[arg-type]
 
 
 def ask(found: Recording, prompt: list[int], sampled: list[int], *, is_chat: bool = True, cut: bool = False) -> Call:
@@ -58,16 +58,36 @@ def test_another_history_begins_a_branch(prompt: list[int]) -> None:
     assert (call.prompt_ids, call.parent) == (prompt, None)
 
 
-def test_the_path_with_the_most_sampled_tokens_is_the_row() -> None:
-    """Two calls on one path, and a branch of one: 2 + 3 of 5 + 4 tokens are delivered."""
+def test_all_calls_are_one_row_and_each_sampled_token_is_there_once() -> None:
+    """A call, another history, one that goes on from the first, and the same asked again."""
     found = recording()
-    first = ask(found, [5], [1, 2])
-    ask(found, [6, 6], [1, 1, 1, 1])
-    second = ask(found, [5, 3, 6], [2, 2, 2], cut=True)
-    assert found.row() == [first, second]
-    assert found.delivered() == 5 / 9
-    assert recording().row() == []
-    assert recording().delivered() == 0
+    ask(found, [5], [1, 2])
+    ask(found, [6, 6], [1, 1])
+    for _ in range(2):
+        ask(found, [5, 3, 6], [2], cut=True)
+    assert found.tree is not None
+    row = found.tree.response
+    assert (found.tree.prompt_ids, row.token_ids) == ([5], [1, 2, 6, 6, 1, 1, 6, 2, 2])
+    assert row.predecessors == [-1, 0, -2, 2, 3, 4, 1, 6, 6], "the third and the fourth call were asked the same"
+    assert row.mask == [1, 1, 0, 0, 1, 1, 0, 1, 1]
+    assert [call.place for call in found.calls] == [1, 5, 7, 8]
+    assert found.delivered == 1
+    assert (recording().tree, recording().delivered) == (None, 0)
+
+
+def test_what_calls_at_the_same_time_sample_beyond_the_room_of_an_episode_is_left_out() -> None:
+    """Room for 10 tokens: a prompt of 1 and 2 calls of 4. A call behind one that is left out is not, if it fits."""
+    found = recording()
+    found.max_episode_len = 10
+    calls = [found.begin([5], is_chat=True) for _ in range(3)]
+    assert [sampling.max_tokens for _, sampling in calls] == [9, 9, 9]
+    for call, _ in calls:
+        found.end(call, Response([1, 2, 1, 2], [-0.5] * 4, False, [3] * 4))
+    assert [call.place for call, _ in calls] == [3, 7, None]
+    assert found.delivered == 8 / 12
+    with refuses(RequestRefused, "context_length_exceeded", "ppo_max_token_len_per_gpu", "10"):
+        found.begin([5, 6], is_chat=True)
+    assert found.begin([5], is_chat=True)[1].max_tokens == 1
 
 
 def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() -> None:
@@ -84,7 +104,7 @@ def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() 
     first = ask(found, [5, 6], [1, 2])
     _, sampling = found.begin([5, 6, 3, 6, 6], is_chat=True)
     assert sampling.max_tokens == 10 - 4, "2 sampled and 2 put in"
-    assert first.path() == [first]
+    assert (first.first, first.place) == (first, 1)
     with refuses(RequestRefused, "context_length_exceeded", "data.max_response_length=10"):
         found.begin([5, 6, 3, *[6] * 8], is_chat=True)
     with refuses(RequestRefused, "context_length_exceeded", "max_model_len=40"):
@@ -116,4 +136,7 @@ def test_seeds_are_of_the_prompt_and_not_of_the_order() -> None:
     one, other, again = seeds([5], [6], [5])
     assert [other, one] == seeds([6], [5])
     assert len({one, other, again}) == 3
-    assert Recording(SamplingSettings(1, 1.0, 1.0, -1, 9, None), Words(), 40).begin([5], is_chat=False)[1].seed is None
+    assert (
+        Recording(SamplingSettings(1, 1.0, 1.0, -1, 9, None), Words(), 40, 100).begin([5], is_chat=False)[1].seed
+        is None
+    )

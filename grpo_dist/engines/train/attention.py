@@ -100,10 +100,10 @@ def sees(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     Args:
         segments: (2, B, L), see `MicroBatch`.
     """
-    own, parent = segments.unbind(0)
+    own, last = segments.unbind(0)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & ((own[b, q] == own[b, k]) | (parent[b, q] == own[b, k]))
+        return (q >= k) & (own[b, k] <= own[b, q]) & (own[b, q] <= last[b, k])
 
     return mask_mod
 

@@ -28,6 +28,7 @@ from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.branches import with_branches
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
@@ -303,11 +304,9 @@ def _sample_rows(data: DataProto) -> DataProto:
     groups = group_rows(data["prompts"])
     rows = np.concatenate([np.flatnonzero(groups == g)[:CHECKED_RESPONSES] for g in range(CHECKED_PROMPTS)])
     longest = int((data["prompts"].lengths + data["responses"].lengths).argmax())
-    part = data.select(("prompts", "responses", "response_mask")).index(np.append(rows, longest))
+    own = with_branches(("responses", "response_mask"), data.columns())
+    part = data.select(("prompts", *own)).index(np.append(rows, longest))
     limits = [CHECKED_TOKENS] * len(rows) + [None]
-    cut = {
-        name: [row[:limit] for row, limit in zip(part[name].rows(), limits, strict=True)]
-        for name in ("responses", "response_mask")
-    }
+    cut = {name: [row[:limit] for row, limit in zip(part[name].rows(), limits, strict=True)] for name in own}
     columns = {name: Ragged.from_rows(values, part[name].values.dtype) for name, values in cut.items()}
     return DataProto({"prompts": part["prompts"], **columns})

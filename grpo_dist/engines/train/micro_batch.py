@@ -3,8 +3,9 @@
     padded  one sequence per tensor row, padded on the right; a causal model needs no mask. The reference.
     packed  several sequences per tensor row; each attends to itself only.
     shared  the responses of a prompt follow it once, [prompt | r1 | ... | rn]: a response attends to the prompt and to
-            itself, and its positions go on from the prompt's end. n(P + R) tokens become P + nR. (Prefix sharing as in
-            verl's prefix grouper and AReaL's tree training; here it is a mask, so that any rotary model takes it.)
+            itself, and its positions go on from the prompt's end. n(P + R) tokens become P + nR. A response may have
+            branches (token_runs.py), and then each of its tokens is there once. (Prefix sharing as in verl's prefix
+            grouper and AReaL's tree training; here it is a mask, so that any rotary model takes it.)
 
 What enters and leaves an engine is ragged; padding stays in this file and its callers.
 """
@@ -15,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.engines.train.micro_batch_plan import first_fit, group_rows
+from grpo_dist.engines.train.micro_batch_plan import first_fit
+from grpo_dist.engines.train.token_runs import Run, cut_into_pieces
 from grpo_dist.protocol import DataProto
 
-# Segment of padding tokens; it is its own parent, so that their attention is defined.
+# Segment of padding tokens; they see each other, so that their attention is defined.
 PADDING = -1
 
 
@@ -33,8 +34,8 @@ class MicroBatch:
     Attributes:
         input_ids: (B, L) int64.
         position_ids: (B, L) int64.
-        segments: (2, B, L) int32, or None where the causal mask is enough: the segment of each token, and the segment
-            that it sees besides its own (its prompt's).
+        segments: (2, B, L) int32, or None where the causal mask is enough: the segment of each token, and the last one
+            of those that follow its segment. A token sees those before it whose segments its own follows.
         predictors: (M,) int64, which of the B * L tokens predicts each response token.
         targets: (M,) int64, the response tokens.
         slots: (M,) int64, where they are among the N * T.
@@ -67,14 +68,6 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A prompt and some of its responses: rows of the batch that lie in one tensor row."""
-
-    rows: np.ndarray
-    length: int
-
-
 def make_micro_batch(
     data: DataProto,
     columns: Sequence[str],
@@ -101,8 +94,8 @@ def make_micro_batch(
     """
     if len(data) == 0:
         return _empty_micro_batch(columns, padding_id, 2 * multiple, segmented=layout != "padded")
-    pieces = _pieces(data, shared=layout == "shared")
-    lengths = [piece.length for piece in pieces]
+    pieces = cut_into_pieces(data, layout)
+    lengths = [sum(run.end - run.start for run in piece) for piece in pieces]
     if layout == "padded":
         bins = [[i] for i in range(len(pieces))]
     else:
@@ -115,16 +108,16 @@ def make_micro_batch(
         builder.position_ids[:] = torch.arange(width)
     for row, members in enumerate(bins):
         for i in members:
-            builder.add(row, pieces[i].rows)
+            builder.add(row, pieces[i])
     mask = data["response_mask"].to_padded(0).float()
-    predictors, targets, slots = builder.response_tokens(mask.shape[1])
+    counts = data["responses"].lengths
     return MicroBatch(
         input_ids=builder.input_ids,
         position_ids=builder.position_ids,
         segments=None if layout == "padded" else builder.segments,
-        predictors=predictors,
-        targets=targets,
-        slots=slots,
+        predictors=torch.cat(builder.predictors),
+        targets=data["responses"].values.long(),
+        slots=torch.nonzero((torch.arange(mask.shape[1]) < counts.unsqueeze(1)).flatten()).flatten(),
         response_mask=mask,
         columns={name: data[name].to_padded(0.0) for name in columns},
     )
@@ -139,46 +132,32 @@ class _Builder:
         # of padding 0: a larger one may be beyond the model's positions, or decide how the real ones are embedded
         self.position_ids = torch.zeros((num_rows, width), dtype=torch.int64)
         self.segments = torch.full((2, num_rows, width), PADDING, dtype=torch.int32)
+        self.predictors = [torch.zeros(len(response), dtype=torch.int64) for response in self.responses]
         self._filled = [0] * num_rows
         self._num_segments = 0
-        self._predictors: list[tuple[int, Tensor]] = []
 
-    def add(self, row: int, members: np.ndarray) -> None:
-        """Append a prompt and its responses to tensor row `row`."""
-        prompt = self.prompts[members[0]]
-        own = self._num_segments
-        start = self._append(row, prompt, 0, own, own)
-        for number, member in enumerate(members.tolist()):
-            response = self.responses[member]
-            first = self._append(row, response, len(prompt), own + 1 + number, own)
-            # the prompt's last token predicts the first response token, each response token the next one
-            before = torch.arange(first - 1, first - 1 + len(response))
-            before[:1] = start + len(prompt) - 1
-            self._predictors.append((member, row * self.input_ids.shape[1] + before))
-        self._num_segments += 1 + len(members)
-
-    def response_tokens(self, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`predictors`, `targets` and `slots`, in the order of the tokens."""
-        predictors = torch.cat([tokens for _, tokens in self._predictors])
-        targets = torch.cat([self.responses[member] for member, _ in self._predictors]).long()
-        slots = torch.cat([member * longest + torch.arange(len(tokens)) for member, tokens in self._predictors])
-        return predictors, targets, slots
-
-    def _append(self, row: int, tokens: Tensor, position: int, segment: int, parent: int) -> int:
-        start = self._filled[row]
-        end = self._filled[row] = start + len(tokens)
-        self.input_ids[row, start:end] = tokens
-        self.position_ids[row, start:end] = torch.arange(position, position + len(tokens))
-        self.segments[0, row, start:end] = segment
-        self.segments[1, row, start:end] = parent
-        return start
-
-
-def _pieces(data: DataProto, *, shared: bool) -> list[_Piece]:
-    prompts, responses = data["prompts"].lengths.numpy(), data["responses"].lengths.numpy()
-    groups = group_rows(data["prompts"]) if shared else np.arange(len(data))
-    members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
-    return [_Piece(rows, int(prompts[rows[0]] + responses[rows].sum())) for rows in members]
+    def add(self, row: int, piece: Sequence[Run]) -> None:
+        """Append the runs of a piece to tensor row `row`."""
+        lasts = list(range(self._num_segments, self._num_segments + len(piece)))
+        for i in reversed(range(len(piece))):
+            if (parent := piece[i].parent) >= 0:
+                lasts[parent] = max(lasts[parent], lasts[i])
+        ends: list[tuple[int, int]] = []  # of each run: its last token's place in the tensor row, the position behind
+        for run, last in zip(piece, lasts, strict=True):
+            before, position = ends[run.parent] if run.parent >= 0 else (self._filled[row], 0)
+            start, length = self._filled[row], run.end - run.start
+            end = self._filled[row] = start + length
+            tokens = (self.prompts if run.in_prompt else self.responses)[run.row]
+            self.input_ids[row, start:end] = tokens[run.start : run.end]
+            self.position_ids[row, start:end] = torch.arange(position, position + length)
+            self.segments[0, row, start:end] = self._num_segments + len(ends)
+            self.segments[1, row, start:end] = last
+            if not run.in_prompt and length:  # each token is predicted by the one that it follows
+                places = torch.arange(start - 1, end - 1)
+                places[0] = before
+                self.predictors[run.row][run.start : run.end] = row * self.input_ids.shape[1] + places
+            ends.append((end - 1, position + length) if length else (before, position))
+        self._num_segments += len(piece)
 
 
 def _empty_micro_batch(columns: Sequence[str], padding_id: int, width: int, *, segmented: bool) -> MicroBatch:

@@ -1,8 +1,8 @@
 """Attention on CPU over the segments of packed rows: the short ones in batches, each long one by itself.
 
 SDPA under a mask computes every pair of a row, also those that the mask forbids: with n responses to a shared prompt,
-n^2 times what one response costs. A segment's queries only ever meet its own keys and its prompt's, so here each
-segment gets just those.
+n^2 times what one response costs. A segment's queries only ever meet its own keys and those of the segments that it
+follows, its prompt and the turns before it, so here each segment gets just those.
 
 A call of SDPA costs more than a short segment's products, and its kernel is slow in bf16. So short segments of like
 lengths are gathered, padded to the longest, and given to it together, in float32 whatever the compute type.
@@ -37,17 +37,17 @@ class Run(NamedTuple):
     Attributes:
         start: the number of the first one among the B * L tokens.
         length: how many.
-        parent: number of the run that its tokens see besides their own; -1: none; None: padding, which sees nothing.
+        seen: numbers of the runs that its tokens see besides their own; None: padding, which sees nothing.
     """
 
     start: int
     length: int
-    parent: int | None
+    seen: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """N segments, padded to R tokens, with their P prompt tokens in front of the keys: K = P + R.
+    """N segments, padded to R tokens, with the P tokens that they follow in front of the keys: K = P + R.
 
     Attributes:
         queries: (N, R) int64, which of all tokens; padding repeats a segment's last one.
@@ -71,8 +71,8 @@ class SegmentPlan:
         runs: all runs of a micro-batch, in order; together they have B * L tokens.
         batches: short segments.
         alone: numbers of the runs of long ones, in order.
-        mask: (`QUERIES`, K) float32 for the long ones that see a prompt, of which the longest has K tokens with it: 0
-            where a query sees a key, else -inf; of any K tokens in a row the last ones are the queries.
+        mask: (`QUERIES`, K) float32 for the long ones that follow others, of which the longest has K tokens with them:
+            0 where a query sees a key, else -inf; of any K tokens in a row the last ones are the queries.
     """
 
     def __init__(self, runs: list[Run], batches: list[Batch], alone: list[int], mask: Tensor) -> None:
@@ -85,17 +85,20 @@ def segment_runs(segments: Tensor) -> list[Run]:
     Args:
         segments: (2, B, L), see `MicroBatch`; negative: padding.
     """
-    own, parents = segments.flatten(1).cpu()
+    own, lasts = segments.flatten(1).cpu()
     rows = torch.arange(segments.shape[1]).repeat_interleave(segments.shape[2])
     starts = torch.nonzero((own.diff() != 0) | (rows.diff() != 0)).flatten() + 1
     bounds = [0, *starts.tolist(), len(own)]
     firsts = torch.tensor(bounds[:-1])
-    owns, seen = own[firsts].tolist(), parents[firsts].tolist()
-    number = {segment: i for i, segment in enumerate(owns)}
-    runs = []
-    for (start, end), segment, parent in zip(pairwise(bounds), owns, seen, strict=True):
-        other = -1 if segment == parent else number[parent]
-        runs.append(Run(start, end - start, None if segment < 0 else other))
+    runs: list[Run] = []
+    open_runs: list[tuple[int, int]] = []  # that the next one may follow: number, last segment of those that follow it
+    for (start, end), segment, last in zip(pairwise(bounds), own[firsts].tolist(), lasts[firsts].tolist(), strict=True):
+        while open_runs and open_runs[-1][1] < segment:
+            open_runs.pop()
+        seen = tuple(number for number, _ in open_runs)
+        runs.append(Run(start, end - start, None if segment < 0 else seen))
+        if segment >= 0:
+            open_runs.append((len(runs) - 1, last))
     return runs
 
 
@@ -107,15 +110,15 @@ def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS) -> Seg
         batched_tokens: longer ones are alone.
     """
     runs = segment_runs(segments)
-    prompts = [runs[run.parent].length if run.parent is not None and run.parent >= 0 else 0 for run in runs]
-    short = [i for i, run in enumerate(runs) if run.parent is not None and run.length <= batched_tokens]
+    prompts = [sum(runs[number].length for number in run.seen or ()) for run in runs]
+    short = [i for i, run in enumerate(runs) if run.seen is not None and run.length <= batched_tokens]
     batches = [
-        _batch([(runs[i], runs[runs[i].parent or 0], prompts[i]) for i in part])
+        _batch([runs[i] for i in part], runs)
         for like in _alike(short, lambda i: prompts[i])
         for members in _alike(like, lambda i: runs[i].length)
         for part in _parts(members, runs[members[0]].length, max(prompts[i] for i in members))
     ]
-    alone = [i for i, run in enumerate(runs) if run.parent is not None and run.length > batched_tokens]
+    alone = [i for i, run in enumerate(runs) if run.seen is not None and run.length > batched_tokens]
     longest = max((runs[i].length + prompts[i] for i in alone if prompts[i]), default=0)
     seen = torch.ones(QUERIES, longest, dtype=torch.bool).tril(longest - QUERIES)
     return SegmentPlan(runs, batches, alone, torch.zeros(seen.shape).masked_fill_(~seen, -math.inf))
@@ -173,10 +176,8 @@ def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: floa
     parts = list(out.split(lengths))
     queries, keys, values = (x.split(lengths) for x in tokens)
     for i in plan.alone:
-        parent = plan.runs[i].parent
-        k, v = keys[i], values[i]
-        if parent is not None and parent >= 0:
-            k, v = torch.cat([keys[parent], k]), torch.cat([values[parent], v])
+        numbers = (*(plan.runs[i].seen or ()), i)
+        k, v = (torch.cat([x[number] for number in numbers]) for x in (keys, values))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (queries[i], k, v))
         parts[i] = _causal(q, k, v, plan.mask, scale)[0].transpose(0, 1)
     return torch.cat(parts)
@@ -213,15 +214,20 @@ def _parts(members: list[int], length: int, prompt: int) -> list[list[int]]:
     return [members[start : start + size] for start in range(0, len(members), size)]
 
 
-def _batch(members: list[tuple[Run, Run, int]]) -> Batch:
-    """Return the batch of segments, each with its prompt's run and that one's tokens; 0: it sees only itself."""
-    starts, lengths, before, seen = torch.tensor(
-        [(run.start, run.length, parent.start, prompt) for run, parent, prompt in members]
-    ).T.unsqueeze(-1)
+def _batch(members: list[Run], runs: list[Run]) -> Batch:
+    """Return the batch of segments, each with the tokens of the runs that it sees."""
+    starts, lengths = torch.tensor([(run.start, run.length) for run in members]).T.unsqueeze(-1)
+    before = [_tokens([runs[number] for number in run.seen or ()]) for run in members]
+    seen = torch.tensor([len(tokens) for tokens in before]).unsqueeze(-1)
     own, prompt = torch.arange(int(lengths.max())), torch.arange(int(seen.max()))
     queries = starts + torch.minimum(own, lengths - 1)
-    keys = before + torch.minimum(prompt, (seen - 1).clamp(min=0))
+    keys = nn.utils.rnn.pad_sequence(before, batch_first=True)
     causal = (own.view(-1, 1) >= own).expand(len(members), -1, -1)
     sees = torch.cat([(prompt < seen).unsqueeze(1).expand(-1, len(own), -1), causal], 2)
     mask = torch.zeros(sees.shape).masked_fill_(~sees, -math.inf).unsqueeze(1)
     return Batch(queries, torch.cat([keys, queries], 1), mask, own < lengths)
+
+
+def _tokens(runs: list[Run]) -> Tensor:
+    """Numbers of the tokens of runs, int64."""
+    return torch.cat([torch.arange(0), *(torch.arange(run.start, run.start + run.length) for run in runs)])

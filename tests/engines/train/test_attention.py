@@ -30,7 +30,8 @@ from tests.messages import says
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
 PARENT = [[0, 0, 0, 0, 0, 0, 3, 3, 3, -1, -1], [5] + [-1] * 10]
-ROWS = torch.tensor([OWN, PARENT], dtype=torch.int32)
+LAST = [[2, 2, 2, 1, 1, 2, 4, 4, 4, -1, -1], [5] + [-1] * 10]
+ROWS = torch.tensor([OWN, LAST], dtype=torch.int32)
 
 
 def by_hand(row: int, q: int, k: int) -> bool:

@@ -24,13 +24,19 @@ VISIBLE = ROWS[0] >= 0
 
 def rows_of(groups: list[tuple[int, list[int]]]) -> torch.Tensor:
     """Segments of one row of groups, (tokens of the prompt, of each response), and two tokens of padding."""
-    own, parents = [], []
+    own, lasts = [], []
     for prompt, responses in groups:
         first = len(set(own))
         for segment, length in enumerate([prompt, *responses]):
             own += [first + segment] * length
-            parents += [first] * length
-    return torch.tensor([[[*own, -1, -1]], [[*parents, -1, -1]]], dtype=torch.int32)
+            lasts += [first + (segment or len(responses))] * length
+    return torch.tensor([[[*own, -1, -1]], [[*lasts, -1, -1]]], dtype=torch.int32)
+
+
+# (segment, the last that follows it, tokens): a prompt, a turn behind it with two branches, of which the second has
+# two, and another turn behind the prompt.
+TREE_RUNS = [(0, 6, 5), (1, 5, 30), (2, 2, 4), (3, 5, 25), (4, 4, 3), (5, 5, 40), (6, 6, 2)]
+TREE = torch.tensor([[[run[axis] for run in TREE_RUNS for _ in range(run[2])]] for axis in (0, 1)], dtype=torch.int32)
 
 
 def test_runs_by_hand() -> None:
@@ -38,9 +44,13 @@ def test_runs_by_hand() -> None:
 
     A row's first run is its own, even where the row before ends in the same padding.
     """
-    found = [(run.start, run.length, run.parent) for run in segment_runs(ROWS)]
+    found = [(run.start, run.length, run.seen) for run in segment_runs(ROWS)]
     starts, lengths = (0, 3, 5, 6, 8, 9, 11, 12), (3, 2, 1, 2, 1, 2, 1, 10)
-    assert found == list(zip(starts, lengths, (-1, 0, 0, -1, 3, None, -1, None), strict=True))
+    assert found == list(zip(starts, lengths, ((), (0,), (0,), (), (3,), None, (), None), strict=True))
+
+
+def test_runs_of_a_tree_see_all_that_they_follow() -> None:
+    assert [run.seen for run in segment_runs(TREE)] == [(), (0,), (0, 1), (0, 1), (0, 1, 3), (0, 1, 3), (0,)]
 
 
 def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +100,7 @@ MIXED = rows_of([(30, [40, 38, 7, 1]), (3, [12]), (9, []), (28, [3, 37])])
 
 @pytest.mark.parametrize(("batched_tokens", "queries"), [(0, 512), (0, 7), (20, 512), (20, 7), (100, 512)])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("segments", [ROWS, MIXED], ids=["rows", "mixed"])
+@pytest.mark.parametrize("segments", [ROWS, MIXED, TREE], ids=["rows", "mixed", "tree"])
 def test_it_equals_the_dense_mask(
     key_heads: int, batched_tokens: int, queries: int, segments: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
