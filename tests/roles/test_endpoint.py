@@ -15,6 +15,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.branches import PREDECESSORS, last_branch
 from grpo_dist.roles.reward import Task
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
@@ -176,27 +177,30 @@ def test_an_agent_may_begin_the_policys_turn(agents: WorkerGroup) -> None:
         assert decoded(prompt) == "<|im_start|>user\n12+34=?<|im_end|>\n<|im_start|>assistant\n4"
 
 
-def test_recorded_log_probs_are_those_of_the_whole_row(agents: WorkerGroup) -> None:
+@pytest.mark.parametrize("what", ["turns", "branches"])
+def test_recorded_log_probs_are_those_of_the_text_that_a_token_follows(agents: WorkerGroup, what: str) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32
     )
-    data = play(agents, "turns")[1]
-    rows = [data[name].rows() for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
-    for prompt, response, mask, log_probs in zip(*rows, strict=True):
-        ids = torch.cat([prompt, response]).long()
-        with torch.no_grad():
-            logits = model(input_ids=ids.unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-        expected = torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1) * mask
-        torch.testing.assert_close(log_probs, expected, atol=1e-3, rtol=0)
+    data = play(agents, what)[1]
+    rows = [data[name].rows() for name in ("prompts", "responses", "response_mask", "rollout_log_probs", PREDECESSORS)]
+    for prompt, response, mask, log_probs, follows in zip(*rows, strict=True):
+        for place in mask.nonzero().flatten().tolist():
+            before, path = last_branch(follows[: place + 1])
+            ids = torch.cat([prompt[: len(prompt) + before + 1], response[path]]).long()
+            with torch.no_grad():
+                logits = model(input_ids=ids[:-1].unsqueeze(0)).logits[0, -1]
+            expected = torch.log_softmax(logits, -1)[ids[-1]]
+            torch.testing.assert_close(log_probs[place], expected, atol=1e-3, rtol=0)
 
 
 def test_a_prompt_of_the_agents_own_and_a_branch(agents: WorkerGroup) -> None:
-    """What the episodes' prompts have in common is the group's prompt; the sub-question's tokens do not train."""
+    """What the episodes' prompts have in common is the group's prompt; the sub-question trains as a branch."""
     small, data = play(agents, "branches")
-    assert small["num_turns"].tolist() == [2, 2]
-    assert all(0 < share < 1 for share in small["reward_extra/delivered_tokens"])
+    assert small["num_turns"].tolist() == [3, 3]
+    assert small["reward_extra/delivered_tokens"].tolist() == [1, 1]
     assert {decoded(prompt) for prompt in data["prompts"].rows()} == {"<|im_start|>user\n"}
     for i, (response, mask) in enumerate(zip(data["responses"].rows(), data["response_mask"].rows(), strict=True)):
         assert decoded(response).startswith(f"{i}+1=?<|im_end|>\n<|im_start|>assistant\n")

@@ -31,6 +31,7 @@ from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.objectives import OBJECTIVES, Loss, Objective, read_metrics
 from grpo_dist.engines.train.optimizer import Offload, build_optimizer
 from grpo_dist.engines.train.sharded_tensors import whole
+from grpo_dist.engines.train.token_runs import response_tokens
 from grpo_dist.engines.train.ulysses import SequenceGroup
 from grpo_dist.errors import ConfigError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, merge_metrics
@@ -236,9 +237,9 @@ class FSDPEngine(FSDPWeights):
         empty = np.empty(0, dtype=np.int64)
         lengths = Lengths(empty, empty, empty)
         if len(data):
-            prompts, responses = data["prompts"], data["responses"]
+            prompts = data["prompts"]
             groups = group_rows(prompts) if whole_groups is None else whole_groups
-            lengths = Lengths(groups, prompts.lengths.numpy(), responses.lengths.numpy())
+            lengths = Lengths(groups, prompts.lengths.numpy(), response_tokens(data, self.forward.layout))
         return plan_micro_batches(
             lengths,
             micro_batch_size=micro_batch_size,

@@ -61,6 +61,16 @@ def cut_into_pieces(data: DataProto, layout: str) -> list[list[Run]]:
     return pieces
 
 
+def response_tokens(data: DataProto, layout: str) -> np.ndarray:
+    """Return how many tokens each row takes besides its prompt, (N,) int64."""
+    if layout == "shared" or PREDECESSORS not in data.batch:
+        return data["responses"].lengths.numpy()
+    tokens = -data["prompts"].lengths.numpy()
+    for piece in cut_into_pieces(data, layout):
+        tokens[piece[-1].row] += sum(run.end - run.start for run in piece)
+    return tokens
+
+
 def _cut(length: int, predecessors: Sequence[int] | None) -> list[tuple[int, int, int]]:
     """Cut a response into runs: (start, end, what the first token follows)."""
     if predecessors is None or not length:
