@@ -181,11 +181,7 @@ def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
 def move_states(
     optimizer: Optimizer | None, device: torch.device, homes: Mapping[Any, Tensor] = MappingProxyType({})
 ) -> dict[tuple[int, str], Tensor]:
-    """Move every tensor of the optimizer's states, also sharded ones, to `device`.
-
-    Returns:
-        The tensors as they were: the `homes` of a later call, which take the values back.
-    """
+    """Move all tensors of the optimizer's states to `device`; return them as they were, the `homes` of the way back."""
     before = {}
     for number, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
         for name, value in [(name, value) for name, value in state.items() if isinstance(value, Tensor)]:
