@@ -38,4 +38,5 @@ def engine_lora_rank(rank: int) -> int:
     return next((size for size in ENGINE_LORA_RANKS if size >= rank), rank)
 
 
-ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
+ADAM_STATES = 2  # AdamW's two running means
+STATE_BYTES = {"AdamW": 4.0, "AdamW8bit": 1 + 4 / 256}  # of one: float32, or a code and its part of a block's scale

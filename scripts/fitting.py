@@ -21,23 +21,27 @@ MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen
 # What CUDA gives of a GPU that is sold as so large, in GiB.
 GPUS = {"24 GB": 23.6, "40 GB": 39.4, "80 GB": 79.1, "141 GB": 139.8}
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-LORA_RANK = 32
 MODEL = "actor_rollout_ref.model"
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+# What trains, by the heads of columns.
+KINDS = {
+    "all weights": (),
+    "8-bit states": (f"{ACTOR}.fsdp_config.model_dtype=bf16", f"{ACTOR}.optim.optimizer=AdamW8bit"),
+    "LoRA 32": (f"{MODEL}.lora_rank=32",),
+}
 RUN = ("data=arithmetic", "model=hf", "data.max_prompt_length=512", "data.max_response_length=1024",
        "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=128", f"{ROLLOUT}.n=8",
        f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
        f"{MODEL}.enable_gradient_checkpointing=true")  # fmt: skip
 
 
-def run_on(model: str, count: int, lora_rank: int) -> RunConfig:
-    """A run of the model on so many GPUs, on machines of 8."""
+def run_on(model: str, count: int, kind: str) -> RunConfig:
+    """A run of the model on so many GPUs, on machines of 8; `kind` is one of KINDS."""
     nodes = max(1, count // 8)
     cluster = ("cluster=single_gpu",) if count == 1 else ("cluster=multi_node", f"trainer.nnodes={nodes}")
     each = f"trainer.n_gpus_per_node={count // nodes}"
-    lora = (f"{MODEL}.lora_rank={lora_rank}",)
     path = f"{MODEL}.path=Qwen/{model}"
-    return load_config([*RUN, *cluster, each, path, *lora])[0]
+    return load_config([*RUN, *cluster, each, path, *KINDS[kind]])[0]
 
 
 def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
@@ -65,14 +69,15 @@ def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     ):
         config = with_value(config, key, True)
     config = with_value(config, f"{ROLLOUT}.checkpoint_engine.backend", "object_store")
-    yield " (in turns)", with_value(config, f"{ROLLOUT}.gpu_memory_utilization", 0.85)
+    for share in (0.85, 0.6) if config.num_gpus == 1 else (0.85,):
+        yield " (in turns)", with_value(config, f"{ROLLOUT}.gpu_memory_utilization", share)
 
 
-def fewest(model: str, gib: float, lora_rank: int) -> str:
+def fewest(model: str, gib: float, kind: str) -> str:
     """The fewest GPUs of that size, and how an engine lies on them."""
     sizes: Mapping[str, Any] | None = model_config_at_hand(f"Qwen/{model}")
     for count in COUNTS:
-        for mark, config in variants(run_on(model, count, lora_rank)):
+        for mark, config in variants(run_on(model, count, kind)):
             allowed = not any(problem for rule in PLACEMENT_RULES for problem in rule(config))
             if allowed and not any(memory_problems(config, sizes, gib, None, certain=False)):
                 return f"{count}{mark}"
@@ -80,12 +85,9 @@ def fewest(model: str, gib: float, lora_rank: int) -> str:
 
 
 def table() -> str:
-    """Models by GPUs, all weights trained and LoRA."""
-    kinds = {"all weights": 0, f"LoRA {LORA_RANK}": LORA_RANK}
-    head = ["model", *(f"{gpu}, {kind}" for kind in kinds for gpu in GPUS)]
-    rows = [
-        [model, *(fewest(model, gib, rank) for rank in kinds.values() for gib in GPUS.values())] for model in MODELS
-    ]
+    """Models by GPUs, and what trains."""
+    head = ["model", *(f"{gpu}, {kind}" for kind in KINDS for gpu in GPUS)]
+    rows = [[model, *(fewest(model, gib, kind) for kind in KINDS for gib in GPUS.values())] for model in MODELS]
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

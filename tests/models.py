@@ -180,6 +180,7 @@ def objective(**changes: object) -> ObjectiveSettings:
 def scheduled(*, warmup: int = 2, lr: float = 1e-2, **changes: object) -> OptimConfig:
     """AdamW with a warm-up of so many steps, and a cosine down to a tenth."""
     values = {
+        "optimizer": "AdamW",
         "lr": lr,
         "weight_decay": 0.01,
         "betas": (0.9, 0.999),

@@ -15,6 +15,7 @@ from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_stor
 
 # Imported once, by the server that the ranks are forked from: a rank then starts in a moment.
 PRELOADED = ["torch", "transformers.models.auto.modeling_auto", "grpo_dist.engines.train.fsdp_engine", "pytest"]
+PRELOADED += ["grpo_dist.engines.train.low_memory_adamw"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
 

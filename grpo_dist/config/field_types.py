@@ -152,14 +152,12 @@ def one_of(names: Sequence[str]) -> AfterValidator:
 
 
 def _alias(names: Mapping[str, str]) -> BeforeValidator:
-    """Translates the dtype names of PyTorch, vLLM and verl into the name that this key uses."""
+    """Translates the names of PyTorch, vLLM and verl into the name that this key uses."""
 
     def canonical(value: Any) -> Any:
         name = names.get(value, value) if isinstance(value, str) else value
         if name == NOT_FOR_TRAINING:
-            raise ValueError(
-                "float16 overflows without loss scaling, which is not implemented; use bfloat16 or float32"
-            )
+            raise ValueError("float16 overflows without loss scaling, which is not there; use bfloat16 or float32")
         return name
 
     return BeforeValidator(canonical)
@@ -212,4 +210,6 @@ DryRun = Annotated[bool | Literal["config"], BeforeValidator(_dry_run)]
 TrainDtype = Literal["fp32", "bf16"]
 RolloutDtype = Literal["float32", "bfloat16", "float16"]
 TrainDtypeName = Annotated[TrainDtype, _alias(_TRAIN_NAMES)]
+EIGHT_BIT, NEEDS_TORCHAO = "AdamW8bit", "needs torchao: pip install 'torchao>=0.18,<0.19' (the extra torchao)"
+OptimizerName = Annotated[Literal["AdamW", "AdamW8bit"], _alias({"_AdamW": "AdamW"})]  # _AdamW: torchao's
 RolloutDtypeName = Annotated[RolloutDtype, _alias(_ENGINE_NAMES)]

@@ -16,6 +16,7 @@ from grpo_dist.config.field_types import (
     NonNegativeFloat,
     NonNegativeInt,
     NonNegativeOrMinusOne,
+    OptimizerName,
     OptionalNames,
     Pair,
     PositiveFloat,
@@ -137,6 +138,7 @@ class AdamWConfig(Section):
 class OptimConfig(AdamWConfig):
     """`actor_rollout_ref.actor.optim`: AdamW and its schedule, which is counted in optimizer steps."""
 
+    optimizer: Annotated[OptimizerName, Resume.SHOWN]
     lr_warmup_steps: NonNegativeOrMinusOne
     lr_warmup_steps_ratio: Share
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
@@ -144,9 +146,8 @@ class OptimConfig(AdamWConfig):
 
     def warmup_steps(self, total_steps: int) -> int:
         """Return the optimizer steps in which the rate rises; -1 means `lr_warmup_steps_ratio` of all steps."""
-        return (
-            self.lr_warmup_steps if self.lr_warmup_steps >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
-        )
+        given = self.lr_warmup_steps
+        return given if given >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
 
 
 class ShardsConfig(Section):

@@ -19,7 +19,7 @@ from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_s
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model, Pass, lora_of
 from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, roles_of
-from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB
+from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB, STATE_BYTES
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
 # where it has other ranks; an engine's CUDA graphs. The last two are not measured.
@@ -81,6 +81,7 @@ class Rank:
         shards: ranks that hold one copy of the weights together.
         reshards: whether gathered weights are freed after each layer.
         trained: number of parameters that are trained: all, or LoRA's; 0: the role has no optimizer.
+        state: of one of the optimizer's two states of a weight.
         defers: whether gradients stay whole until the last pass of a mini-batch.
         offloads: whether the optimizer's states are on the device only during its step.
         recomputes: whether layers keep only their inputs for the backward pass.
@@ -94,6 +95,7 @@ class Rank:
     shards: int = 1
     reshards: bool = True
     trained: int = 0
+    state: float = STATE_BYTES["AdamW"]
     defers: bool = False
     offloads: bool = False
     recomputes: bool = False
@@ -114,8 +116,9 @@ class Rank:
     @property
     def step(self) -> Parts:
         """What an optimizer step needs: AdamW's states are on the device."""
-        gradients = self.trained * self.held / self.shards
-        return {"weights": self.weights, "gradients": gradients, "optimizer": ADAM_STATES * gradients}
+        trained = self.trained / self.shards
+        optimizer = ADAM_STATES * self.state * trained
+        return {"weights": self.weights, "gradients": self.held * trained, "optimizer": optimizer}
 
     @property
     def kept(self) -> Parts:
@@ -219,6 +222,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
     fsdp = value_of(config, row.fsdp)
+    optim = getattr(value_of(config, row.section), "optim", getattr(config, "optim", None))
     ranks, lora = placement(config).world_sizes[row.name], lora_of(config, model)
     factors = 0 if lora is None else shape.lora_parameters(lora)
     rank = Rank(
@@ -229,6 +233,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         shards=fsdp.num_shards(ranks),
         reshards=reshards(config, row),
         trained=0 if update is None else factors or shape.num_parameters,
+        state=STATE_BYTES[getattr(optim, "optimizer", "AdamW")],
         defers=fsdp.defer_grad_sync,
         offloads=offloads_optimizer(config, row),
         recomputes=layers is not None and layers.enable_gradient_checkpointing,
@@ -238,12 +243,13 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     peaks += [] if update is None else [rank.update(_tokens(config, row, update))]
     states, optimizer = rank.weights + rank.step["optimizer"], rank.kept["optimizer"]
     waiting = rank.weights * (not fsdp.param_offload) + optimizer
+    written = rank.weights + rank.step["optimizer"] * STATE_BYTES["AdamW"] / rank.state
     largest_tensor = 2 * shape.vocabulary * shape.hidden * rank.compute  # cast, and gathered
     host = {
         "process": PROCESS_GIB[config.device] * GIB,
         "offloaded": (states - waiting) * (config.device == "cuda"),
         "activations": 0.0 if update is None else rank.saved_on_cpu(_tokens(config, row, update)),
-        "a copy for a checkpoint": 0.0 if update is None else states,
+        "a copy for a checkpoint": 0.0 if update is None else written,
     }
     return RoleMemory(
         row.name,
@@ -252,7 +258,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         waiting=waiting / GIB,
         sending=(rank.weights + optimizer + largest_tensor) / GIB,
         host=_gib(host),
-        saved=0.0 if update is None else states * rank.shards / GIB,
+        saved=0.0 if update is None else written * rank.shards / GIB,
     )
 
 

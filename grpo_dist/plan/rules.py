@@ -16,6 +16,8 @@ import yaml
 
 from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder, resolve_model_path
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
+from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
+from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.problems import Problem, between_keys, shown, value_of
 from grpo_dist.config.run_code import UPDATE
 from grpo_dist.config.schema import RunConfig
@@ -35,6 +37,12 @@ _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _ENGINE_ARGUMENTS: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_name("engine_arguments.yaml").read_text(encoding="utf-8")
 )
+# Settings, by how they end -> the package that they need, and what to say without it.
+_PACKAGES = {
+    "rollout.name=vllm": ("vllm", "vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"),
+    f".optimizer={EIGHT_BIT}": ("torchao", NEEDS_TORCHAO),
+    ".model_dtype=bf16": ("torchao", f"for weights that train it {NEEDS_TORCHAO}"),
+}
 
 
 def files_exist(config: JobConfig) -> Iterator[Problem]:
@@ -79,25 +87,21 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
             yield _missing(key, source, "file")
 
 
-def vllm_is_installed(config: RunConfig) -> Iterator[Problem]:
-    """On this machine, unless the workers run on a cluster that is already there, or with another engine."""
-    if config.actor_rollout_ref.rollout.name != "vllm":
-        return
+def packages_are_installed(config: JobConfig) -> Iterator[Problem]:
+    """On this machine, unless the workers run on a cluster that is already there."""
     address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS") or "local"
-    if address == "local" and find_spec("vllm") is None:
-        key = "actor_rollout_ref.rollout.name"
-        text = f"{key}=vllm: vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"
-        yield Problem(text, (key,), missing_file=True)
+    for key in leaf_keys(type(config)) if address == "local" else ():
+        setting = f"{key}={shown(value_of(config, key))}"
+        for end, (package, what) in _PACKAGES.items():
+            if setting.endswith(end) and find_spec(package) is None:
+                yield Problem(f"{setting}: {what}", (key,), missing_file=True)
 
 
 # --- arguments that go to vLLM as they are ---------------------------------------------------------------------------
 def drafts(config: RunConfig) -> str:
     """Return the argument that makes engines decode speculatively, as key=value; "" if none does."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    return next(
-        (f"{_VLLM}.{name}={shown(given[name])}" for name in DRAFTS if given.get(name) is not None),
-        "",
-    )
+    return next((f"{_VLLM}.{name}={shown(given[name])}" for name in DRAFTS if given.get(name) is not None), "")
 
 
 def vllm_arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Problem]:
@@ -143,7 +147,7 @@ RULES: tuple[Rule, ...] = (
     files_exist,
     model_folders_exist,
     custom_code_exists,
-    vllm_is_installed,
+    packages_are_installed,
 )
 NOTES: tuple[Rule, ...] = (run_notes, engine_notes, experts_stay_frozen, memory_notes, job_notes)
 
@@ -166,6 +170,7 @@ SUPERVISED_RULES: tuple[Callable[[SupervisedConfig], Iterator[Problem]], ...] = 
     ranks_are_divided,
     passes_hold_the_longest_row,
     models_take_it,
+    packages_are_installed,
 )
 SUPERVISED_NOTES: tuple[Callable[[SupervisedConfig], Iterator[Problem]], ...] = (memory_notes, job_notes)
 

@@ -94,19 +94,6 @@ class DataProto:
             {**self.non_tensor_batch, **other.non_tensor_batch},
         )
 
-    def rename(self, names: Mapping[str, str]) -> DataProto:
-        """Rename columns: {old: new}."""
-        for name in names:
-            self[name]
-        renamed = [names.get(name, name) for name in self.columns()]
-        for name in renamed:
-            if renamed.count(name) > 1:
-                raise BatchError(f"rename: two columns would be called {name!r}")
-        return DataProto(
-            {names.get(k, k): v for k, v in self.batch.items()},
-            {names.get(k, k): v for k, v in self.non_tensor_batch.items()},
-        )
-
     # --- rows --------------------------------------------------------------------------------------------------
     def index(self, rows: Rows) -> DataProto:
         """These rows, in this order; a row may be taken more than once."""
@@ -124,31 +111,6 @@ class DataProto:
     def slice(self, start: int, stop: int) -> DataProto:
         """Rows start..stop-1."""
         return self.index(slice(start, stop))
-
-    def split(self, rows_per_part: int) -> list[DataProto]:
-        """Consecutive parts of `rows_per_part` rows; the last may be shorter."""
-        return [self.slice(i, i + rows_per_part) for i in range(0, len(self), rows_per_part)]
-
-    def chunk(self, num_chunks: int) -> list[DataProto]:
-        """`num_chunks` equal parts."""
-        if num_chunks < 1 or len(self) % num_chunks:
-            raise BatchError(f"{len(self)} rows cannot be cut into {num_chunks} equal chunks")
-        rows = len(self) // num_chunks
-        return [self.slice(i * rows, (i + 1) * rows) for i in range(num_chunks)]
-
-    def repeat(self, times: int, interleave: bool) -> DataProto:
-        """Each row `times` times: aabb with `interleave`, else abab."""
-        rows = np.arange(len(self))
-        return self.index(np.repeat(rows, times) if interleave else np.tile(rows, times))
-
-    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Append copies of the first rows until the row count is divisible; returns (batch, number of rows added)."""
-        missing = -len(self) % divisor
-        return self.index(np.arange(len(self) + missing) % max(len(self), 1)), missing
-
-    def unpad(self, padding: int) -> DataProto:
-        """Drop the last `padding` rows."""
-        return self.slice(0, len(self) - padding)
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:

@@ -71,6 +71,8 @@ def test_verls_steps_to_profile_are_ours() -> None:
         "trainer.default_hdfs_dir=None",
         "reward_model.reward_manager=dapo",
         "trainer.save_on_sigterm=true",
+        "actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim",
+        "critic.optim.optimizer_impl=torch.optim",
     ],
 )
 def test_keys_without_a_meaning_are_said_once(override: str) -> None:
@@ -95,6 +97,7 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("critic.megatron.x=1", "critic.strategy=fsdp2"),
         ("distillation.distillation_loss.loss_mode=k1", "actor_rollout_ref.ref.model.path"),
         ("reward_model.enable_resource_pool=true", "cluster.reward_model_world_size"),
+        ("actor_rollout_ref.actor.optim.optimizer_impl=bitsandbytes.optim", "torch.optim or torchao.optim"),
         ("reward_model.reward_manager=mine", "naive or dapo or prime or batch"),
         ("trainer.save_on_sigterm=false", "true"),
         ("async_training.staleness_threshold=0.5", "trainer.max_staleness"),

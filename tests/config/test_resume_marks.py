@@ -43,6 +43,8 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             *(f"{model}.model.fsdp_config.{name}" for model in ("critic", "reward_model") for name in HELD),
             *(f"{ROLES}.rollout.{name}" for name in ("dtype", "deterministic", "max_model_len", "engine_kwargs.vllm")),
             f"{ROLES}.model.lora.merge",
+            f"{ROLES}.actor.optim.optimizer",
+            "critic.optim.optimizer",
         },
         (
             *(f"algorithm.{name}" for name in ("adv", "norm", "gamma", "lam", "gdpo", "kl", "use", "rollout", "mask")),
@@ -59,13 +61,13 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
     (
         SFT,
         ORDER | {f"model.{name}" for name in LORA | {"path", "override_config"}} | {"engine.model_dtype"},
-        {f"engine.{name}" for name in HELD},
+        {f"engine.{name}" for name in HELD} | {"optim.optimizer"},
         ("optim", "data.train_batch_size", "data.max_length", "data.messages_key", "data.apply_chat_template"),
     ),
     (
         REWARD_MODEL,
         ORDER | {"model.path", "model.override_config", "engine.model_dtype"},
-        {f"engine.{name}" for name in HELD},
+        {f"engine.{name}" for name in HELD} | {"optim.optimizer"},
         ("optim", "data.train_batch_size", "data.max_length", "data.step_"),
     ),
 ]

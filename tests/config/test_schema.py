@@ -249,6 +249,13 @@ def test_every_name_of_a_type(written, trained, sampled):
         assert weights == trained
 
 
+@pytest.mark.parametrize(("written", "kept"), [("AdamW", "AdamW"), ("_AdamW", "AdamW"), ("AdamW8bit", "AdamW8bit")])
+def test_every_name_of_an_optimizer(written, kept):
+    """verl's are those of torch and torchao."""
+    config = load(f"{ACTOR}.optim.optimizer={written}", f"critic.optim.optimizer={written}")
+    assert {config.actor_rollout_ref.actor.optim.optimizer, config.critic.optim.optimizer} == {kept}
+
+
 @pytest.mark.parametrize(
     ("verl", "key"),
     [

@@ -24,10 +24,15 @@ def cells(model: str) -> list[str]:
     return [cell.strip() for cell in row.split("|")[2:-1]]
 
 
-def test_two_cells_of_the_page_are_the_plans(fitting: ModuleType) -> None:
-    kinds = list(fitting.GPUS)
-    for model, gpu in (("Qwen3-0.6B", "24 GB"), ("Qwen3-8B", "80 GB")):
-        assert cells(model)[kinds.index(gpu)] == fitting.fewest(model, fitting.GPUS[gpu], 0)
+def test_some_cells_of_the_page_are_the_plans(fitting: ModuleType) -> None:
+    columns = [(gpu, kind) for kind in fitting.KINDS for gpu in fitting.GPUS]
+    for model, *column in (
+        ("Qwen3-0.6B", "24 GB", "all weights"),
+        ("Qwen3-8B", "80 GB", "all weights"),
+        ("Qwen3-1.7B", "24 GB", "8-bit states"),
+    ):
+        gpu, kind = column
+        assert cells(model)[columns.index((gpu, kind))] == fitting.fewest(model, fitting.GPUS[gpu], kind)
 
 
 def test_what_the_page_says_of_8b_on_80_gb_loads(fitting: ModuleType) -> None:

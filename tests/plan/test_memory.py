@@ -11,8 +11,9 @@ import pytest
 from grpo_dist.config.load import load_command
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.plan.memory import PINNED, RoleMemory, memory_estimate
+from grpo_dist.plan.memory_rules import memory_problems
 from grpo_dist.sizes import GIB
-from tests.memory_cells import CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
+from tests.memory_cells import ACTOR, CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL, TEACHER = "actor_rollout_ref.model", "actor_rollout_ref.ref.model.path"
@@ -132,6 +133,47 @@ def test_offloaded_states_are_there_for_the_step_alone(tmp_path: Path) -> None:
     assert kept.waiting * GIB == pytest.approx(PARAMETERS * 12)
     assert away.host["offloaded"] * GIB == pytest.approx(PARAMETERS * 8)
     assert away.host["a copy for a checkpoint"] * GIB == pytest.approx(PARAMETERS * 12)
+
+
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+def test_8_bit_states_are_a_byte_and_a_scale_for_256(tmp_path: Path) -> None:
+    """In a checkpoint they are float32, as beside weights of any type."""
+    eight_bit, bf16 = f"{OPTIM}.optimizer=AdamW8bit", f"{FSDP}.model_dtype=bf16"
+    for overrides, held, state in (
+        ((), 4, 4),
+        ((eight_bit,), 4, 1 + 1 / 64),
+        ((bf16,), 2, 4),
+        ((eight_bit, bf16), 2, 1 + 1 / 64),
+    ):
+        actor = plan(tmp_path, TWO, *overrides)["actor"]
+        half = PARAMETERS / 2
+        of_all = {"weights": held * half, "gradients": held * half, "optimizer": 2 * state * half}
+        assert {name: size * GIB for name, size in actor.states.items()} == pytest.approx(of_all), overrides
+        assert actor.saved * GIB == pytest.approx((held + 8) * PARAMETERS)
+        assert actor.host["a copy for a checkpoint"] * GIB == pytest.approx((held + 8) * half)
+    critics = [
+        plan(tmp_path, "recipe=ppo", TWO, f"critic.optim.optimizer={name}")["critic"] for name in ("AdamW", "AdamW8bit")
+    ]
+    assert critics[0].states["optimizer"] == pytest.approx(critics[1].states["optimizer"] * 4 / (1 + 1 / 64))
+    assert supervised(tmp_path, SFT, "optim.optimizer=AdamW8bit").states["optimizer"] * GIB == pytest.approx(
+        2 * (1 + 1 / 64) * PARAMETERS / 2
+    )
+
+
+def test_qwen3_1_7b_and_its_engine_fit_24_gb_in_turns() -> None:
+    """All weights train: bf16 ones with 8-bit states. float32 weights with float32 states do not fit."""
+    turns = ("cluster=single_gpu", f"{FSDP}.param_offload=true", f"{ROLLOUT}.free_cache_engine=true",
+             f"{ROLLOUT}.checkpoint_engine.backend=object_store", f"{ROLLOUT}.gpu_memory_utilization=0.6",
+             f"{MODEL}.enable_activation_offload=true", "data.max_prompt_length=512", "data.max_response_length=1024",
+             f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=8192")  # fmt: skip
+    fits = {}
+    for dtype, optimizer in (("fp32", "AdamW"), ("bf16", "AdamW"), ("fp32", "AdamW8bit"), ("bf16", "AdamW8bit")):
+        changes = (f"{FSDP}.model_dtype={dtype}", f"{OPTIM}.optimizer={optimizer}")
+        config, _ = load_command(["model=qwen3_1_7b", *turns, *changes], GRPO)
+        fits[dtype, optimizer] = not [*memory_problems(config, MODELS["Qwen3-1.7B"], 23.6, None, certain=False)]
+    assert [kind for kind, fit in fits.items() if fit] == [("bf16", "AdamW8bit")]
 
 
 def test_the_reference_waits_in_cpu_memory(tmp_path: Path) -> None:

@@ -338,6 +338,25 @@ def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch):
     load("ray_kwargs.ray_init.address=10.0.0.1:6379")
 
 
+NEED_TORCHAO = [
+    f"{ACTOR}.optim.optimizer=AdamW8bit",
+    f"{ACTOR}.fsdp_config.model_dtype=bf16",
+    "critic.optim.optimizer=AdamW8bit",
+    "reward_model.retrain.model_dtype=bf16",
+]
+
+
+@pytest.mark.parametrize("setting", NEED_TORCHAO)
+def test_a_missing_torchao_is_told_before_anything_starts(setting, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    load(setting)
+    monkeypatch.setattr("grpo_dist.plan.rules.find_spec", lambda name: None if name == "torchao" else name)
+    says(refused(setting), setting, "torchao", "pip install 'torchao>=0.18,<0.19'")
+    says(notes(setting, "trainer.dry_run=config"), setting, "torchao")
+    load(setting, "ray_kwargs.ray_init.address=10.0.0.1:6379")
+    load()
+
+
 def test_the_best_checkpoint_is_found_by_validating():
     best = "trainer.keep_best_metric=val-core/x"
     text = refused(best, "trainer.test_freq=-1")

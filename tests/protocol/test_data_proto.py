@@ -43,14 +43,11 @@ def test_columns() -> None:
     assert len(DataProto()) == 0
 
 
-def test_select_pop_rename() -> None:
+def test_select_pop() -> None:
     assert content(batch().select(["uid", "x"])) == {"x": [10, 20, 30], "uid": ["a", "b", "c"]}
     taken, rest = batch().pop(["r"])
     assert list(taken.columns()) == ["r"]
     assert list(rest.columns()) == ["x", "y", "uid"]
-    renamed = batch().rename({"x": "z", "uid": "id"})
-    assert list(renamed.columns()) == ["z", "y", "r", "id"]
-    assert renamed["z"].tolist() == [10, 20, 30]
 
 
 def test_union() -> None:
@@ -97,30 +94,10 @@ def test_index(rows: object, expected: list[int]) -> None:
     assert content(picked) == {name: [column[i] for i in expected] for name, column in WHOLE.items()}
 
 
-def test_slice_split_chunk() -> None:
+def test_slice() -> None:
     assert batch().slice(1, 3)["x"].tolist() == [20, 30]
-    assert [part["uid"].tolist() for part in batch().split(2)] == [["a", "b"], ["c"]]
-    assert [part["x"].tolist() for part in batch().chunk(3)] == [[10], [20], [30]]
-    empty = batch().slice(0, 0).chunk(2)
-    assert [len(part) for part in empty] == [0, 0]
-    assert list(empty[0].columns()) == ["x", "y", "r", "uid"]
-
-
-def test_repeat() -> None:
-    assert batch().repeat(2, interleave=True)["uid"].tolist() == ["a", "a", "b", "b", "c", "c"]
-    assert batch().repeat(2, interleave=False)["x"].tolist() == [10, 20, 30, 10, 20, 30]
-
-
-def test_pad_and_unpad() -> None:
-    padded, missing = batch().pad_to_divisor(4)
-    assert (missing, padded["uid"].tolist()) == (1, ["a", "b", "c", "a"])
-    assert content(padded.unpad(missing)) == WHOLE
-    more, missing = batch().pad_to_divisor(8)
-    assert (missing, more["x"].tolist()) == (5, [10, 20, 30, 10, 20, 30, 10, 20])
-    same, missing = batch().pad_to_divisor(3)
-    assert (missing, content(same)) == (0, WHOLE)
-    nothing, missing = batch().slice(0, 0).pad_to_divisor(4)
-    assert (missing, len(nothing)) == (0, 0)
+    empty = batch().slice(0, 0)
+    assert (len(empty), list(empty.columns())) == (0, ["x", "y", "r", "uid"])
 
 
 def test_concat() -> None:
@@ -131,8 +108,8 @@ def test_concat() -> None:
 
 def test_operations_leave_the_original_alone() -> None:
     data = batch()
-    data.select(["x"]), data.pop(["x"]), data.rename({"x": "q"}), data.index([2]), data.repeat(2, interleave=True)
-    data.union(DataProto.from_dict({"z": torch.zeros(3)})), data.pad_to_divisor(5), DataProto.concat([data, data])
+    data.select(["x"]), data.pop(["x"]), data.index([2]), DataProto.concat([data, data])
+    data.union(DataProto.from_dict({"z": torch.zeros(3)}))
     assert content(data) == WHOLE
     with pytest.raises(AttributeError):
         data.batch = {}  # type: ignore[misc]
@@ -204,20 +181,10 @@ def test_mistakes_name_the_column() -> None:
         lambda: batch()["q"],
         lambda: batch().select(["x", "q"]),
         lambda: batch().pop(["q"]),
-        lambda: batch().rename({"q": "z"}),
     ):
         with refuses(BatchError, "'q'", "r, uid, x, y"):
             ask()
-    with refuses(BatchError, "3 rows", "2"):
-        batch().chunk(2)
-    with refuses(BatchError, "3 rows", "0"):
-        batch().chunk(0)
     with refuses(BatchError, "columns", "['r', 'uid', 'y']"):
         DataProto.concat([batch(), batch().select(["x"])])
     with refuses(BatchError, "rows", "'x': 3", "'z': 2"):
         batch().union(DataProto.from_dict({"z": torch.zeros(2)}))
-
-
-def test_rename_onto_another_column_loses_nothing_silently() -> None:
-    with refuses(BatchError, "rename", "'y'"):
-        batch().rename({"x": "y"})

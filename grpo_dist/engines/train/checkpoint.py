@@ -38,9 +38,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.engines.train.optimizer import keep_settings
+from grpo_dist.engines.train.sharded_tensors import in_numbers
 from grpo_dist.errors import CheckpointError
 from grpo_dist.sizes import ADAM_STATES
 
@@ -82,8 +84,9 @@ def num_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
     if optimizer is None:
         return _size(model.parameters())
     # The optimizer has the shards, in the type that is written; after a forward pass the model may have whole weights.
-    trained = _size(weight for group in optimizer.param_groups for weight in group["params"])
-    return (1 + ADAM_STATES) * trained + _size(weight for weight in model.parameters() if not weight.requires_grad)
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    frozen = _size(weight for weight in model.parameters() if not weight.requires_grad)
+    return _size(trained) + frozen + ADAM_STATES * 4 * sum(weight.numel() for weight in trained)
 
 
 def _size(weights: Iterable[Tensor]) -> int:
@@ -96,7 +99,8 @@ def copied(state: Any) -> Any:
     (DCP's `stage` copies a shard three times, and what it has freed stays with the process.)
     """
     if isinstance(state, Tensor):
-        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+        state = in_numbers(state.detach())
+        return state.clone() if state.device.type == "cpu" else state.cpu()
     if isinstance(state, dict):
         return {key: copied(value) for key, value in state.items()}
     return [copied(value) for value in state] if isinstance(state, list | tuple) else state
@@ -162,7 +166,7 @@ def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | N
     Raises:
         CheckpointError: the folder is not a readable checkpoint of this model.
     """
-    load_state(state := training_state(model, optimizer, schedule), folder)
+    load_state(state := tree_map_only(Tensor, in_numbers, training_state(model, optimizer, schedule)), folder)
     weights: dict[str, Any] = state["model"]
     weights |= {name: weights[first] for name, first in _other_names(model).items()}
     if optimizer is None:
@@ -210,19 +214,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What an index is made of. Types of tensors (torch.float32, ...) come besides.
 ALLOWED = {
-    *(
-        (_METADATA, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    *((_METADATA, f"{name}Metadata") for name in ("", "BytesStorage", "ChunkStorage", "TensorStorage")),
+    *((_METADATA, name) for name in ("MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),

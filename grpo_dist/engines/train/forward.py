@@ -199,11 +199,7 @@ class PolicyForward:
 
     @torch.enable_grad()
     def _compiler_fault(self, data: DataProto, agree: Callable[[float], float]) -> str:
-        """Compare compiled layers with their own code, and turn the compiler off on all ranks where it does not fit.
-
-        Returns:
-            Why it is off; "" if it stays on, or was never on.
-        """
+        """Compare compiled layers with their own code; return why all ranks turn it off, "" if they do not."""
         compiler = self.compiler
         if compiler is None:
             return ""

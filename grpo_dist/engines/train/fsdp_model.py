@@ -68,12 +68,7 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
 
 
 def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
-    """Build what a rank trains, without memory: what is wrong with the model and its settings shows here.
-
-    Args:
-        settings: of the model.
-        device: "cpu" or "cuda".
-        shards: ranks that will hold one copy of the weights together.
+    """Build what a rank of so many trains, without memory: what is wrong with model and settings shows here.
 
     Raises:
         ConfigError: LoRA, gradient checkpointing or splitting sequences do not fit the model.

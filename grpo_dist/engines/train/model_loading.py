@@ -66,13 +66,7 @@ class UnloadedModel:
 
 
 def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
-    """Build a model on the meta device, with the attention that its layout takes on `device`, and check its files.
-
-    Args:
-        settings: of the model.
-        device: "cpu" or "cuda".
-        shards: ranks that will hold one copy of the weights together.
-    """
+    """Build a model on the meta device, with the attention of its layout on `device`, and check its files."""
     with _refusing(settings):
         setting = settings.setting
         headers = {

@@ -21,8 +21,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
 from grpo_dist.config.schema_roles import AdamWConfig, OptimConfig
 from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard
+from grpo_dist.errors import ConfigError
 
 # Smaller tensors may share a page with others.
 PINNED_BYTES = 1 << 20
@@ -45,11 +47,24 @@ def lr_ratio(step: int, optim: AdamWConfig, total_steps: int) -> float:
 def build_optimizer(
     parameters: Iterable[Tensor], optim: AdamWConfig, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build fused AdamW over the parameters that train, and its schedule, which ends with `total_steps`."""
+    """Build AdamW over the parameters that train, and its schedule, which ends with `total_steps`.
+
+    Raises:
+        ConfigError: there is no torchao, which 8-bit states and bf16 weights need.
+    """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
+    optimizer: Optimizer = torch.optim.AdamW(
         trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
     )
+    name, dtype = getattr(optim, "optimizer", "AdamW"), trainable[0].dtype
+    if name == EIGHT_BIT or dtype == torch.bfloat16:
+        try:
+            from grpo_dist.engines.train.low_memory_adamw import LowMemoryAdamW
+        except ImportError as error:
+            raise ConfigError(f"optim.optimizer={name}, weights in {dtype}: {NEEDS_TORCHAO} ({error})") from None
+        groups, block = optimizer.param_groups, 256 if name == EIGHT_BIT else math.inf
+        optimizer = LowMemoryAdamW(groups, block_size=block, bf16_stochastic_round=True)
+        optimizer.param_groups[0]["lr"] = optim.lr  # torchao made a tensor of it
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, optim, total_steps))
     return optimizer, schedule
 
@@ -61,14 +76,12 @@ def keep_settings(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_sch
     A saved state contains the settings of its run, which would silently replace those of the present config.
     """
     assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
-    names = ("initial_lr", "betas", "weight_decay")
-    built, peaks = [{name: group[name] for name in names} for group in optimizer.param_groups], list(schedule.base_lrs)
+    [group], peaks = optimizer.param_groups, list(schedule.base_lrs)
+    built = {name: group[name] for name in ("initial_lr", "betas", "weight_decay")}
     yield
     schedule.base_lrs = peaks
-    rates = [peak * ratio(schedule.last_epoch) for peak, ratio in zip(peaks, schedule.lr_lambdas, strict=True)]
-    for group, settings, rate in zip(optimizer.param_groups, built, rates, strict=True):
-        group.update(settings, lr=rate)
-    schedule._last_lr = rates
+    schedule._last_lr = [peaks[0] * schedule.lr_lambdas[0](schedule.last_epoch)]
+    optimizer.param_groups[0].update(built, lr=schedule._last_lr[0])
 
 
 @dataclass
@@ -168,11 +181,7 @@ def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
 def move_states(
     optimizer: Optimizer | None, device: torch.device, homes: Mapping[Any, Tensor] = MappingProxyType({})
 ) -> dict[tuple[int, str], Tensor]:
-    """Move every tensor of the optimizer's states, also sharded ones, to `device`.
-
-    Returns:
-        The tensors as they were: the `homes` of a later call, which take the values back.
-    """
+    """Move all tensors of the optimizer's states to `device`; return them as they were, the `homes` of the way back."""
     before = {}
     for number, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
         for name, value in [(name, value) for name, value in state.items() if isinstance(value, Tensor)]:

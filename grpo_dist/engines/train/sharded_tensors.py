@@ -25,6 +25,15 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def in_numbers(tensor: Tensor) -> Tensor:
+    """The numbers in place of an optimizer's 8-bit codes, float32 in CPU memory; any other tensor as it is."""
+    shard = local_shard(tensor)
+    if not hasattr(shard, "codes"):
+        return tensor
+    numbers: Tensor = shard.cpu().dequantize()  # there, since it takes 12 bytes of each
+    return DTensor(numbers, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else numbers
+
+
 def place(model: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter or buffer by a tensor of rank 0, of which each rank gets its part. Collective.
 
