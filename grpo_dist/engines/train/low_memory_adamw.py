@@ -10,7 +10,7 @@ from torchao.optim import AdamW8bit
 
 from grpo_dist.engines.train.sharded_tensors import local_shard
 
-ROWS = 256  # of a state that become codes at a time, since that takes 50 bytes a number: always whole blocks
+PART = 1 << 22  # numbers, in whole blocks, that become codes at a time: that takes 50 bytes of each
 
 
 class LowMemoryAdamW(AdamW8bit):
@@ -39,10 +39,10 @@ class LowMemoryAdamW(AdamW8bit):
         for name, weight in zip(saved["params"], group["params"], strict=True):
             state = self.state[weight] = dict(state_dict["state"][name])
             for key in ("exp_avg", "exp_avg_sq"):
-                numbers, state[key] = local_shard(state[key]), self._new_buffer(weight, key == "exp_avg")
-                for row in range(0, len(numbers), ROWS):
-                    own = local_shard(state[key])[row : row + ROWS]
-                    own.copy_(numbers[row : row + ROWS].to(own.device))
+                numbers, state[key] = local_shard(state[key]).reshape(-1), self._new_buffer(weight, key == "exp_avg")
+                own = local_shard(state[key]).view(-1)
+                for start in range(0, len(numbers), PART):
+                    own[start : start + PART].copy_(numbers[start : start + PART].to(own.device))
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         state = super()._new_buffer(p.float(), signed)  # in bf16 a decay of 0.999 would change nothing
