@@ -22,6 +22,7 @@ from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.branches import scored_branches, with_branches
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.rewards.weighted import chosen_components
@@ -183,8 +184,8 @@ class BatchWork(Process):
         Raises:
             DiskError: the file cannot be written.
         """
-        data = batch.fetch(("uid", "responses", "rule_labels"))
-        texts = self._decode(data["responses"])
+        data = batch.fetch(with_branches(("uid", "responses", "rule_labels"), batch.columns))
+        texts = self._decode(scored_branches(data))
         rows = []
         for uid, text, labels in zip(data["uid"], texts, data["rule_labels"].rows(), strict=True):
             steps = [text] if self.step_separator is None else split_steps(text, self.step_separator)

@@ -28,6 +28,7 @@ from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
+from grpo_dist.protocol.branches import scored_branches, with_branches
 from grpo_dist.roles.gang import FrozenGroup
 from grpo_dist.roles.policy import PolicySettings, on_device
 from grpo_dist.roles.supervised import SupervisedGroup, SupervisedWorker
@@ -108,9 +109,9 @@ class RewardModelWorker(SupervisedWorker):
         Raises:
             TrainingDiverged: a score is not finite.
         """
-        data = rows.fetch(("prompts", "responses", "uid"))
+        data = rows.fetch(with_branches(("prompts", "responses", "uid"), rows.columns))
         uids = [str(uid) for uid in data.non_tensor_batch["uid"]] if len(data) else []
-        pairs = zip(data["prompts"].rows(), data["responses"].rows(), strict=True) if len(data) else ()
+        pairs = zip(data["prompts"].rows(), scored_branches(data).rows(), strict=True) if len(data) else ()
         texts = [
             (conversations[uid], prompt.tolist(), response.tolist())
             for uid, (prompt, response) in zip(uids, pairs, strict=True)
@@ -225,7 +226,7 @@ class RewardModelGroup(FrozenGroup, SupervisedGroup):
         Returns:
             What `RewardModelWorker.score` returns, (N,) each, in the order of the batch.
         """
-        rows, parts = self._parts(batch, ("uid", "prompts", "responses"))
+        rows, parts = self._parts(batch, with_branches(("uid", "prompts", "responses"), batch.columns))
         asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
 
         def send() -> list[Call]:

@@ -20,6 +20,7 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.rewards.output_lines import PrintedLines
+from grpo_dist.protocol.branches import with_branches
 from grpo_dist.roles.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
 from grpo_dist.roles.reward import EPISODE_TOKENS, Task
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -170,7 +171,7 @@ class RewardPool(Pool):
         self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> asyncio.Task[None]:
         """Start writing the batch as text with the labels of the reward function to `path`."""
-        arguments = batch.select(("uid", "responses", "rule_labels")), path, conversations
+        arguments = batch.select(with_branches(("uid", "responses", "rule_labels"), batch.columns)), path, conversations
         return self.spawn(self._ask_any("write_judged", "write_judged", *arguments))
 
     def write_groups(self, groups: DataProtoRef, path: str) -> asyncio.Task[dict[str, FileDigest]]:
