@@ -19,8 +19,8 @@ import ray
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.protocol.branches import with_branches
+from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.roles.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
 from grpo_dist.roles.reward import EPISODE_TOKENS, Task
 from grpo_dist.runtime.batch_ref import DataProtoRef
