@@ -43,9 +43,13 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             *(f"{model}.model.fsdp_config.{name}" for model in ("critic", "reward_model") for name in HELD),
             *(f"{ROLES}.rollout.{name}" for name in ("dtype", "deterministic", "max_model_len", "engine_kwargs.vllm")),
             f"{ROLES}.model.lora.merge",
+            f"{ROLES}.rollout.agent.max_attempts",
         },
         (
-            *(f"algorithm.{name}" for name in ("adv", "norm", "gamma", "lam", "gdpo", "kl", "use", "rollout", "mask")),
+            *(
+                f"algorithm.{name}"
+                for name in ("adv", "norm", "gamma", "lam", "gdpo", "kl", "use", "rollout", "mask", "min")
+            ),
             *(
                 f"{ROLES}.actor.{name}"
                 for name in ("optim", "policy_loss", "clip", "kl_loss", "loss", "entropy", "ppo_epochs")
