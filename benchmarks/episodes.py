@@ -39,7 +39,7 @@ from grpo_dist.engines.rendezvous import LOOPBACK
 AGENT = record.ROOT / "benchmarks/episodes_agent.py"
 ROLLOUT = "actor_rollout_ref.rollout"
 RAISES, HANGS = 0.05, 0.02
-# Of a step's episodes. All may be under way when the server is lost, and have one attempt left.
+# Of a step's episodes. All may be under way when the server is lost, and have two attempts left.
 MOST_FAILURES = 0.2
 TIMEOUT_S = {"url": 15.0, "play": 4.0}  # of an agent's own time
 AWAY_S = 2.0  # that the server is away

@@ -80,17 +80,18 @@ class RewardError(GrpoDistError):
 
 
 class AgentError(GrpoDistError):
-    """An episode failed, twice.
+    """An attempt at an episode failed.
 
     Args:
         message: what happened.
-        kind: "error" (the agent loop raised), "failed" (it said so), "timeout" or "turns" (it reached a limit, and
-            there is no reward for what it had done).
+        kind: "error" (the agent loop raised), "failed" (it said so), "rejected" (it refused the response), "timeout" or
+            "turns" (it reached a limit, and there is no reward for what it had done).
+        was_last: whether the episode had no attempt left.
     """
 
-    def __init__(self, message: str, kind: str = "error") -> None:
+    def __init__(self, message: str, kind: str = "error", *, was_last: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.was_last = kind, was_last
 
 
 class TrainingDiverged(GrpoDistError):

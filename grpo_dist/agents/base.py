@@ -23,8 +23,8 @@ class AgentLoop(ABC):
     episode stays in local variables of `run`. It lives on a thread of its own: a call that blocks holds up the other
     episodes, not the engine; `await asyncio.to_thread(...)` holds up nothing.
 
-    An exception ends the episode, not the run: it is tried once more from its beginning, and if that fails too, its
-    group is dropped and another prompt takes its place, as long as not too many fail (`agent.max_failure_rate`).
+    An exception ends an attempt, not the run: the episode is sampled again from its beginning (`agent.max_attempts`).
+    After the last one its group goes without it or is dropped, as long as not too many fail (`max_failure_rate`).
 
     Attributes:
         gives_reward: whether every episode sets `episode.reward`. The reward function is then not asked, and rows need

@@ -87,6 +87,7 @@ class Episode:
         max_turns: most turns; None: as many as there is room for.
         template_kwargs: variables of the chat template, as the prompt was rendered with.
         first_failure: the kind of failure that ended this episode's first attempt; "": this is the first one.
+        attempt: how many attempts have failed before this one.
 
     Attributes:
         row: what it starts from.
@@ -101,6 +102,7 @@ class Episode:
         metrics: numbers by name, for a loop to set; they are logged as `reward_extra/NAME/mean`, and `acc` is what
             validation reports.
         failure: why the loop gave the episode up.
+        failure_kind: "failed", or "rejected" where it refused the response.
     """
 
     def __init__(
@@ -115,12 +117,14 @@ class Episode:
         max_turns: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         first_failure: str = "",
+        attempt: int = 0,
     ) -> None:
         self.row, self.index, self.tokenizer = row, index, tokenizer
         self.reward: float | None = None
         self.metrics: dict[str, float] = {}
         self.failure: str | None = None
-        self.first_failure = first_failure
+        self.failure_kind = "failed"
+        self.first_failure, self.attempt = first_failure, attempt
         self.step_rewards: dict[int, float] = {}
         self.template_kwargs = dict(template_kwargs or {})
         self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
@@ -140,7 +144,7 @@ class Episode:
         self._busy = False
 
     def again(self, failure: str) -> Episode:
-        """Return this episode from its beginning, after a failure of this kind."""
+        """Return this episode from its beginning, with its next seed, after a failure of this kind."""
         return Episode(
             self.row,
             self._sampling,
@@ -150,7 +154,8 @@ class Episode:
             max_episode_len=self._max_episode_len,
             max_turns=self._max_turns,
             template_kwargs=self.template_kwargs,
-            first_failure=failure,
+            first_failure=self.first_failure or failure,
+            attempt=self.attempt + 1,
         )
 
     def connect(self, sample: Sample, open_endpoint: OpenEndpoint | None = None) -> None:
@@ -230,7 +235,7 @@ class Episode:
             raise RuntimeError(
                 "episode.endpoint: this rollout engine has none; actor_rollout_ref.rollout.name=vllm has"
             )
-        sampling = replace(self._sampling, seed=self._turn_sampling(1, ()).seed)
+        sampling = replace(self._sampling, seed=self._seed)
         recording = Recording(sampling, self.tokenizer, self._max_model_len, self._max_episode_len, self._max_turns)
         self._busy = True
         try:
@@ -314,9 +319,14 @@ class Episode:
     def fail(self, why: str) -> None:
         """Give the episode up: it has no reward, good or bad, since something broke that is not the policy's fault.
 
-        The runner tries it once more, from the beginning. If that fails too, its group does not train.
+        It is sampled again from the beginning, up to `rollout.agent.max_attempts` times in all. The others of its group
+        go on. If no attempt is left, the group trains without it, or does not train (`algorithm.min_group_size`).
         """
-        self.failure = str(why)
+        self.failure, self.failure_kind = str(why), "failed"
+
+    def reject(self, why: str) -> None:
+        """Refuse the response, as a filter does: as `fail`, but counted as "rejected"."""
+        self.failure, self.failure_kind = str(why), "rejected"
 
     def outcome(self) -> float | None:
         """The reward that the loop has given; None: it gave none."""
@@ -344,15 +354,23 @@ class Episode:
         )
 
     def _turn_sampling(self, limit: int, stop: tuple[str, ...]) -> SamplingSettings:
-        """The first turn has the seed that the response would have in a group of one request; later ones follow it."""
-        whole = self._sampling
-        seed = None if whole.seed is None else whole.seed + self.index
+        """How to sample a turn. The first one has the attempt's seed; later ones follow it."""
+        whole, seed = self._sampling, self._seed
         if seed is not None and self.num_turns:
-            digest = hashlib.blake2b(f"{seed}/{self.num_turns}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+            seed = _derived(f"{seed}/{self.num_turns}")
         least = min(max(whole.min_tokens - len(self.token_ids), 0), limit)
         stops = tuple(dict.fromkeys((*stop, *whole.stop)))
         return replace(whole, n=1, max_tokens=limit, min_tokens=least, seed=seed, stop=stops)
+
+    @property
+    def _seed(self) -> int | None:
+        """The attempt's: of the first one what the response would have in a group of one request; later ones have
+        others, or the same weights would write again what has failed.
+        """
+        if self._sampling.seed is None:
+            return None
+        first = self._sampling.seed + self.index
+        return _derived(f"{first}/attempt/{self.attempt}") if self.attempt else first
 
     def _extend(self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int]) -> None:
         self._predecessors.extend(range(len(self.token_ids) - 1, len(self.token_ids) - 1 + len(token_ids)))
@@ -368,6 +386,12 @@ class Episode:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _derived(name: str) -> int:
+    """Return a seed that depends on the name alone."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
 
 def finite(name: str, value: Any) -> float:

@@ -3,8 +3,8 @@
 The user's code has an event loop of its own there, so what blocks in it delays neither the engine nor other groups'
 sampling, and is found: a loop that waits for too long is cancelled, one that blocks is reported with the line it is at.
 
-An episode that fails is run once more, from its beginning. If it fails again, so does its group, whose other episodes
-are cancelled.
+An episode that fails is run again alone, from its beginning and with its next seed, while the others of its group go
+on. Once its attempts are used up, the group goes on without it, or, if too few are left, ends and cancels the others.
 """
 
 from __future__ import annotations
@@ -47,10 +47,14 @@ USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 
 @dataclass
 class _Group:
-    """Why episodes of a group may be cancelled: the engine `aborted` it, or we are `ending` them. Where neither is so,
-    the cancellation is the user's code's own. `engine_error` has ended a request, whatever an agent makes of it.
+    """A group whose episodes run. `spare` is how many it can still do without, `failed` the attempts that have failed.
+
+    Why episodes may be cancelled: the engine `aborted` the group, or we are `ending` them. Where neither is so, the
+    cancellation is the user's code's own. `engine_error` has ended a request, whatever an agent makes of it.
     """
 
+    spare: int
+    failed: list[AgentError]
     aborted: bool = False
     ending: bool = False
     engine_error: EngineError | None = None
@@ -88,18 +92,28 @@ class EpisodeRunner:
         future = asyncio.run_coroutine_threadsafe(self._make(), self._events)
         self._loop = await asyncio.wrap_future(future)
 
-    async def run(self, episodes: Sequence[Episode]) -> list[Episode]:
+    async def run(
+        self, episodes: Sequence[Episode], least: int | None = None, failed: list[AgentError] | None = None
+    ) -> list[Episode]:
         """Run the episodes of a group side by side; the finished ones, in order.
 
+        Args:
+            episodes: their first attempts.
+            least: how many must finish; None, or above their number: all of them.
+            failed: gets the attempts that have failed, but for the one that is raised.
+
         Raises:
-            AgentError: one of them failed twice.
+            AgentError: so many of them have used up their attempts that fewer than `least` are left.
             EngineError: the loop blocks its thread, and with it all other episodes here: this process must be replaced.
             asyncio.CancelledError: the engine aborted them, or the runner was stopped.
         """
         if self._stopped:
             raise asyncio.CancelledError("the run is over")
         here = asyncio.get_running_loop()
-        outcome = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run_all(episodes, here), self._events))
+        spare = 0 if least is None else max(len(episodes) - least, 0)
+        group = _Group(spare, [] if failed is None else failed)
+        running = self._run_all(episodes, here, group)
+        outcome = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._events))
         try:
             while not (await asyncio.wait({outcome}, timeout=self.settings.timeout_s))[0]:
                 await self._check_not_blocked()
@@ -139,30 +153,43 @@ class EpisodeRunner:
             problem = f"{loop_class.__name__}() raised {type(error).__name__}: {error}{line}"
             raise ConfigError(f"{where}: {problem}") from None
 
-    async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Episode]:
+    async def _run_all(
+        self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop, group: _Group
+    ) -> list[Episode]:
         if (whole := asyncio.current_task()) is not None:
             self._groups.add(whole)
             whole.add_done_callback(self._groups.discard)
-        group = _Group()
         tasks = [asyncio.create_task(self._run_one(episode, engine, group)) for episode in episodes]
         together = asyncio.gather(*tasks)
         together.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may complain of it
         try:
-            return list(await asyncio.shield(together))  # who cancels this cancels the tasks below
+            ended = await asyncio.shield(together)  # who cancels this cancels the tasks below
+            return [episode for episode in ended if episode is not None]
         finally:
             group.ending = True
             await _cancelled(tasks)
 
-    async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Episode:
-        try:
-            return await self._attempt(episode, engine, group)
-        except AgentError as first:
+    async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Episode | None:
+        """Run an episode until an attempt succeeds; None: none is left, and its group goes on without it."""
+        first: AgentError | None = None
+        while True:
             try:
-                return await self._attempt(episode.again(first.kind), engine, group)
-            except AgentError as second:
-                same = str(first) == str(second)
-                before = "the same as at its first attempt" if same else f"At its first attempt:\n{first}"
-                raise AgentError(f"{second}\n({before})", second.kind) from None
+                return await self._attempt(episode, engine, group)
+            except AgentError as error:
+                failed = error
+            if episode.attempt + 1 >= self.settings.max_attempts:
+                break
+            group.failed.append(failed)
+            first, episode = first or failed, episode.again(failed.kind)
+        same = str(first) == str(failed)
+        before = "the same as at its first attempt" if same else f"At its first attempt:\n{first}"
+        text = f"{failed}\n({before})" if first is not None else str(failed)
+        last = AgentError(text, failed.kind, was_last=True)
+        if not group.spare:
+            raise last
+        group.spare -= 1
+        group.failed.append(last)
+        return None
 
     async def _attempt(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Episode:
         """Run an episode from its beginning."""
@@ -221,7 +248,8 @@ class EpisodeRunner:
     def _fault(self, episode: Episode) -> tuple[str, str]:
         """Return what is wrong with an episode whose loop has ended: the kind, and why; "": nothing."""
         if episode.failure is not None:
-            return "failed", f"episode.fail: {episode.failure}"
+            name = "reject" if episode.failure_kind == "rejected" else "fail"
+            return episode.failure_kind, f"episode.{name}: {episode.failure}"
         try:
             episode.response()
             if episode.outcome() is None and self._made.gives_reward:

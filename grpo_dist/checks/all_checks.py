@@ -35,7 +35,7 @@ from grpo_dist.plan.node_layout import slots
 from grpo_dist.plan.role_models import POLICY
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.tracking.base import check_trackers
-from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metric
+from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics
 from grpo_dist.trainer.record import check_run_dir
 
 
@@ -80,7 +80,7 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
     if isinstance(config, SupervisedConfig) and ready is not None:
         with checks:
             metrics = [SUPERVISED_VALIDATION + name for name in ready.data.kind.metrics]
-            require_metric(config.trainer.keep_best_metric, metrics)
+            require_metrics(config.trainer, metrics)
     with checks:
         checkpoint = "" if ready is None else check_resume(config, ready.data.identity, ready.steps, verify=dry_run)
         if checkpoint:

@@ -15,6 +15,7 @@ from grpo_dist.errors import CheckpointError, ConfigError, DataError
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import RoleMemory
 from grpo_dist.sizes import GIB
+from grpo_dist.tracking.metric_names import why_it_ends
 from grpo_dist.trainer.checkpoint.config_changes import (
     another_place,
     check_changes,
@@ -22,7 +23,7 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     find_changes,
     read_config,
 )
-from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, leftovers, read_state
+from grpo_dist.trainer.checkpoint.folder import RunState, find_checkpoint, last_checkpoint, leftovers, read_state
 from grpo_dist.trainer.checkpoint.identity import is_model_of
 from grpo_dist.trainer.record import EXPORTED
 
@@ -63,11 +64,12 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
             raise
         return ""  # damaged: the run will look for an earlier one
     changes = check_changes(folder, state, config, identity, digest_code(config))
-    if changes and trainer.resume_mode == "force" and state.step >= steps and not trainer.val_only:
+    if changes and trainer.resume_mode == "force" and _is_trained(config, state, steps) and not trainer.val_only:
         listed = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(
             f"trainer.resume_mode=force: nothing is left to train with these changes, since {folder} is at step "
-            f"{state.step} of {steps}:\n{listed}\nRaise trainer.total_training_steps or trainer.total_epochs"
+            f"{state.step} of {steps}:\n{listed}\nRaise trainer.total_training_steps or trainer.total_epochs, "
+            "or set trainer.stop_at to another value"
         )
     return nothing_to_train(config, steps) if is_finished(config, steps) else f"checkpoint to resume from: {folder}"
 
@@ -109,7 +111,7 @@ def is_finished(config: JobConfig, steps: int) -> bool:
     if exported and lora and value_of(config, lora).trains_factors:
         exported.append(ADAPTER_FOLDER)
     try:
-        return read_state(folder).step >= steps and all(
+        return _is_trained(config, read_state(folder), steps) and all(
             is_model_of(run_dir / name, folder) and read_usage(run_dir / name).dtype == config.export_dtype
             for name in exported
         )
@@ -117,14 +119,24 @@ def is_finished(config: JobConfig, steps: int) -> bool:
         return False
 
 
+def _is_trained(config: JobConfig, state: RunState, steps: int) -> bool:
+    """Tell if no step is left after a checkpoint: there are no more, or its validation has reached `stop_at`."""
+    return state.step >= steps or bool(why_it_ends(config.trainer.stop_at, state.metrics))
+
+
 def nothing_to_train(config: JobConfig, steps: int) -> str:
     """Say that the run is finished: where its results are, and how to train longer."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
-    lines = [f"Nothing to train: this run has finished, its last checkpoint is at step {steps} of {steps}."]
-    lines.append(f"  checkpoint  {last_checkpoint(run_dir)}")
+    folder = last_checkpoint(run_dir)
+    assert folder is not None, "the run is finished"
+    state = read_state(folder)
+    step, why = min(state.step, steps), why_it_ends(trainer.stop_at, state.metrics)
+    where = f"its last checkpoint is at step {step} of {steps}{f': {why}' if why else ''}"
+    lines = [f"Nothing to train: this run has finished, {where}.", f"  checkpoint  {folder}"]
     if trainer.export_hf_model:
         lines.append(f"  model       {run_dir / EXPORTED}")
     key = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
+    key = "the value of trainer.stop_at" if step < steps else key
     lines.append(f"To train longer, raise {key}. For another run, set trainer.experiment_name to another name.")
     return "\n".join(lines)
 

@@ -145,7 +145,8 @@ def _reason(finding: dict[str, Any]) -> str:
             names = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
             return not_one_of(value, names)
         case "missing":
-            return "has too few entries"
+            name = finding["loc"][-1]
+            return "has too few entries" if isinstance(name, int) else f"lacks {name}; write {{{name}: ...}} beside it"
         case "too_short":
             return f"needs at least {context['min_length']} entry"
         case "too_long":

@@ -96,6 +96,7 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig
     filter_groups: FilterGroupsConfig
     mask_truncated_responses: bool
+    min_group_size: Count | None
 
 
 class SamplerConfig(Section):

@@ -17,6 +17,7 @@ from grpo_dist.config.field_types import (
     CountOrMinusOne,
     DryRun,
     Files,
+    Float,
     Folder,
     FolderName,
     GpusPerMachine,
@@ -58,6 +59,13 @@ class JobDataConfig(Section):
     seed: Annotated[NonNegativeInt | None, Resume.REFUSED("the order of the rows depends on it")]
 
 
+class StopAtConfig(Section):
+    """`trainer.stop_at`: a value of a validation metric that ends the run."""
+
+    metric: Text
+    value: Float
+
+
 class JobTrainerConfig(Section):
     """`trainer`: the run, its records and its machines."""
 
@@ -76,6 +84,7 @@ class JobTrainerConfig(Section):
     save_interval_minutes: Annotated[PositiveFloat | None, Resume.FREE]
     max_actor_ckpt_to_keep: Annotated[Count | None, Resume.FREE]
     keep_best_metric: Annotated[Text | None, Resume.FREE]
+    stop_at: Annotated[StopAtConfig | None, Resume.FREE]
     resume_mode: Annotated[Literal["auto", "disable", "resume_path", "force"], Resume.FREE]
     resume_from_path: Annotated[Folder | None, Resume.FREE]
     max_actor_restarts: Annotated[NonNegativeInt, Resume.FREE]

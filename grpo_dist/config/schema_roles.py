@@ -266,6 +266,7 @@ class AgentConfig(Section):
     max_assistant_turns: Count | None
     max_concurrent_episodes: Count | None
     endpoint_kwargs: dict[str, Any]
+    max_attempts: Annotated[Count, Resume.SHOWN]
     max_failure_rate: Share
     reward_function_weight: NonNegativeFloat
 

@@ -148,6 +148,7 @@ class EngineSettings:
         footprint_gib: what must be free on each GPU before a replacement starts: what its predecessor took.
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
+        min_group_size: fewest episodes that a group of the training may have where others fail; None: all.
     """
 
     rollout: RolloutConfig
@@ -165,6 +166,7 @@ class EngineSettings:
     footprint_gib: float | None = None
     collective_timeout_s: int | None = None
     profile_dir: str | None = None
+    min_group_size: int | None = None
 
     @property
     def sleeps(self) -> bool:

@@ -31,9 +31,11 @@ def job_rules(config: JobConfig) -> Iterator[str]:
     trainer, validates = config.trainer, bool(config.data.val_files)
     if trainer.val_only and not validates:
         yield "<trainer.val_only>: there is nothing to validate on; set data.val_files"
-    if trainer.keep_best_metric is not None and not (validates and trainer.test_freq > 0):
-        why = "the best checkpoint is found by validating; set data.val_files and trainer.test_freq"
-        yield f"<trainer.keep_best_metric>, <trainer.test_freq>: {why}"
+    metrics = {"keep_best_metric": trainer.keep_best_metric, "stop_at.metric": trainer.stop_at}
+    for key in (key for key, value in metrics.items() if value is not None):
+        if not (validates and trainer.test_freq > 0):
+            why = "the metric is measured by validating; set data.val_files and trainer.test_freq"
+            yield f"<trainer.{key}>, <trainer.test_freq>: {why}"
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         why = "set resume_from_path to a global_step_N folder, or resume_mode=auto"
         yield f"<trainer.resume_mode>, <trainer.resume_from_path>: {why}"
@@ -59,6 +61,13 @@ def method_rules(config: RunConfig) -> Iterator[str]:
     if estimator in GROUP_ADV_ESTIMATORS and config.actor_rollout_ref.rollout.n < 2:
         why = "the estimator compares the responses of one prompt; set rollout.n to 2 or more"
         yield f"<rollout.n>, <algorithm.adv_estimator>: {why}"
+    least, n = algorithm.min_group_size, config.actor_rollout_ref.rollout.n
+    if least is not None and least > n:
+        why = f"a group has {n} responses at most; set it to a number up to that, or to null for all of them"
+        yield f"<algorithm.min_group_size>, <rollout.n>: {why}"
+    if least is not None and least < 2 and estimator in GROUP_ADV_ESTIMATORS:
+        why = "the estimator compares the responses of one prompt; set the first to 2 or more"
+        yield f"<algorithm.min_group_size>, <algorithm.adv_estimator>: {why}"
     if config.critic.enable and estimator in ADV_ESTIMATORS and estimator != "gae":
         why = f"{estimator} reads no values; set the first to null, or the second to gae"
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 import grpo_dist
+from grpo_dist.config.schema_job import StopAtConfig
 from grpo_dist.report.charts import charts
 from grpo_dist.report.run_folder import RunFolder, compare_configs, section
 from grpo_dist.tracking import metric_names
@@ -69,6 +70,9 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     seconds = sum(row[metric_names.STEP_TIME] for row in trained)
     if trained:
         facts.append(("training time", f"{format_seconds(seconds)}, {format_seconds(seconds / len(trained))} a step"))
+    stop_at = section(section(run.config, "trainer"), "stop_at")
+    if stop_at and run.rows and (why := metric_names.why_it_ends(StopAtConfig.model_validate(stop_at), run.rows[-1])):
+        facts.append(("ended", why))
     if run.waited:
         facts.append(("who waited", run.waited))
     for name in run.validation:

@@ -78,43 +78,50 @@ class RolloutWorker(Mailbox, Process):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None
-    ) -> tuple[tuple[Label | None, EngineLoad], DataProto | None]:
+    ) -> tuple[tuple[Label | None, EngineLoad, list[AgentError]], DataProto | None]:
         """Sample a group of responses to one prompt; an agent loop is told of the prompt by `task`.
 
         Returns:
-            ((label of the group; the engine's load), the group, a row per response). An aborted group is None, and so
-            is its label.
+            ((label of the group; the engine's load; the attempts at its episodes that have failed), the group, a row
+            per response). A group without a result is None, and so is its label: it was aborted, or its last failed
+            attempt was one too many.
         """
+        failed: list[AgentError] = []
         if self.runner is not None:
-            episodes = await self._run_episodes(self.runner, uid, prompt, sampling, task)
-            if episodes is None:
-                return (None, self.engine.load), None
-            check_responses(self.engine, [episode.response() for episode in episodes], sampling.n)
-            data = episodes_batch(uid, episodes)
+            try:
+                episodes = await self._run_episodes(uid, prompt, sampling, task, failed)
+                if episodes is None:
+                    return (None, self.engine.load, []), None
+                data = episodes_batch(uid, episodes)
+            except AgentError as error:
+                return (None, self.engine.load, [*failed, error]), None
+            check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
             label = Label.of(data, (*SMALL_COLUMNS, *EPISODE_COLUMNS))
-            return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load), data
+            return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
         responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
         if responses is None:
-            return (None, self.engine.load), None
+            return (None, self.engine.load, failed), None
         check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, SMALL_COLUMNS), self.engine.load), data
+        return (Label.of(data, SMALL_COLUMNS), self.engine.load, failed), data
 
     async def _run_episodes(
-        self, runner: EpisodeRunner, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None
+        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]
     ) -> list[Episode] | None:
-        """`sampling.n` episodes that run side by side, finished; None if the group was aborted."""
+        """`sampling.n` episodes that run side by side, those that have finished; None if the group was aborted."""
+        assert self.runner is not None
         row = Row(uid, prompt.tolist())
         if task is not None:  # all but the ground truth
             row = replace(row, messages=task.messages, data_source=task.data_source, extra_info=task.extra_info)
         settings = self.engine.settings
+        least = None if task is not None and task.validation else settings.min_group_size  # validation compares n
         common: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": settings.max_model_len}
         common["max_episode_len"] = settings.max_episode_len
         common["max_turns"] = settings.rollout.agent.max_assistant_turns
         common["template_kwargs"] = settings.template_kwargs
         episodes = [Episode(row, sampling, index=i, **common) for i in range(sampling.n)]
         with printing_to(self.printed):  # the task goes on in it, and so does the loop's thread
-            self.episodes[uid] = asyncio.create_task(runner.run(episodes))
+            self.episodes[uid] = asyncio.create_task(self.runner.run(episodes, least, failed))
         try:
             return await self.episodes[uid]
         except asyncio.CancelledError:
@@ -203,7 +210,8 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
     """
     shared = common_prefix([episode.prompt_ids for episode in episodes])
     if not shared:
-        raise AgentError(f"the prompts that the episodes of {uid} wrote at the endpoint have no first token in common")
+        what = f"the prompts that the episodes of {uid} wrote at the endpoint have no first token in common"
+        raise AgentError(what, was_last=True)
     responses = [_behind(episode, len(shared)) for episode in episodes]
     steps = [
         [episode.step_rewards.get(i + len(shared) - len(episode.prompt_ids), math.nan) for i in range(len(r.token_ids))]

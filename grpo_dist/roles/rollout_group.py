@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.roles.reward import Task
 from grpo_dist.roles.weight_transport import Outcomes, outcomes
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -117,7 +117,12 @@ class RolloutGroup(Pool):
 
     # --- generating --------------------------------------------------------------------------------------------
     async def generate(
-        self, request: GroupRequest, *, first: bool = False, on_sent: Callable[[], None] = lambda: None
+        self,
+        request: GroupRequest,
+        *,
+        first: bool = False,
+        on_sent: Callable[[], None] = lambda: None,
+        on_failed: Callable[[list[AgentError]], None] = lambda failed: None,
     ) -> DataProtoRef:
         """Sample a group of responses.
 
@@ -128,8 +133,10 @@ class RolloutGroup(Pool):
             request: the prompt and how to sample.
             first: put the request at the head of the queue.
             on_sent: called each time the request is sent to a worker.
+            on_failed: called with the attempts at its episodes that have failed, whether the group has a result or not.
 
         Raises:
+            AgentError: too few of its episodes are left.
             GrpoDistError: an error that would occur on every worker, or the restart budget is used up.
         """
         uid, prompt, sampling = request.uid, request.token_ids, request.sampling
@@ -139,11 +146,15 @@ class RolloutGroup(Pool):
             return self.workers.post(rank, "generate", "generate", uid, prompt, sampling, request.task)
 
         def take_in(call: Call, answer: Any) -> DataProtoRef | None:
-            label, load = answer
+            label, load, failed = answer
             if call.is_current:
                 self.members[call.rank].adapt(load.running, load.waiting, sampling.n)
+            if failed:
+                on_failed(failed)
             if label is not None:
                 return call.handle(label)
+            if failed:
+                raise failed[-1]
             if call not in self._aborted:  # not repeated on this engine, which might abort it again for ever
                 raise self._aborted_by_engine(call.rank, uid)
             return None

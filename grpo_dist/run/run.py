@@ -22,6 +22,7 @@ from grpo_dist.errors import Interrupted, RayLost
 from grpo_dist.runtime.cluster import prepare
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
+from grpo_dist.tracking.metric_names import why_it_ends
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED, make_run_dir, run_lock, write_config
@@ -92,8 +93,9 @@ def _run(
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
         job_config = config if isinstance(config, RunConfig) else None
+        why = why_it_ends(config.trainer.stop_at, rows[-1]) if rows and not config.trainer.val_only else ""
         shown = format_summary(
-            rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model, flags=_flags(config), job=job_config
+            rows, run_dir=run_dir, seconds=seconds, why=why, hf_model=hf_model, flags=_flags(config), job=job_config
         )
         show(shown + "\n")
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from grpo_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_dist.config.schema_job import JobTrainerConfig, StopAtConfig
 
 GLOBAL_STEP = "training/global_step"
 """The training step, verl's name, among the metrics of trackers in which it is no number of a row."""
@@ -61,18 +65,28 @@ def validation_clipped(metrics: Mapping[str, float]) -> float:
     return max((v for name, v in metrics.items() if name.startswith(AUXILIARY) and name.endswith(ends)), default=0.0)
 
 
-def require_metric(name: str | None, metrics: Collection[str]) -> None:
-    """Check that validation produces the metric in `trainer.keep_best_metric`.
+def why_it_ends(stop_at: StopAtConfig | None, metrics: Mapping[str, float]) -> str:
+    """Say why the run ends after a step with these metrics (`trainer.stop_at`); "": it goes on."""
+    if stop_at is None or stop_at.metric not in metrics:
+        return ""
+    name, limit, value = stop_at.metric, stop_at.value, metrics[stop_at.metric]
+    if not (value <= limit if is_loss(name) else value >= limit):  # nan reaches nothing
+        return ""
+    return f"{name} is {value:.4g} and has reached trainer.stop_at.value={limit:g}"
 
-    Args:
-        name: the metric; None: none is asked for.
-        metrics: names of metrics, those of validation among them.
-    """
+
+def require_metrics(trainer: JobTrainerConfig, metrics: Collection[str]) -> None:
+    """Check that validation produces the metrics that keys of `trainer` name; `metrics` has those of validation."""
+    _require_metric("keep_best_metric", trainer.keep_best_metric, metrics)
+    _require_metric("stop_at.metric", None if trainer.stop_at is None else trainer.stop_at.metric, metrics)
+
+
+def _require_metric(key: str, name: str | None, metrics: Collection[str]) -> None:
     known = [metric for metric in metrics if metric.startswith((VALIDATION, AUXILIARY, SUPERVISED_VALIDATION))]
     if name is None or name in known:
         return
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
     near = near or [metric for metric in known if not metric.startswith(AUXILIARY)]
     raise ConfigError(
-        f"trainer.keep_best_metric={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
+        f"trainer.{key}={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
     )

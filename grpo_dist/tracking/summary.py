@@ -27,6 +27,7 @@ def format_summary(
     *,
     run_dir: Path,
     seconds: float,
+    why: str,
     hf_model: Path | None,
     flags: Mapping[str, str],
     job: RunConfig | None,
@@ -37,13 +38,14 @@ def format_summary(
         history: one row per step, with "step" and metrics under verl's names (`jsonl.read_metrics`).
         run_dir: the run directory.
         seconds: wall time of this run, start-up included.
+        why: it ended before its last step; "": it did not.
         hf_model: folder of the exported policy; None if there is none.
         flags: what a command needs besides, by its name: text to put behind it.
         job: the run's config; None: it has one role, which waits for no other.
     """
     trained = [row for row in history if metric_names.STEP_TIME in row or metric_names.REWARD in row]
     steps = f"{len(trained)} training step{'' if len(trained) == 1 else 's'}"
-    lines = [f"Run finished: {steps} in {format_seconds(seconds)}"]
+    lines = [f"Run finished: {steps} in {format_seconds(seconds)}{f'; {why}' if why else ''}"]
     lines += [*_validation_lines(history), *_training_lines(trained), *_timing_lines(trained)]
     if job is not None and (sentence := who_waited(trained, job)):
         lines.append(f"  {sentence}")

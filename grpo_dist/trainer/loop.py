@@ -23,6 +23,7 @@ from grpo_dist.roles.roles import Roles
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.metric_names import why_it_ends
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
@@ -87,6 +88,7 @@ class TrainingLoop:
             finished: its finished groups of later steps, by uid.
         """
         self.step = resumed.state.step
+        self._stop_at(resumed.state.metrics)
         self.order.load_state_dict(resumed.state.sampler)
         self.saver.resumed_from(resumed.folder, resumed.state)
 
@@ -97,6 +99,21 @@ class TrainingLoop:
     def validate(self) -> None:
         """Validate the model as it is."""
         raise NotImplementedError
+
+    def only_validates(self) -> bool:
+        """Validate first, where that is asked for; tells if it is all that is (`trainer.val_only`)."""
+        trainer = self.config.trainer
+        if trainer.val_only or (trainer.val_before_train and self.step == 0):
+            self.validate()
+            self._stop_at(self.validated)
+            self.report()
+        return trainer.val_only
+
+    def _stop_at(self, validated: Mapping[str, float]) -> None:
+        """Make this step the last one if its validation has reached `trainer.stop_at`."""
+        if why := why_it_ends(self.config.trainer.stop_at, validated):
+            self.total_steps = self.step
+            self.progress.message(f"step {self.step} is the last one: {why}")
 
     @stage("save_checkpoint", counted=True)
     async def save(self) -> None:
@@ -124,6 +141,7 @@ class TrainingLoop:
         """Do what follows a trained step: validation and a checkpoint where they are due, then the report."""
         if self.due(self.config.trainer.test_freq):
             self.validate()
+            self._stop_at(self.validated)
         if self.save_is_due():
             self.save()
         self.report()
@@ -204,21 +222,24 @@ class TrainingLoop:
         return self.due(trainer.save_freq) or self.saver.is_due or ends
 
 
-def mini_batches(config: RunConfig, section: ActorConfig | CriticConfig, num_rows: int, step: int) -> list[np.ndarray]:
+def mini_batches(
+    config: RunConfig, section: ActorConfig | CriticConfig, uids: np.ndarray, step: int
+) -> list[np.ndarray]:
     """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy.
 
     Args:
         config: of the run.
         section: of the role that trains.
-        num_rows: of the batch: groups of `rollout.n`, one after another.
+        uids: the group of each row of the batch; groups are one after another, and may differ in size.
         step: training steps that are done.
     """
-    groups = np.arange(num_rows).reshape(-1, config.actor_rollout_ref.rollout.n)
+    uids = np.asarray(uids)
+    groups = np.split(np.arange(len(uids)), np.flatnonzero(uids[1:] != uids[:-1]) + 1)
     batches: list[np.ndarray] = []
     for epoch in range(section.ppo_epochs):
         order = np.arange(len(groups))
         if section.shuffle:
             order = np.random.default_rng([config.trainer.seed, step, epoch]).permutation(order)
         parts = np.array_split(order, len(groups) // section.ppo_mini_batch_size)
-        batches.extend(groups[part].reshape(-1) for part in parts)
+        batches.extend(np.concatenate([groups[i] for i in part]) for part in parts)
     return batches

@@ -188,7 +188,7 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
             old = DataProto.from_dict({"old_log_probs": columns["log_probs"]})
         if recorded.only_critic_learned:
             return old, {}
-        groups = mini_batches(config, config.actor_rollout_ref.actor, len(data), recorded.step - 1)
+        groups = mini_batches(config, config.actor_rollout_ref.actor, data["uid"], recorded.step - 1)
         results = [engine.train_mini_batch(data.index(rows), objective=objective, **size).metrics for rows in groups]
     metrics = metric_values(averaged(results))
     had, has = (metrics_of_run.get("actor/lr", math.nan) for metrics_of_run in (recorded.metrics, metrics))

@@ -218,6 +218,7 @@ def engine_settings(
         shares_gpu=place.shares_gpu,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
         profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),
+        min_group_size=config.algorithm.min_group_size,
     )
 
 

@@ -28,7 +28,7 @@ from grpo_dist.roles.weight_sync import sync_weights
 from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
-from grpo_dist.tracking.metric_names import require_metric
+from grpo_dist.tracking.metric_names import require_metrics
 from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
@@ -40,7 +40,7 @@ from grpo_dist.trainer.loss_settings import objective_settings, target_settings,
 from grpo_dist.trainer.metrics import batch_metrics, num_devices, performance_metrics, staleness_metrics
 from grpo_dist.trainer.profiler import StepProfiler
 from grpo_dist.trainer.retraining import Retraining
-from grpo_dist.trainer.rollout.job import describe_failures, group_seed
+from grpo_dist.trainer.rollout.job import describe_failures, episode_metrics, group_seed
 from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
@@ -120,10 +120,7 @@ class GRPOTrainer(TrainingLoop):
         # the pump stops first, so that nothing runs in the background while the last checkpoint is completed
         with self.saver.completing(), self.saving_when_stopped(), self.pump.stopping():
             self.sync_weights()
-            if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
-                self.validate()
-                self.report()
-            if self.config.trainer.val_only:
+            if self.only_validates():
                 run(self.samples.collect())
                 return
             while self.step < self.total_steps:
@@ -131,7 +128,7 @@ class GRPOTrainer(TrainingLoop):
                 if self.profiler is not None:
                     run(self.profiler.begin(self.step + 1))
                 started = time.perf_counter()
-                batch = self.rollout()  # prompts, responses, scores, log-probs: N = train_batch_size * n rows
+                batch = self.rollout()  # prompts, responses, scores, log-probs: up to N = train_batch_size * n rows
                 self.preemption.hold()  # a signal waits from here on, until the run can be saved again
                 if self.staleness:  # the actor was at work while these were sampled
                     batch = self.late_log_probs(batch)  # + old_log_probs, values, with LoRA ref_log_probs (N, R_i)
@@ -218,7 +215,7 @@ class GRPOTrainer(TrainingLoop):
     async def update_critic(self, batch: DataProtoRef) -> None:
         """The critic's optimizer steps: one per mini-batch, `ppo_epochs` times over."""
         assert self.roles.critic is not None
-        rows = mini_batches(self.config, self.config.critic, len(batch), self.step)
+        rows = mini_batches(self.config, self.config.critic, batch["uid"], self.step)
         await self.roles.rollout.begin_update()
         _, metrics = await self.roles.critic.update(batch, rows, self.value_objective, self.step + 1)
         self.metrics |= metric_values(metrics)
@@ -231,7 +228,7 @@ class GRPOTrainer(TrainingLoop):
     @stage("update_actor", needs=("responses", "advantages"), adds=("old_log_probs",))
     async def update(self, batch: DataProtoRef) -> DataProtoRef:
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
-        rows = mini_batches(self.config, self.config.actor_rollout_ref.actor, len(batch), self.step)
+        rows = mini_batches(self.config, self.config.actor_rollout_ref.actor, batch["uid"], self.step)
         await self.roles.rollout.begin_update()
         batch, metrics = await self.roles.actor.update(batch, rows, self.objective, self.step + 1)
         self.metrics |= metric_values(metrics)
@@ -272,8 +269,8 @@ class GRPOTrainer(TrainingLoop):
         self._show_failures(job.failures, [*job.failed.values()])
         sources = {request.uid: request.task.data_source for request in requests}
         self.validated = validation_metrics(batch, sources, self.val_sampling.n)
-        require_metric(self.config.trainer.keep_best_metric, self.validated)
-        self.metrics |= self.validated | job.episode_metrics("val-aux/agent")
+        require_metrics(self.config.trainer, self.validated)
+        self.metrics |= self.validated | episode_metrics([job], "val-aux/agent")
         await self.samples.write_validation(self.step, batch, requests)
         if shown := await self.samples.read_some(self.step, batch, requests):
             self.trackers.log_samples(shown, self.step)

@@ -213,7 +213,8 @@ def test_a_loop_that_goes_on_without_end_is_ended() -> None:
     assert (full.num_turns, full.truncated, full.room) == (4, True, 0)
 
 
-def test_again_starts_from_the_beginning_with_the_same_seeds() -> None:
+def test_again_starts_from_the_beginning_with_seeds_of_its_own() -> None:
+    """The seeds of an attempt follow from run, prompt, index and attempt: the same ones whenever it is played."""
     writer = Writer("1+1=", "!", "1+1=", "!")
     first = make(writer, index=2)
     play(first, call_and_answer)
@@ -222,5 +223,25 @@ def test_again_starts_from_the_beginning_with_the_same_seeds() -> None:
     second.connect(writer.sample)
     assert (second.token_ids, second.reward, second.first_failure, second.index) == ([], None, "timeout", 2)
     play(second, call_and_answer)
+    third = second.again("error")
+    assert (third.attempt, third.first_failure) == (2, "timeout")
     seeds = [sampling.seed for _, sampling in writer.asked]
-    assert seeds[:2] == seeds[2:]
+    assert len(set(seeds)) == 4
+    for _ in range(2):
+        writer.turns += ["1+1=", "!"] * 2
+        once_more = make(writer, index=2)
+        play(once_more, call_and_answer)
+        again = once_more.again("error")
+        again.connect(writer.sample)
+        play(again, call_and_answer)
+    assert [sampling.seed for _, sampling in writer.asked] == seeds * 3
+
+
+def test_without_a_seed_later_attempts_have_none() -> None:
+    writer = Writer("1+1=", "!", "1+1=", "!")
+    first = make(writer, seed=None)
+    second = first.again("error")
+    second.connect(writer.sample)
+    for episode in (first, second):
+        play(episode, call_and_answer)
+    assert [sampling.seed for _, sampling in writer.asked] == [None] * 4

@@ -74,12 +74,12 @@ async def generate(prompt: list[int], sampling: SamplingSettings, uid: str | Non
 
 
 def group(index: int) -> list[Episode]:
-    """The first attempts of some episodes fail, and both of the first episode of group 10."""
+    """The first attempts of some episodes fail, and all of the first episode of group 10."""
     sampling = SamplingSettings(N, 1.0, 1.0, -1, 50, 7)
     episodes = []
     for i in range(N):
         raises, hangs = int((index + i) % 20 == 3), int((index + i) % 50 == 7)
-        task = {"name": f"{index} {i}", "raises": 2 if (index, i) == (10, 0) else raises, "hangs": hangs}
+        task = {"name": f"{index} {i}", "raises": 3 if (index, i) == (10, 0) else raises, "hangs": hangs}
         row = Row(f"prompt{index}", [81], extra_info=task)
         episodes.append(Episode(row, sampling, index=i, tokenizer=Letters(), max_model_len=90))
     return episodes

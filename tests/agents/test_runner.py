@@ -60,7 +60,7 @@ async def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(
         ("task_leaves", ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
     ],
 )
-async def test_failures_are_named_and_after_a_second_time_end_the_group(
+async def test_failures_are_named_and_where_no_attempt_is_left_end_the_group(
     tmp_path: Path, mode: str, parts: list[str]
 ) -> None:
     began = time.perf_counter()
@@ -85,7 +85,7 @@ FIRST = {"once": ["1+1="], "give_up_once": ["1+1=", ""]}  # turns of the attempt
 @pytest.mark.parametrize(
     ("mode", "kind", "text"), [("once", "error", b"1+1=0\0"), ("give_up_once", "failed", b"1+1=\0")]
 )
-async def test_an_episode_that_fails_is_run_once_more(tmp_path: Path, mode: str, kind: str, text: bytes) -> None:
+async def test_an_episode_that_fails_is_run_again(tmp_path: Path, mode: str, kind: str, text: bytes) -> None:
     async with runner(tmp_path, Writer(*FIRST[mode], "1+1=", "").generate, mode) as made:
         (episode,) = await made.run(episodes(1))
     assert (episode.first_failure, bytes(episode.response().token_ids)) == (kind, text)
@@ -99,9 +99,11 @@ async def test_an_episode_that_fails_is_run_once_more(tmp_path: Path, mode: str,
         ("no_metrics", "error", ["AttributeError"]),
     ],
 )
-async def test_what_fails_twice_has_its_reason(tmp_path: Path, mode: str, kind: str, parts: list[str]) -> None:
+async def test_what_fails_in_all_attempts_has_its_reason(
+    tmp_path: Path, mode: str, kind: str, parts: list[str]
+) -> None:
     with refuses(AgentError, *parts, "first", "step1-prompt9") as caught:
-        async with runner(tmp_path, Writer(*["1+1=", ""] * 2).generate, mode) as made:
+        async with runner(tmp_path, Writer(*["1+1=", ""] * 3).generate, mode) as made:
             await made.run(episodes(1))
     assert caught.value.kind == kind  # type: ignore[attr-defined]
 
@@ -127,7 +129,7 @@ async def test_what_takes_too_long_is_truncated_and_scored_if_it_can_be(
 ) -> None:
     """The reward function can score any response; where the loop gives the reward, only the loop can."""
     timeout_s = 30.0 if limits else 0.5
-    async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang", timeout_s, name=name, **limits) as made:
+    async with runner(tmp_path, Writer(*["1+1="] * 6).generate, "hang", timeout_s, name=name, **limits) as made:
         if name == "Judge":
             with refuses(AgentError, "Judge", "episode_timeout_s=0.5" if limits else "agent.timeout_s=0.5") as caught:
                 await made.run(episodes(2))

@@ -157,6 +157,28 @@ def test_a_run_that_was_stopped_before_its_model_was_written_is_not_finished(tmp
 
 
 @COMMANDS
+def test_a_run_that_has_reached_its_value_is_finished_until_the_value_is_raised(
+    command: AnyCommand, tmp_path: Path
+) -> None:
+    """Step 3 of 9, whose validation came to 0.92."""
+
+    def ends_at(value: str, *overrides: str) -> JobConfig:
+        return load(command, tmp_path, f"trainer.stop_at={value}", *overrides)
+
+    finished_run(load(command, tmp_path), LAST, metrics={"val-core/x": 0.92})
+    reached = ends_at("{metric: val-core/x, value: 0.9}")
+    assert is_finished(reached, 9)
+    told = check_resume(reached, {}, 9, verify=False)
+    says(told, "step 3 of 9", "val-core/x", "0.92", "trainer.stop_at.value=0.9", tmp_path / "run" / "global_step_3")
+    for other in ("{metric: val-core/x, value: 0.93}", "{metric: val-core/y, value: 0.9}", "null"):
+        assert not is_finished(ends_at(other), 9)
+        says(check_resume(ends_at(other), {}, 9, verify=False), tmp_path / "run" / "global_step_3")
+    forced = ends_at("{metric: val-core/x, value: 0.9}", OTHER_RATE[command.name], "trainer.resume_mode=force")
+    with refuses(ConfigError, "trainer.resume_mode=force", "step 3 of 9", "trainer.stop_at"):
+        check_resume(forced, {}, 9, verify=False)
+
+
+@COMMANDS
 def test_the_model_must_be_of_the_checkpoint_whatever_the_clock_says(command: AnyCommand, tmp_path: Path) -> None:
     """One of another step, or of the same step of a run before, is not, also where its files are newer; and a copy of
     all files is finished, in whatever order they were copied.

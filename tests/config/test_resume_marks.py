@@ -45,9 +45,13 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             f"{ROLES}.model.lora.merge",
             f"{ROLES}.actor.optim.optimizer",
             "critic.optim.optimizer",
+            f"{ROLES}.rollout.agent.max_attempts",
         },
         (
-            *(f"algorithm.{name}" for name in ("adv", "norm", "gamma", "lam", "gdpo", "kl", "use", "rollout", "mask")),
+            *(
+                f"algorithm.{name}"
+                for name in ("adv", "norm", "gamma", "lam", "gdpo", "kl", "use", "rollout", "mask", "min")
+            ),
             *(
                 f"{ROLES}.actor.{name}"
                 for name in ("optim", "policy_loss", "clip", "kl_loss", "loss", "entropy", "ppo_epochs")

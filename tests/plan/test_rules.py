@@ -357,6 +357,23 @@ def test_a_missing_torchao_is_told_before_anything_starts(setting, monkeypatch):
     load()
 
 
+def test_a_group_trains_with_some_of_its_responses_and_with_two_where_they_are_compared():
+    key = "algorithm.min_group_size"
+    says(refused(f"{key}=9"), f"{key}=9", f"{ROLLOUT}.n=8", "8", "null")
+    says(refused(f"{key}=1"), f"{key}=1", "algorithm.adv_estimator=grpo", "2 or more")
+    for fitting in ((f"{key}=2",), (f"{key}=8",), (f"{key}=1", "algorithm.adv_estimator=remax")):
+        assert load(*fitting)
+
+
+def test_what_ends_a_run_is_found_by_validating():
+    ends, metric = "trainer.stop_at={metric: val-core/x, value: 0.9}", "trainer.stop_at.metric=val-core/x"
+    says(refused(ends, "trainer.test_freq=-1"), metric, "trainer.test_freq=-1", "data.val_files and trainer.test_freq")
+    says(refused(ends, "data.val_files=null"), metric, "data.val_files and trainer.test_freq")
+    assert notes(ends) == []
+    says(refused("trainer.stop_at={metric: val-core/x}"), "trainer.stop_at={metric:val-core/x}", "{value: ...}")
+    says(refused("trainer.stop_at={metric: val-core/x, value: high}"), "trainer.stop_at=high", "a number")
+
+
 def test_the_best_checkpoint_is_found_by_validating():
     best = "trainer.keep_best_metric=val-core/x"
     text = refused(best, "trainer.test_freq=-1")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from grpo_dist.errors import ConfigError
 from grpo_dist.report.page import overview
 from grpo_dist.report.run_folder import compare_configs, read_run
@@ -53,6 +55,16 @@ def test_keys_that_differ(tmp_path: Path) -> None:
 def test_folders_of_no_run_are_refused(tmp_path: Path) -> None:
     with refuses(ConfigError, tmp_path, "metrics.jsonl", "trainer.default_local_dir"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(("last", "ended"), [(0.95, True), (0.85, False)])
+def test_why_a_run_ended_early_is_said(tmp_path: Path, last: float, ended: bool) -> None:
+    rows = [{"step": step, "val-core/x": value} for step, value in ((0, 0.5), (5, last))]
+    run = read_run(write_run(tmp_path, rows, "trainer.stop_at={metric: val-core/x, value: 0.9}"))
+    told = [text for name, text in overview([run])["facts"] if name == "ended"]
+    assert bool(told) is ended
+    if ended:
+        says(told, "val-core/x", "0.95", "trainer.stop_at.value=0.9")
 
 
 def test_which_role_waited_is_said_of_a_run_with_idle_shares(tmp_path: Path) -> None:

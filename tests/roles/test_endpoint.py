@@ -142,7 +142,7 @@ def ask(agents: WorkerGroup, what: str, sampling: SamplingSettings = SAMPLING) -
 
 
 def play(agents: WorkerGroup, what: str) -> tuple[dict[str, Any], DataProto]:
-    (label, _), data = agents.gather([ask(agents, what)])[0]
+    (label, *_), data = agents.gather([ask(agents, what)])[0]
     return label.small, data
 
 

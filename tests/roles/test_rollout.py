@@ -19,7 +19,7 @@ from grpo_dist.roles.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
-from tests.messages import refuses
+from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.worker_settings import agent, engine_settings
 
@@ -90,10 +90,10 @@ def test_the_worker_hands_out_a_handle_with_the_small_columns(rollouts: WorkerGr
     prompt = np.array([4, 5, 6], np.int32)
     sampling = SamplingSettings(3, 1.0, 1.0, -1, 6, 1)
     call = rollouts.submit_for_data(0, "generate", "generate", "p3", prompt, sampling)
-    label, load = rollouts.gather([call])[0]
+    label, load, failed = rollouts.gather([call])[0]
     assert call.data is not None
     handle = DataProtoRef.stored(call.data, label)
-    assert (load.waiting, len(handle)) == (0, 3)
+    assert (load.waiting, len(handle), failed) == (0, 3, [])
     assert set(handle.small) == set(SMALL_COLUMNS)
     assert handle["uid"].tolist() == ["p3"] * 3
     assert handle["prompt_length"].tolist() == [3, 3, 3]
@@ -116,7 +116,8 @@ class Echo(AgentLoop):
         self.words, self.wait = words, wait
 
     async def run(self, episode):
-        assert episode.row.messages[0]["content"] == "hello" and episode.row.extra_info == {"index": 3}
+        assert episode.row.messages[0]["content"] == "hello" and episode.row.extra_info.get("index") == 3
+        assert episode.index != episode.row.extra_info.get("never")
         assert not hasattr(episode.row, "ground_truth")
         await episode.generate(max_tokens=3)
         await asyncio.sleep(self.wait)
@@ -136,7 +137,8 @@ def agents(local_ray: None, random_models: dict[str, str], tmp_path_factory: pyt
     file = tmp_path_factory.mktemp("loop") / "echo.py"
     file.write_text(LOOP)
     loops = [agent(f"{file}:Echo", {"words": "w40 w41", "wait": wait}) for wait in (0.0, 500.0)]
-    settings = [engine_settings(random_models["untied"], seed=1, needs_tokenizer=True, agent=loop) for loop in loops]
+    more = {"seed": 1, "needs_tokenizer": True, "min_group_size": 2}
+    settings = [engine_settings(random_models["untied"], agent=loop, **more) for loop in loops]
     with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
         group.call_each("start", "start", [(each,) for each in settings])
         yield group
@@ -149,7 +151,7 @@ def episodes(group: WorkerGroup, uid: str, prompt: list[int]) -> Call:
 
 @pytest.mark.ray
 def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> None:
-    (label, _), first = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
+    (label, *_), first = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
     together = agents.gather([episodes(agents, f"b{i}", [4 + i, 5, 6]) for i in range(4)])
     again = together[0][1]
     assert label.small["num_turns"].tolist() == [2, 2, 2]
@@ -197,13 +199,30 @@ def test_an_aborted_group_ends_while_its_tool_works(agents: WorkerGroup) -> None
     call = agents.submit(1, "generate", "generate", "slow", np.array([4, 5], np.int32), SAMPLING, TASK)
     time.sleep(1)
     agents.call(1, "abort", "abort", ["slow", "unknown"])
-    (label, _), data = agents.gather([call])[0]
-    assert (label, data) == (None, None)
+    (label, _, failed), data = agents.gather([call])[0]
+    assert (label, failed, data) == (None, [], None)
 
 
 @pytest.mark.ray
 def test_a_failing_loop_reaches_the_driver_as_what_it_is(agents: WorkerGroup) -> None:
     other = replace(TASK, extra_info={})
     call = agents.submit(0, "generate", "generate", "d", np.array([4], np.int32), SAMPLING, other)
-    with refuses(AgentError, "echo.py:Echo", "run()", "AssertionError"):
-        agents.gather([call])
+    (label, _, failed), data = agents.gather([call])[0]
+    assert (label, data) == (None, None)
+    assert (type(failed[-1]), failed[-1].kind, failed[-1].was_last) == (AgentError, "error", True)
+    says(str(failed[-1]), "echo.py:Echo", "run()", "AssertionError")
+    assert sum(error.was_last for error in failed) == 2, "of 3 episodes one may be missing"
+
+
+@pytest.mark.ray
+def test_a_group_may_lack_an_episode_of_which_all_attempts_fail(agents: WorkerGroup) -> None:
+    """Of training: episode 2 never succeeds, and the other two make the group. Validation needs all of them."""
+    other = replace(TASK, extra_info={"index": 3, "never": 2})
+    asked = [
+        agents.submit(0, "generate", "generate", uid, np.array([4, 5], np.int32), SAMPLING, task)
+        for uid, task in (("e", other), ("v", replace(other, validation=True)))
+    ]
+    ((label, _, failed), data), ((validated, _, _), none) = agents.gather(asked)
+    assert (validated, none) == (None, None)
+    assert label.small["uid"].tolist() == ["e"] * 2 == list(data["uid"])
+    assert [(error.kind, error.was_last) for error in failed] == [("error", False), ("error", False), ("error", True)]

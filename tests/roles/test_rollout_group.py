@@ -18,7 +18,7 @@ import torch
 
 from grpo_dist.engines.base import EngineLoad
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.errors import AgentError, ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.protocol import DataProto
 from grpo_dist.roles.reward import Task
 from grpo_dist.roles.rollout_group import Engine, GroupRequest, RolloutGroup
@@ -46,7 +46,7 @@ class Worker(Mailbox, Process):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
-    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
+    ) -> tuple[tuple[Label | None, EngineLoad, list[AgentError]], DataProto | None]:
         if uid.startswith("slow"):
             await asyncio.sleep(1.0)
         if self.hangs:
@@ -55,8 +55,10 @@ class Worker(Mailbox, Process):
             raise EngineError("vLLM failed: EngineDeadError: engine died")
         if uid == "user's mistake":
             raise ConfigError("vLLM: temperature=10")
+        if uid == "too few are left":
+            return (None, self.load, [AgentError("one"), AgentError("two", "timeout", was_last=True)]), None
         label = Label(("pid",), {"uid": uid, "pid": os.getpid(), "version": self.version}, 1)
-        return (label, self.load), DataProto.from_dict({"pid": torch.full((1, 100_000), os.getpid())})
+        return (label, self.load, []), DataProto.from_dict({"pid": torch.full((1, 100_000), os.getpid())})
 
     async def load_weights(self, buckets: list, version: int) -> int:
         if buckets == ["damaged"]:
@@ -213,6 +215,15 @@ def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
     with refuses(ConfigError, "temperature=10"):
         generate(group, "user's mistake")
     assert len(group.restarts.failures) == 0
+    assert len(generate(group, "fine")) == 1
+
+
+def test_a_group_with_too_few_episodes_left_is_no_fault_of_its_worker(make: Callable) -> None:
+    group, failed = make(1, most=0), list[AgentError]()
+    with refuses(AgentError, "two") as caught:
+        run(group.generate(request("too few are left"), on_failed=failed.extend))
+    assert [(error.kind, error.was_last) for error in failed] == [("error", False), ("timeout", True)]
+    assert caught.value is failed[1]
     assert len(generate(group, "fine")) == 1
 
 

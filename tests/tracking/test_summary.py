@@ -28,8 +28,13 @@ def entry(text, label):
     return line.removeprefix(label).split()
 
 
-def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None, job=None):
-    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model, flags=flags or {}, job=job)
+def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None, job=None, why=""):
+    more = {"hf_model": hf_model, "flags": flags or {}, "job": job}
+    return format_summary(history, run_dir=tmp_path, seconds=seconds, why=why, **more)
+
+
+def test_why_a_run_ended_early_stands_in_its_first_line(tmp_path):
+    says(summary([row(1, 0.5)], tmp_path, why="acc is 0.95").splitlines()[0], "1 training step", "acc is 0.95")
 
 
 def test_before_after_and_best(tmp_path):

@@ -28,20 +28,21 @@ def run_state(step: int, metrics: Mapping[str, float] | None = None) -> RunState
     return RunState(step, step, {"epoch": 0, "position": step}, metrics=dict(metrics or {}))
 
 
-def unverified(config: JobConfig, step: int = 3) -> Path:
+def unverified(config: JobConfig, step: int = 3, metrics: Mapping[str, float] | None = None) -> Path:
     """A checkpoint of a run as far as its config goes; its files are not verified by a run that has not started."""
     run_dir = Path(config.trainer.default_local_dir)
     folder = run_dir / f"global_step_{step}"
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(saved_config(config))
-    (folder / STATE).write_text(json.dumps({"step": step, "weight_version": step + 1, "sampler": {}}))
+    state = {"step": step, "weight_version": step + 1, "sampler": {}, "metrics": metrics or {}}
+    (folder / STATE).write_text(json.dumps(state))
     (run_dir / LATEST).write_text(str(step))
     return folder
 
 
-def finished_run(config: JobConfig, step: int) -> None:
+def finished_run(config: JobConfig, step: int, metrics: Mapping[str, float] | None = None) -> None:
     """A run that is done: its record, the checkpoint of the last step, and the model that was written after it."""
-    folder = unverified(config, step)
+    folder = unverified(config, step, metrics)
     write_manifest(folder, step, {})
     run_dir = make_run_dir(config)
     write_config(config, run_dir)

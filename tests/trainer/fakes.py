@@ -15,6 +15,7 @@ from grpo_dist.algorithms.settings import ObjectiveSettings, ValueSettings
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
+from grpo_dist.errors import AgentError
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
 from grpo_dist.roles.reward import RewardWorker
 from grpo_dist.roles.rollout import SMALL_COLUMNS, group_batch
@@ -24,9 +25,15 @@ from grpo_dist.runtime.process import Process
 
 
 class FakeRolloutWorker(Mailbox, Process):
-    """Answers every prompt with `length` tokens; response i of a group is longer by i."""
+    """Answers every prompt with `length` tokens; response i of a group is longer by i.
 
-    length, version = 8, -1
+    With `every` the groups of which the prompt's number is a multiple of it lack an episode.
+    """
+
+    length, version, every = 8, -1, 0
+
+    async def set_every(self, every: int) -> None:
+        self.every = every
 
     async def set_length(self, length: int) -> None:
         self.length = length
@@ -35,11 +42,13 @@ class FakeRolloutWorker(Mailbox, Process):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
-        lengths = [self.length + i for i in range(sampling.n)]
+    ) -> tuple[tuple[Label, EngineLoad, list], DataProto]:
+        is_short = self.every and int(uid.partition("prompt")[2] or 1) % self.every == 0
+        lengths = [self.length + i for i in range(sampling.n - bool(is_short))]
         responses = [Response([5] * k, [-1.0] * k, False, [self.version] * k) for k in lengths]
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, SMALL_COLUMNS), EngineLoad()), data
+        failed = [AgentError("no server", was_last=True)] if is_short else []
+        return (Label.of(data, SMALL_COLUMNS), EngineLoad(), failed), data
 
     async def load_weights(self, buckets: list, version: int) -> int:
         self.version = version
@@ -61,7 +70,7 @@ class HeldRolloutWorker(FakeRolloutWorker):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[tuple[Label | None, EngineLoad], DataProto | None]:
+    ) -> tuple[tuple[Label | None, EngineLoad, list], DataProto | None]:
         self.log.append(f"asked {uid}")
         answered = uid not in self.given_up
         if self.is_held(uid):
@@ -69,7 +78,7 @@ class HeldRolloutWorker(FakeRolloutWorker):
             answered = await self.running[uid]
             del self.running[uid]
         if not answered:
-            return (None, EngineLoad()), None
+            return (None, EngineLoad(), []), None
         return await super().generate(uid, prompt, sampling, task)
 
     async def set_seconds(self, seconds: float) -> None: ...
@@ -177,7 +186,7 @@ class RecordingRolloutWorker(FakeRolloutWorker):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
+    ) -> tuple[tuple[Label, EngineLoad, list], DataProto]:
         self.asked.append((uid, sampling))
         return await super().generate(uid, prompt, sampling, task)
 

@@ -61,8 +61,8 @@ class InstantPump:
             index = request.task.extra_info["index"]
             scores, accuracies = ([9.0], [1.0]) if greedy else (self.scores[index], self.accuracies[index])
             if kind := self.failing.get(("greedy", index) if greedy else index):
-                job.failed[i] = AgentError("it failed", kind)
-                job.failed_episodes[kind] += 1
+                job.failed[i] = AgentError("it failed", kind, was_last=True)
+                job.failed_attempts[i] = [job.failed[i]]
                 continue
             rows, uid = len(scores), {"uid": np.array([request.uid] * len(scores))}
             job.groups[i] = DataProtoRef((stored("responses", rows),), uid, rows)

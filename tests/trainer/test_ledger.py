@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.runtime.event_loop import blocking, run
+from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from tests.trainer.instant_pump import (
@@ -95,8 +96,9 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
     assert [r.sampling.seed for r in resumed[:4]] == [r.sampling.seed for r in before.pump.requests[2:]]
 
 
-def test_finished_groups_of_open_steps_are_not_sampled_again() -> None:
-    scores = dict.fromkeys(range(8), MIXED)
+@pytest.mark.parametrize("short", [MIXED, MIXED[:2]], ids=["whole groups", "one that lacks two episodes"])
+def test_finished_groups_of_open_steps_are_not_sampled_again(short: list[float]) -> None:
+    scores = dict.fromkeys(range(8), MIXED) | {4: short}
     before = after_step_1(scores, 3)
     open_unfinished(before, 4, 1)  # of step 4 only prompt 6 is there
     finished = before.finished_groups()
@@ -110,7 +112,14 @@ def test_finished_groups_of_open_steps_are_not_sampled_again() -> None:
     assert after.restored == {}
     uids = [request.uid for result in results for request in result.requests]
     assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(2, 8)]
-    assert kept[0].small["uid"].tolist() == results[1].batch["uid"][N:].tolist()
+    assert kept[0].small["uid"].tolist() == results[1].batch["uid"][len(short) :].tolist()
+    assert [len(result.batch) for result in results] == [2 * N, len(short) + N, 2 * N]
+    rows = {uid: count for each in finished for uid, count in zip(each.groups, sizes_of(each), strict=True)}
+    assert rows["step3-prompt4"] == len(short), "as a checkpoint describes it"
+
+
+def sizes_of(finished: FinishedGroups) -> list[int]:
+    return list(finished.describe()["rows"].values())
 
 
 def test_a_batch_that_is_there_and_has_not_trained_is_in_the_ledger() -> None:

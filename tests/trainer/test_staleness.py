@@ -61,7 +61,7 @@ class SlowRolloutWorker(FakeRolloutWorker):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
-    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
+    ) -> tuple[tuple[Label, EngineLoad, list], DataProto]:
         self.count += 1
         versions = []
         for _ in range(self.length):
@@ -69,7 +69,7 @@ class SlowRolloutWorker(FakeRolloutWorker):
             versions.append(self.version)
         responses = [Response([5] * self.length, [-1.25] * self.length, False, versions)] * sampling.n
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, SMALL_COLUMNS), EngineLoad()), data
+        return (Label.of(data, SMALL_COLUMNS), EngineLoad(), []), data
 
     async def die(self) -> None:
         os._exit(1)

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from grpo_dist.config.schema_job import StopAtConfig
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.tracking.metric_names import require_metric
+from grpo_dist.tracking.metric_names import require_metrics, why_it_ends
 from grpo_dist.trainer.validation import shown_rows, validation_metrics, validation_requests
-from tests.messages import refuses
+from tests.messages import refuses, says
 
 NAN = np.nan
 SOURCES = {"v0": "gsm8k", "v1": "arithmetic", "v2": "gsm8k"}
@@ -126,11 +128,40 @@ def test_the_same_rows_are_shown_each_time() -> None:
 
 def test_a_metric_to_keep_the_best_by_must_be_one() -> None:
     metrics = {"val-core/gsm8k/reward/mean@1": 0.5, "val-aux/gsm8k/truncated/mean": 0.0, "actor/loss": 1.0}
-    require_metric(None, metrics)
-    require_metric("val-core/gsm8k/reward/mean@1", metrics)
-    known = "val-core/gsm8k/reward/mean@1"
-    with refuses(ConfigError, "trainer.keep_best_metric=val-core/gsm8k/acc/mean@1", known):
-        require_metric("val-core/gsm8k/acc/mean@1", metrics)
-    with refuses(ConfigError, "trainer.keep_best_metric=loss", known) as caught:
-        require_metric("loss", metrics)
+    known, key = "val-core/gsm8k/reward/mean@1", "trainer.keep_best_metric"
+
+    def require(*overrides: str) -> None:
+        require_metrics(load_config(list(overrides))[0].trainer, metrics)
+
+    require()
+    require(f"{key}={known}", f"trainer.stop_at={{metric: {known}, value: 1}}")
+    with refuses(ConfigError, f"{key}=val-core/gsm8k/acc/mean@1", known):
+        require(f"{key}=val-core/gsm8k/acc/mean@1")
+    with refuses(ConfigError, f"{key}=loss", known) as caught:
+        require(f"{key}=loss")
     assert "val-aux" not in str(caught.value)
+    with refuses(ConfigError, "trainer.stop_at.metric=val-core/gsm8k/acc/mean@1", known):
+        require("trainer.stop_at={metric: val-core/gsm8k/acc/mean@1, value: 1}")
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "measured", "ends"),
+    [
+        ("val-core/x/acc/mean@1", 0.9, 0.9, True),
+        ("val-core/x/acc/mean@1", 0.9, 0.95, True),
+        ("val-core/x/acc/mean@1", 0.9, 0.89, False),
+        ("val-core/x/acc/mean@1", 0.9, float("nan"), False),
+        ("val/sft/loss", 0.5, 0.4, True),
+        ("val/sft/loss", 0.5, 0.6, False),
+        ("val/sft/loss", 0.5, float("nan"), False),
+    ],
+)
+def test_a_value_is_reached_from_below_and_a_loss_from_above(
+    metric: str, value: float, measured: float, ends: bool
+) -> None:
+    stop_at = StopAtConfig(metric=metric, value=value)
+    why = why_it_ends(stop_at, {metric: measured})
+    assert bool(why) is ends
+    if ends:
+        says(why, metric, f"{measured:g}", f"trainer.stop_at.value={value:g}")
+    assert why_it_ends(stop_at, {}) == why_it_ends(None, {metric: measured}) == ""

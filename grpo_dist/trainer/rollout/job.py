@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +37,8 @@ class RolloutJob:
             and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,
             `reward_model`).
         failures: an error message for each response that could not be scored.
-        failed: for each group without a result, why an episode of it failed twice.
-        failed_episodes: how many failed at their first attempt, by kind.
+        failed: for each group without a result, why too few of its episodes were left.
+        failed_attempts: the attempts at the episodes of each group that have failed.
         flows: the tasks that generate and score a group.
         passes: the tasks that compute log-probs and scores of the reward model.
     """
@@ -51,7 +51,7 @@ class RolloutJob:
     timings: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     failed: dict[int, AgentError] = field(default_factory=dict)
-    failed_episodes: Counter[str] = field(default_factory=Counter)
+    failed_attempts: defaultdict[int, list[AgentError]] = field(default_factory=lambda: defaultdict(list))
     flows: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     passes: list[asyncio.Task[Any]] = field(default_factory=list)
     _started: float | None = None
@@ -84,11 +84,6 @@ class RolloutJob:
             await flow
             if enough():
                 return
-
-    def episode_metrics(self, prefix: str = "agent") -> dict[str, float]:
-        """Count how many episodes failed at their first attempt, by kind, and how many groups were dropped, if any."""
-        metrics = {f"{prefix}/failures/{kind}": float(count) for kind, count in self.failed_episodes.items()}
-        return metrics | ({f"{prefix}/dropped_groups": float(len(self.failed))} if self.failed else {})
 
     def cancel(self, groups: Iterable[int]) -> None:
         """Cancel those of these groups that have no scores yet."""
@@ -144,6 +139,23 @@ def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
     return {name: math.fsum(job.timings.get(name, 0.0) for job in jobs) for name in names}
 
 
+def episode_metrics(jobs: Sequence[RolloutJob], prefix: str = "agent") -> dict[str, float]:
+    """What has failed of the episodes of some jobs: attempts by kind, groups that were dropped, episodes that others
+    lack, and the share of all attempts that do not train for it: those that failed, and all of dropped groups.
+    """
+    counts, begun, wasted = Counter[str](), 0, 0
+    for job in jobs:
+        for i, request in enumerate(job.requests):
+            failed, is_dropped = job.failed_attempts.get(i, []), i in job.failed
+            used_up = sum(error.was_last for error in failed)
+            attempts = request.sampling.n + len(failed) - used_up  # another one follows each that was not the last
+            begun, wasted = begun + attempts, wasted + (attempts if is_dropped else len(failed))
+            counts.update(f"failures/{error.kind}" for error in failed)
+            counts.update({"dropped_groups": int(is_dropped), "missing_episodes": 0 if is_dropped else used_up})
+    metrics = {f"{prefix}/{name}": float(count) for name, count in counts.items() if count}
+    return metrics | ({f"{prefix}/wasted_episodes": wasted / begun} if wasted else {})
+
+
 def describe_failures(
     failures: Sequence[str], failed: Sequence[AgentError], failure_score: float | None
 ) -> Iterator[str]:
@@ -155,7 +167,7 @@ def describe_failures(
         yield f"{count} could not be scored; reward.failure_score={what}. The first:\n{failures[0]}"
     if failed:
         count = f"{len(failed)} groups were" if len(failed) > 1 else "1 group was"
-        yield f"{count} dropped, since an episode failed twice. The first:\n{failed[0]}"
+        yield f"{count} dropped, since too few of their episodes were left. The first:\n{failed[0]}"
 
 
 # vLLM seeds response i of a group with seed + i; leave room below 2^31 for any group size.

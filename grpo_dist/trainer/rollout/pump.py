@@ -62,7 +62,7 @@ class RolloutPump:
         reward_timeout_s: seconds one response may take to score. The reward process enforces that; here it limits how
             long the process itself may take to answer.
         max_failure_rate: share of a job's responses on which the reward function may fail.
-        max_episode_failure_rate: share of all episodes so far that may fail twice.
+        max_episode_failure_rate: share of all episodes so far that may use up their attempts.
     """
 
     def __init__(
@@ -132,14 +132,17 @@ class RolloutPump:
         model_pass: asyncio.Task[ModelPass] | None,
     ) -> None:
         """One group: prompt, responses, scores."""
-        request = job.requests[i]
+        request, failed = job.requests[i], job.failed_attempts[i]
         self.num_episodes += request.sampling.n
         try:
-            job.groups[i] = await self.rollout.generate(request, first=first, on_sent=job.begin)
+            job.groups[i] = await self.rollout.generate(
+                request, first=first, on_sent=job.begin, on_failed=failed.extend
+            )
         except AgentError as error:
-            self._count_failed_episode(job, i, error)
+            job.failed[i] = error
+        self._count_failed_episodes([error for error in failed if error.was_last])
+        if i in job.failed:
             return
-        job.failed_episodes.update(filter(None, job.groups[i].small.get("first_failure", ())))
         job.note("gen")
         generated.set()
         if model_pass is not None:
@@ -216,17 +219,15 @@ class RolloutPump:
                 f"first of them:\n{job.failures[0]}"
             )
 
-    def _count_failed_episode(self, job: RolloutJob, i: int, error: AgentError) -> None:
-        job.failed[i] = error
-        job.failed_episodes[error.kind] += 1
-        self.num_failed_episodes += 1
+    def _count_failed_episodes(self, used_up: Sequence[AgentError]) -> None:
+        self.num_failed_episodes += len(used_up)
         rate = self.max_episode_failure_rate
-        if self.num_failed_episodes > rate * max(self.num_episodes, LEAST_EPISODES):
+        if used_up and self.num_failed_episodes > rate * max(self.num_episodes, LEAST_EPISODES):
             raise AgentError(
-                f"{self.num_failed_episodes} of {self.num_episodes} episodes failed twice, more than "
+                f"{self.num_failed_episodes} of {self.num_episodes} episodes failed in all their attempts, more than "
                 f"actor_rollout_ref.rollout.agent.max_failure_rate={rate:g} allows (of {LEAST_EPISODES} episodes, "
-                f"where there have been fewer). The last of them:\n{error}",
-                error.kind,
+                f"where there have been fewer). The last of them:\n{used_up[-1]}",
+                used_up[-1].kind,
             )
 
     # --- background --------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from grpo_dist.roles.reward import Task
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
-from grpo_dist.trainer.rollout.job import RolloutJob, group_seed, informative, require_metric, timings
+from grpo_dist.trainer.rollout.job import RolloutJob, episode_metrics, group_seed, informative, require_metric, timings
 from grpo_dist.trainer.rollout.pump import RolloutPump
 
 
@@ -42,7 +42,7 @@ class Rollout:
     """The result of a step's sampling.
 
     Attributes:
-        batch: the groups that train, `train_batch_size * n` rows.
+        batch: the groups that train, `train_batch_size` of up to n rows.
         requests: the request of each group in `batch`.
         timings: seconds by kind of work, summed over the batches of prompts.
         metrics: number of batches of prompts, and share of dropped groups.
@@ -149,8 +149,7 @@ class TrainingSampler:
         result.timings = timings(state.jobs)
         result.failures = [text for job in state.jobs for text in job.failures]
         result.failed = [error for job in state.jobs for error in job.failed.values()]
-        for name, count in (metric for job in state.jobs for metric in job.episode_metrics().items()):
-            result.metrics[name] = result.metrics.get(name, 0.0) + count
+        result.metrics |= episode_metrics(state.jobs)
         result.num_responses = sum(request.sampling.n for job in state.jobs for request in job.requests)
         if self.config.algorithm.filter_groups.enable:
             result.metrics["train/num_gen_batches"] = len(state.jobs)

@@ -10,7 +10,7 @@ from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.protocol import Metric, metric_values
 from grpo_dist.roles.supervised import SupervisedGroup
 from grpo_dist.runtime.event_loop import blocking
-from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metric
+from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.stage import stage
@@ -41,10 +41,7 @@ class SupervisedTrainer(TrainingLoop):
             KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
         """
         with self.saver.completing(), self.saving_when_stopped():
-            if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
-                self.validate()
-                self.report()
-            if self.config.trainer.val_only:
+            if self.only_validates():
                 return
             while self.step < self.total_steps:
                 self.timings, self.metrics, self.validated = {}, {}, {}
@@ -74,7 +71,7 @@ class SupervisedTrainer(TrainingLoop):
         parts = rank_shares(self.data.validation, len(self.model.workers), self.data.kind.marks)
         metrics: dict[str, Metric] = await self.model.evaluate(parts, self.data.kind.objective, self.step)
         self.validated = {SUPERVISED_VALIDATION + name: value for name, value in metric_values(metrics).items()}
-        require_metric(self.config.trainer.keep_best_metric, self.validated)
+        require_metrics(self.config.trainer, self.validated)
         self.metrics |= self.validated
 
     @blocking

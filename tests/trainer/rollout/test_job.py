@@ -1,16 +1,26 @@
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, RewardError
+from grpo_dist.roles.reward import Task
+from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.trainer.rollout.job import RolloutJob, describe_failures, group_seed, informative, require_metric
+from grpo_dist.trainer.rollout.job import (
+    RolloutJob,
+    describe_failures,
+    episode_metrics,
+    group_seed,
+    informative,
+    require_metric,
+)
 from tests.messages import refuses, says
 from tests.trainer.instant_pump import FILTER, MIXED, make_sampler
+
+TASK = Task("", "", {})
 
 
 @pytest.mark.parametrize(("score", "told"), [(None, "null"), (0.0, "0"), (-1.5, "-1.5")])
@@ -36,10 +46,24 @@ def test_a_batch_is_of_what_there_is_and_if_there_is_nothing_says_why() -> None:
         RolloutJob([], failed={0: AgentError("no server")}).batch()
 
 
-def test_failures_are_counted_by_kind() -> None:
-    job = RolloutJob([], failed_episodes=Counter(error=2, timeout=1))
-    assert job.episode_metrics() == {"agent/failures/error": 2.0, "agent/failures/timeout": 1.0}
-    assert RolloutJob([]).episode_metrics("val-aux/agent") == {}
+def test_failed_attempts_and_what_they_waste_are_counted() -> None:
+    """Three groups of 4. Of the first an episode has failed once; the second lacks one, which has failed twice, and the
+    third has ended with the second failure of another: 5 + 5 + 5 attempts, of which 1 + 2 + 5 do not train.
+    """
+    again, last = AgentError("again"), AgentError("last", "timeout", was_last=True)
+    requests = [GroupRequest(uid, np.array([1]), SamplingSettings(4, 1.0, 1.0, -1, 8, 0), TASK) for uid in "abc"]
+    first, second = RolloutJob(requests[:2]), RolloutJob(requests[2:], failed={0: last})
+    first.failed_attempts |= {0: [again], 1: [again, last]}
+    second.failed_attempts[0] += [again, last]
+    assert episode_metrics([first, second]) == {
+        "agent/failures/error": 3.0,
+        "agent/failures/timeout": 2.0,
+        "agent/missing_episodes": 1.0,
+        "agent/dropped_groups": 1.0,
+        "agent/wasted_episodes": 8 / 15,
+    }
+    assert episode_metrics([first], "val-aux/agent")["val-aux/agent/wasted_episodes"] == 3 / 10
+    assert episode_metrics([RolloutJob(requests)]) == {}
 
 
 def test_seeds_depend_on_every_part_and_leave_room_for_the_group() -> None:

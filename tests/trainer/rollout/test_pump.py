@@ -9,6 +9,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import WorkerError
+from grpo_dist.errors import AgentError, WorkerError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.roles.gang import Gang
 from grpo_dist.roles.reward import Task
@@ -55,6 +56,43 @@ class AnswersAtOnce:
 
     async def generate(self, request: GroupRequest, **options: Any) -> DataProtoRef:
         return DataProtoRef(small={"uid": np.array([request.uid])}, num_rows=1)
+
+
+class Failing:
+    """Engines of which each group has these failed attempts; one without rows has none left."""
+
+    def __init__(self, *failed: tuple[int, list[AgentError]]) -> None:
+        self.failed = iter(failed)
+
+    async def generate(self, request: GroupRequest, **options: Any) -> DataProtoRef:
+        rows, failed = next(self.failed)
+        options["on_failed"](failed)
+        if not rows:
+            raise failed[-1]
+        return DataProtoRef(small={"uid": np.array([request.uid] * rows)}, num_rows=rows)
+
+
+def test_episodes_that_have_used_up_their_attempts_are_counted_and_too_many_end_the_run() -> None:
+    """Three episodes: 2 of a group that goes on, 1 of one that is dropped. Of 100 episodes 3 may."""
+    again, last = AgentError("again"), AgentError("no server", "timeout", was_last=True)
+
+    async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+        return group.select(()), []
+
+    def make(rate: float) -> RolloutPump:
+        rollout: Any = Failing((6, [again, last, last]), (0, [again, again, last]), (8, [again] * 5))
+        reward: Any = SimpleNamespace(score=score)
+        return RolloutPump(rollout, reward, {}, reward_timeout_s=1.0, max_episode_failure_rate=rate)
+
+    requests = [replace(each, sampling=replace(each.sampling, n=N)) for each in requests_for(["a", "b", "c"])]
+    pump = make(0.03)
+    job = run(finished(pump, requests))
+    assert (pump.num_episodes, pump.num_failed_episodes) == (3 * N, 3)
+    assert ([len(group) for group in job.results()], list(job.failed)) == ([6, 8], [1])
+    assert {i: len(failed) for i, failed in job.failed_attempts.items()} == {0: 3, 1: 3, 2: 5}
+    key = "actor_rollout_ref.rollout.agent.max_failure_rate"
+    with refuses(AgentError, f"{key}=0.029", "3 of 16", "100", "no server"):
+        run(finished(make(0.029), requests))
 
 
 async def finished(pump: RolloutPump, requests: list[GroupRequest]) -> RolloutJob:

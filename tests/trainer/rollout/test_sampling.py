@@ -173,7 +173,9 @@ def test_groups_whose_episodes_failed_are_replaced_one_for_one() -> None:
     result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2-try2"]
     assert [error.kind for error in result.failed] == ["timeout"]
-    assert result.metrics == {"agent/failures/timeout": 1.0, "agent/dropped_groups": 1.0}
+    # a group of four of three that were sampled
+    lost = {"agent/dropped_groups": 1.0, "agent/wasted_episodes": 4 / 12}
+    assert result.metrics == {"agent/failures/timeout": 1.0, **lost}
     assert sampler.state_dict()["open"] == {"1": [[0], [2]]}
     sampler.close(1)
     assert [request.uid for request in run(sampler.rollout(2)).requests] == ["step2-prompt3", "step2-prompt0"]

@@ -257,6 +257,41 @@ def test_a_metric_that_validation_does_not_give_is_told_at_the_first_one(tmp_pat
     says(caught.value.__notes__, "'testing'", "step 0")
 
 
+def ends_at(value: float) -> list[str]:
+    return [f"trainer.stop_at={{metric: val/{LOSS}, value: {value}}}", "trainer.test_freq=2", "trainer.save_freq=100"]
+
+
+def test_a_loss_that_is_reached_ends_the_run_as_its_last_step_does(tmp_path: Path) -> None:
+    """Of 4 steps the second has a loss of 0.2. Started again nothing is trained; with another value two steps are."""
+    trainer, model, told = make(tmp_path, *ends_at(0.2))
+    trainer.fit()
+    second = ["train 2", "validate 2", "save global_step_2.tmp", "report 2"]
+    assert model.log == ["train 1", "report 1", *second, "export huggingface fp32"]
+    assert model.usage.step == told.rows[-1]["step"] == 2
+    again, model, _ = make(tmp_path, *ends_at(0.2))
+    again.fit()
+    assert (again.step, model.log) == (2, ["export huggingface fp32"])
+    other, model, _ = make(tmp_path, *ends_at(0.1))
+    other.fit()
+    assert [each for each in model.log if each.startswith("train")] == ["train 3", "train 4"]
+
+
+def test_what_is_reached_before_the_first_step_needs_none(tmp_path: Path) -> None:
+    trainer, model, _ = make(tmp_path, "trainer.val_before_train=true", *ends_at(0.0))
+    trainer.fit()
+    assert model.log == ["validate 0", "report 0", "export huggingface fp32"]
+
+
+def test_a_loss_that_is_not_reached_ends_nothing(tmp_path: Path) -> None:
+    """And no validation: `val_only` has nothing that it could end."""
+    trainer, model, _ = make(tmp_path, *ends_at(0.05))
+    trainer.fit()
+    assert "train 4" in model.log
+    alone, model, _ = make(tmp_path / "alone", "trainer.val_only=true", *ends_at(1.0))
+    alone.fit()
+    assert model.log == ["validate 0", "report 0"]
+
+
 def test_an_error_names_the_stage_and_the_step(tmp_path: Path) -> None:
     trainer, _, _ = make(tmp_path, model=Model(fails_at=3))
     with refuses(TrainingDiverged, "step 3") as caught:
