@@ -139,7 +139,7 @@ def scores(rank: int, settings: RewardModelSettings, data: DataProto) -> dict[st
     worker.read_folders()
     worker.engine = FSDPEngine(worker.settings.model, device="cpu", temperature=1.0)
     try:
-        return worker.score(SimpleNamespace(fetch=lambda columns: data), MESSAGES)
+        return worker.score(SimpleNamespace(columns=(), fetch=lambda columns: data), MESSAGES)
     except TrainingDiverged as error:
         return str(error)
 

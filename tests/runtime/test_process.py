@@ -88,7 +88,7 @@ def test_what_a_loss_prints_in_an_actor_is_kept() -> None:
     settings: Any = SimpleNamespace(model=model, update=PassLimits("actor_rollout_ref.actor.ppo_", 2))
     worker.settings, worker.engine = settings, PrintingEngine()  # type: ignore[assignment]
     data = random_batch(num_groups=1, n=4)
-    rows: Any = SimpleNamespace(fetch=lambda columns: data)
+    rows: Any = SimpleNamespace(columns=(), fetch=lambda columns: data)
     worker.update(rows, [np.array([0, 1, 2]), np.array([3])], objective(), 1)
     assert worker.take_printed() == (["rows 3", "rows 1"], 0)
     assert worker.take_printed() == ([], 0)
