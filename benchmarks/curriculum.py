@@ -1,8 +1,8 @@
 """Tokens sampled until the built-in model solves its task, where most training prompts teach nothing.
 
-Three quarters of them are sums of four digits, of which none is ever right, an eighth are sums without carries, of which
-most are right from the start, and an eighth are sums with carries. They are drawn in three ways: all in turn (uniform),
-so but without groups with equal scores (algorithm.filter_groups), and by data.curriculum. Minutes a run.
+Three quarters of them are sums of four digits, of which none is ever right, an eighth are sums without carries, most of
+them right from the start, and an eighth are sums with carries. They are drawn in three ways: all in turn (uniform), so
+but without groups with equal scores (algorithm.filter_groups), and by data.curriculum. Minutes a run.
 
 usage: python -m benchmarks.curriculum [SEED ...]
 """
