@@ -38,6 +38,7 @@ class Resume:
     OTHER_FACTORS: ClassVar[Resume]
     OTHER_LAYERS: ClassVar[Resume]
     OTHER_DTYPE: ClassVar[Resume]
+    OTHER_ORDER: ClassVar[Resume]
 
     @classmethod
     def REFUSED(cls, why: str, *, switch: str = "") -> Resume:
@@ -50,6 +51,7 @@ Resume.OTHER_MODEL = Resume.REFUSED("the saved weights are those of another mode
 Resume.OTHER_FACTORS = Resume.REFUSED("the saved factors have another shape or scale")
 Resume.OTHER_LAYERS = Resume.REFUSED("the saved factors belong to other modules")
 Resume.OTHER_DTYPE = Resume.REFUSED("weights and optimizer states were saved in another dtype")
+Resume.OTHER_ORDER = Resume.REFUSED("the saved position is one in another order of the rows")
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 

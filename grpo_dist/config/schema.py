@@ -24,6 +24,7 @@ from grpo_dist.config.field_types import (
     NonNegativeInt,
     Pair,
     PositiveFloat,
+    PositiveShare,
     Processes,
     Resume,
     Section,
@@ -111,6 +112,14 @@ class SamplerConfig(Section):
         return None if self.class_path is None else parse_code(self.class_path, self.class_name or "")
 
 
+class CurriculumConfig(Section):
+    """`data.curriculum`: draw the prompts whose groups are expected to have different scores."""
+
+    enable: Annotated[bool, Resume.OTHER_ORDER]
+    exploration: Share
+    decay: PositiveShare
+
+
 class DataConfig(JobDataConfig):
     """`data`: the prompts."""
 
@@ -125,7 +134,8 @@ class DataConfig(JobDataConfig):
     max_response_length: Count
     filter_overlong_prompts: bool
     truncation: Literal["error", "left", "right", "middle"]
-    sampler: Annotated[SamplerConfig, Resume.REFUSED("the saved position is one in another order of the prompts")]
+    curriculum: CurriculumConfig
+    sampler: Annotated[SamplerConfig, Resume.OTHER_ORDER]
     apply_chat_template_kwargs: dict[str, Any]
 
 

@@ -55,7 +55,7 @@ class JobDataConfig(Section):
     train_batch_size: Count
     train_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
     val_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
-    shuffle: Annotated[bool, Resume.REFUSED("the saved position is one in another order of the rows")]
+    shuffle: Annotated[bool, Resume.OTHER_ORDER]
     seed: Annotated[NonNegativeInt | None, Resume.REFUSED("the order of the rows depends on it")]
 
 

@@ -71,16 +71,17 @@ class CustomSampler:
         prompts: the training prompts.
         batch_size: prompts per batch.
         seed: `data.seed`.
+        options: more arguments of the class.
     """
 
     def __init__(
-        self, class_path: str, class_name: str, prompts: Sequence[Prompt], batch_size: int, *, seed: int
+        self, class_path: str, class_name: str, prompts: Sequence[Prompt], batch_size: int, *, seed: int, **options: Any
     ) -> None:
         check_batch_size(len(prompts), batch_size)
         self._spec, self._class_name = _spec(class_path, class_name), class_name
         self._num_prompts, self._batch_size, self._num_batches = len(prompts), batch_size, 0
         make = load_sampler_class(class_path, class_name)
-        self._curriculum = self._call(make, prompts=prompts, batch_size=batch_size, seed=seed)
+        self._curriculum = self._call(make, prompts=prompts, batch_size=batch_size, seed=seed, **options)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -111,6 +112,19 @@ class CustomSampler:
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
         """Hand results to the curriculum."""
         self._call(self._curriculum.update, scores_by_index)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the curriculum's metrics, if its class has such a method, as `curriculum/NAME`.
+
+        Raises:
+            DataError: it failed, or returned anything but numbers by name.
+        """
+        returned = self._call(getattr(self._curriculum, "metrics", dict))
+        try:
+            return {f"curriculum/{name}": float(value) for name, value in returned.items()}
+        except (AttributeError, TypeError, ValueError):
+            problem = f"metrics() returned {returned!r}; it must return numbers by name"
+            raise DataError(f"{KEY}={self._spec}: {problem}") from None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the curriculum's state, and what it belongs to."""

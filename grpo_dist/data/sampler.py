@@ -11,7 +11,7 @@ from grpo_dist.errors import DataError
 
 # What the order in a checkpoint depends on, and the config key of each.
 _KEYS = {
-    "sampler": "data.sampler",
+    "sampler": "data.sampler, data.curriculum.enable",
     "num_prompts": "data.train_files",
     "seed": "data.seed",
     "shuffle": "data.shuffle",
@@ -81,6 +81,10 @@ class PromptSampler:
 
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
         """Do nothing, since the order does not depend on results."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the prompts already handed out in it, and what the order depends on; plain numbers."""

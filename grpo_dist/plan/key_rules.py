@@ -242,6 +242,9 @@ def naming_rules(config: RunConfig) -> Iterator[str]:
         yield f"<data.sampler.class_path>, <data.sampler.class_name>: {why}"
     elif code is not None and sampler.class_name not in (None, code.attribute):
         yield "<data.sampler.class_path>, <data.sampler.class_name>: two names of a class; set the second to null"
+    if code is not None and config.data.curriculum.enable:
+        why = "two orders of the prompts; set the first to null, or the second to false"
+        yield f"<data.sampler.class_path>, <data.curriculum.enable>: {why}"
     if functions is None:
         named = parse_code(custom.path).attribute if isinstance(custom.path, str) else ""
         if named and custom.name not in ("compute_score", named):

@@ -84,6 +84,13 @@ CHARTS = (
         share=True,
     ),
     Chart(
+        "Pools of prompts",
+        "share",
+        tuple((f"curriculum/{pool}", pool) for pool in ("easy", "useful", "hard", "unseen")),
+        "With data.curriculum: easy and hard prompts have groups whose scores are nearly always the same.",
+        share=True,
+    ),
+    Chart(
         "Clipped tokens",
         "share",
         (("actor/pg_clipfrac", "ratio clipped"), ("actor/pg_clipfrac_lower", "by the dual clip")),

@@ -16,11 +16,12 @@ from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.columns import SOURCE, unread_notes
 from grpo_dist.data.curriculum import CustomSampler
+from grpo_dist.data.pass_rates import PassRateCurriculum
 from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
-from grpo_dist.plugins.names import absolute
+from grpo_dist.plugins.names import CodeName, absolute
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
@@ -213,13 +214,16 @@ def read_prompts(
 
 
 def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:
-    """The sampler of the training prompts: shuffled, in file order, or a custom class."""
-    data = config.data
+    """The sampler of the training prompts: shuffled, in file order, by pass rates, or a custom class."""
+    data, code, options = config.data, config.data.sampler.code, dict[str, float]()
     batch_size = data.gen_batch_size or data.train_batch_size
-    if data.sampler.code is None:
+    if data.curriculum.enable:
+        code = CodeName(PassRateCurriculum.__module__, PassRateCurriculum.__name__)
+        options = data.curriculum.model_dump(exclude={"enable"})
+    if code is None:
         return PromptSampler(len(train), batch_size, shuffle=data.shuffle, seed=config.data_seed)
     prompts = [tokenized.prompt for tokenized in train]
-    return CustomSampler(*data.sampler.code, prompts, batch_size, seed=config.data_seed)
+    return CustomSampler(code.source, code.attribute, prompts, batch_size, seed=config.data_seed, **options)
 
 
 def total_steps(config: RunConfig, prompts: Prompts) -> int:

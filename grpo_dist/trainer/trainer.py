@@ -310,6 +310,7 @@ class GRPOTrainer(TrainingLoop):
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
         engines = self.roles.rollout.num_ready
         self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=num_devices(self.place, engines))
+        self.metrics |= self.order.metrics()
         self.metrics["training/epoch"] = self.order.epoch
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines

@@ -26,8 +26,7 @@ from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.sizes import GIB
 from grpo_dist.tracking.jsonl import ROLLOUTS, VALIDATION
-from grpo_dist.trainer.rollout.job import group_seed
-from grpo_dist.trainer.rollout.sampling import make_request
+from grpo_dist.trainer.rollout.job import group_seed, make_request
 
 CORE, AUX = "val-core", "val-aux"
 _SEED_STEP = 0  # training steps count from 1

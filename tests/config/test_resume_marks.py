@@ -28,7 +28,7 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
     (
         GRPO,
         ORDER
-        | {"data.sampler.class_path", "data.sampler.class_name"}
+        | {"data.sampler.class_path", "data.sampler.class_name", "data.curriculum.enable"}
         | {f"{ROLES}.model.{name}" for name in LORA | {"path", "override_config"}}
         | {f"{ROLES}.actor.fsdp_config.model_dtype"}
         | {"reward_model.model.path", "reward_model.retrain.freq", "reward_model.retrain.model_dtype"}
@@ -60,6 +60,7 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             *("critic.optim", "critic.cliprange_value", "reward_model.max_length", "reward_model.retrain.optim."),
             *("custom_reward_function", "reward.overlong_buffer", "trainer.max_staleness", "trainer.critic_warmup"),
             *("data.train_batch_size", "data.max_", "data.prompt", "data.system_prompt", "data.apply_chat_template"),
+            *("data.curriculum.exploration", "data.curriculum.decay"),
         ),
     ),
     (

@@ -49,6 +49,11 @@ class Returns(Backwards):
         return Returns.state
 
 
+class Measured(Backwards):
+    def metrics(self):
+        return {"solved": len(self.solved)} if len(self.solved) < 2 else {"solved": "many"}
+
+
 class Fails(Backwards):
     def next_batch(self):
         raise RuntimeError("out of ideas")
@@ -129,6 +134,16 @@ def test_wrong_batches_are_refused(path: str, batch: Any, words: list[str]) -> N
     key = f"data.sampler.class_path/class_name={path}:Returns"
     with refuses(DataError, key, "next_batch()", *words, "3", "0 to 6", "data.gen_batch_size"):
         sampler.next_batch()
+
+
+def test_metrics_of_a_class_are_optional(path: str) -> None:
+    assert make(path).metrics() == {}
+    sampler = make(path, "Measured")
+    sampler.update({3: np.array([1.0])})
+    assert sampler.metrics() == {"curriculum/solved": 1.0}
+    sampler.update({2: np.array([1.0])})
+    with refuses(DataError, "order.py:Measured", "metrics()", "solved", "'many'"):
+        sampler.metrics()
 
 
 @pytest.mark.parametrize("state", [{1: 2}, {"a": {1, 2}}, {"a": np.float32(1)}, {"a": (1, 2)}, [1], None])

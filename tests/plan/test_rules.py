@@ -247,6 +247,13 @@ def test_a_sampler_has_a_path_and_a_name():
     says(refused(f"{keys[1]}=Mine"), f"{keys[0]}=null", f"{keys[1]}=Mine")
     says(refused(f"{keys[0]}=gone.py", f"{keys[1]}=Mine"), f"{keys[0]}=gone.py:", "file")
     load(f"{keys[0]}=pkg://my.module", f"{keys[1]}=Mine")
+    both = refused(f"{keys[0]}=my.module:Mine", "data.curriculum.enable=true")
+    says(both, f"{keys[0]}=my.module:Mine", "data.curriculum.enable=true", "null", "false")
+
+
+@pytest.mark.parametrize("setting", ["decay=0", "decay=1.5", "exploration=-0.1", "exploration=1.1", "enable=pools"])
+def test_shares_of_the_curriculum(setting):
+    says(refused(f"data.curriculum.{setting}"), f"data.curriculum.{setting}")
 
 
 def test_the_file_of_an_agent_loop_is_there(tmp_path):

@@ -20,7 +20,7 @@ from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Sample
 from grpo_dist.roles.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.trainer.rollout.sampling import make_request
+from grpo_dist.trainer.rollout.job import make_request
 from tests.messages import refuses, says
 from tests.roles.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 

@@ -24,6 +24,7 @@ from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 
 N = 4
+LENGTH = 3  # of each response, in tokens
 
 
 class Stored:
@@ -64,8 +65,9 @@ class InstantPump:
                 job.failed[i] = AgentError("it failed", kind, was_last=True)
                 job.failed_attempts[i] = [job.failed[i]]
                 continue
-            rows, uid = len(scores), {"uid": np.array([request.uid] * len(scores))}
-            job.groups[i] = DataProtoRef((stored("responses", rows),), uid, rows)
+            rows = len(scores)
+            of_rows = {"uid": np.array([request.uid] * rows), "response_length": np.full(rows, LENGTH)}
+            job.groups[i] = DataProtoRef((stored("responses", rows),), of_rows, rows)
             small = {"score": np.array(scores), "reward_extra/acc": np.array(accuracies)}
             job.scores[i] = DataProtoRef((stored("token_level_scores", rows),), small, rows)
             handles = job.groups[i], job.scores[i]

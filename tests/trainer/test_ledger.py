@@ -84,6 +84,7 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
         "num_learned": {"2": 1, "3": 1},
         "num_filtered": {"2": 0, "3": 0},
         "num_surplus": {"2": 0, "3": 0},
+        "num_dropped_tokens": {"2": 0, "3": 0},
         "learned": [],
         "batch_sizes": [2, None, 0],
     }

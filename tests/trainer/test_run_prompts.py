@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from grpo_dist.agents import ToolAgent
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import PromptSampler, load_tokenizer
 from grpo_dist.data.curriculum import CustomSampler
+from grpo_dist.data.pass_rates import PassRateCurriculum
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.rewards.contract import RowNeeds
@@ -77,6 +79,10 @@ def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
     sampler = load(tmp_path, *keys, contents=contents)[0].sampler
     assert isinstance(sampler, CustomSampler)
     assert sampler.steps_per_epoch == 1
+    keys = ("data.curriculum.enable=true", "data.curriculum.exploration=0.25", "data.curriculum.decay=1", "data.seed=9")
+    curriculum: Any = load(tmp_path, *keys, contents=contents)[0].sampler._curriculum  # type: ignore[union-attr]
+    assert isinstance(curriculum, PassRateCurriculum)
+    assert (curriculum.exploration, curriculum.left_per_batch, curriculum.seed) == (0.25, 1.0, 9)
 
 
 def own(tmp_path: Path, needs: RowNeeds, *overrides: str, rows: list[dict]) -> tuple[Prompts, list[str]]:

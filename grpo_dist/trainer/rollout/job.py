@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.data.tokenize import TokenizedPrompt
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, RewardError
 from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.roles.reward import Task
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 
@@ -179,6 +182,16 @@ def group_seed(run_seed: int, step: int, prompt_index: int, attempt: int = 0) ->
     again = f"/{attempt}" if attempt else ""
     digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}{again}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+
+
+def make_request(
+    uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False
+) -> GroupRequest:
+    """Return the request for a group of responses to a prompt."""
+    row = prompt.prompt
+    of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
+    task = Task(*of_row, validation, columns=row.columns, is_text=row.is_text)
+    return GroupRequest(uid, prompt.token_ids, sampling, task)
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:

@@ -29,11 +29,18 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
-from grpo_dist.roles.reward import Task
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
-from grpo_dist.trainer.rollout.job import RolloutJob, episode_metrics, group_seed, informative, require_metric, timings
+from grpo_dist.trainer.rollout.job import (
+    RolloutJob,
+    episode_metrics,
+    group_seed,
+    informative,
+    make_request,
+    require_metric,
+    timings,
+)
 from grpo_dist.trainer.rollout.pump import RolloutPump
 
 
@@ -60,6 +67,9 @@ class Rollout:
     num_responses: int = 0
 
 
+_DROPPED = ("num_filtered", "num_surplus", "num_dropped_tokens")  # of what a resumed step does not sample again
+
+
 @dataclass
 class OpenStep:
     """A step whose batch is being sampled.
@@ -73,6 +83,7 @@ class OpenStep:
         num_learned: batches whose scores `order` was told before a resume.
         num_filtered: dropped groups with equal rewards.
         num_surplus: dropped groups beyond a full batch.
+        num_dropped_tokens: of the responses of both.
         filling: the task that samples until the batch is full.
     """
 
@@ -84,6 +95,7 @@ class OpenStep:
     num_learned: int = 0
     num_filtered: int = 0
     num_surplus: int = 0
+    num_dropped_tokens: int = 0
     filling: asyncio.Task[None] | None = None
 
     @property
@@ -154,6 +166,8 @@ class TrainingSampler:
         if self.config.algorithm.filter_groups.enable:
             result.metrics["train/num_gen_batches"] = len(state.jobs)
             result.metrics["train/filtered_groups"] = state.num_filtered / state.num_sampled
+            kept_tokens = int(result.batch["response_length"].sum())
+            result.metrics["train/sampled_tokens"] = kept_tokens + state.num_dropped_tokens
         if self.num_spare:
             result.metrics["train/aborted_groups"] = sum(len(groups) for groups in state.dropped.values())
         return result
@@ -179,8 +193,7 @@ class TrainingSampler:
             "open": {str(step): state.prompts() for step, state in self.open.items()},
             "backlog": list(self.backlog),
             "num_learned": {str(step): max(state.num_learned, state.num_complete) for step, state in self.open.items()},
-            "num_filtered": {str(step): state.num_filtered for step, state in self.open.items()},
-            "num_surplus": {str(step): state.num_surplus for step, state in self.open.items()},
+            **{name: {str(step): getattr(state, name) for step, state in self.open.items()} for name in _DROPPED},
             "learned": sorted(self.learned.elements()),
             "batch_sizes": self.batch_sizes,
         }
@@ -193,7 +206,7 @@ class TrainingSampler:
         self.backlog, self.learned = list(state["backlog"]), Counter(state.get("learned", ()))
         self.open = {}
         for step, batches in state["open"].items():
-            counts = {name: state.get(name, {}).get(step, 0) for name in ("num_learned", "num_filtered", "num_surplus")}
+            counts = {name: state.get(name, {}).get(step, 0) for name in ("num_learned", *_DROPPED)}
             self.open[int(step)] = OpenStep([list(batch) for batch in batches], **counts)
         if state.get("batch_sizes", self.batch_sizes) != self.batch_sizes:
             steps = self.open.values()
@@ -319,6 +332,8 @@ class TrainingSampler:
         kept = differing[: wanted - len(state.kept)]
         state.num_filtered += len(sampled) - len(differing)
         state.num_surplus += len(differing) - len(kept)
+        not_kept = (group for i, group in sampled.items() if i not in kept)
+        state.num_dropped_tokens += sum(int(group["response_length"].sum()) for group in not_kept)
         state.kept += [(job.requests[i], sampled[i]) for i in kept]
         dropped = state.dropped[number] = set(range(len(drawn))) - set(kept)
         job.release(request for i in dropped for request in _requests_of(i, drawn, job))
@@ -375,24 +390,3 @@ class TrainingSampler:
 def _requests_of(i: int, drawn: Sequence[int], job: RolloutJob) -> tuple[int, ...]:
     """A job's requests for the i-th of its prompts; ReMax's greedy ones follow all others."""
     return (i, i + len(drawn)) if len(job.requests) > len(drawn) else (i,)
-
-
-def make_request(
-    uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False
-) -> GroupRequest:
-    """The request for a group of responses to a prompt."""
-    source = prompt.prompt
-    return GroupRequest(
-        uid,
-        prompt.token_ids,
-        sampling,
-        Task(
-            source.data_source,
-            source.ground_truth,
-            source.extra_info,
-            source.messages,
-            validation,
-            columns=source.columns,
-            is_text=source.is_text,
-        ),
-    )

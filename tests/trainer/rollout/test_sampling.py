@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_dist.data.pass_rates import PassRateCurriculum
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import DataError, DataLost, GrpoDistError
 from grpo_dist.runtime.event_loop import run
@@ -64,7 +65,11 @@ def test_groups_that_teach_nothing_are_replaced() -> None:
     result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
     assert result.batch["score"].tolist() == MIXED + MIXED
-    assert result.metrics == {"train/num_gen_batches": 2, "train/filtered_groups": 1 / 4}
+    assert result.metrics == {
+        "train/num_gen_batches": 2,
+        "train/filtered_groups": 1 / 4,
+        "train/sampled_tokens": 4 * N * 3,
+    }
     assert result.timings == {"gen": 2.0}
     seeds = [request.sampling.seed for request in sampler.pump.requests]
     assert len(set(seeds)) == 4
@@ -111,7 +116,11 @@ def test_dropped_groups_are_let_go_when_their_batch_of_prompts_is_complete() -> 
     assert [request.uid for request in result.requests] == trains
     assert result.batch["uid"].tolist() == [trains[0]] * N + [trains[1]] * N
     assert (result.num_responses, result.timings) == (6 * N, {"gen": 3.0})
-    assert result.metrics == {"train/num_gen_batches": 3, "train/filtered_groups": 3 / 6}
+    assert result.metrics == {
+        "train/num_gen_batches": 3,
+        "train/filtered_groups": 3 / 6,
+        "train/sampled_tokens": 6 * N * 3,
+    }
     sampler.close(1)
     del result
     assert sampler.pump.held() == []
@@ -157,6 +166,11 @@ def test_an_order_is_told_of_the_responses_that_have_a_score() -> None:
     order = sampler.order = RecordingOrder([0, 1])  # type: ignore[assignment]
     run(sampler.rollout(1))
     assert order.told == [{0: [1, 0, 1]}]
+    sampler = make_sampler({0: [1.0, np.nan, 0, 1], 1: [np.nan] * N})
+    curriculum = sampler.order = PassRateCurriculum(sampler.prompts, 2, 0, exploration=0.0, decay=1.0)  # type: ignore[arg-type]
+    run(sampler.rollout(1))
+    a, b = curriculum.posterior
+    assert (a.tolist(), b.tolist()) == ([2.5, 0.5], [1.5, 0.5])
 
 
 def test_dynamic_sampling_compares_the_scores_that_are_there() -> None:
@@ -224,7 +238,11 @@ def test_dapo_filters_by_right_and_wrong_not_by_the_punished_score() -> None:
     sampler.pump.accuracies = accuracies
     result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt2-try2", "step1-prompt3-try2"]
-    assert result.metrics == {"train/num_gen_batches": 2, "train/filtered_groups": 1 / 2}
+    assert result.metrics == {
+        "train/num_gen_batches": 2,
+        "train/filtered_groups": 1 / 2,
+        "train/sampled_tokens": 4 * N * 3,
+    }
 
 
 def test_smaller_batches_are_sampled_until_there_are_enough() -> None:
