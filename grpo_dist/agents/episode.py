@@ -8,7 +8,6 @@ version -1, since no weights sampled it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import numbers
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from grpo_dist.agents.chat_template import behind_turn
-from grpo_dist.agents.recording import SEED_BITS, Recording
+from grpo_dist.agents.recording import Recording, derived_seed
 from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -357,7 +356,7 @@ class Episode:
         """How to sample a turn. The first one has the attempt's seed; later ones follow it."""
         whole, seed = self._sampling, self._seed
         if seed is not None and self.num_turns:
-            seed = _derived(f"{seed}/{self.num_turns}")
+            seed = derived_seed(f"{seed}/{self.num_turns}".encode())
         least = min(max(whole.min_tokens - len(self.token_ids), 0), limit)
         stops = tuple(dict.fromkeys((*stop, *whole.stop)))
         return replace(whole, n=1, max_tokens=limit, min_tokens=least, seed=seed, stop=stops)
@@ -370,7 +369,7 @@ class Episode:
         if self._sampling.seed is None:
             return None
         first = self._sampling.seed + self.index
-        return _derived(f"{first}/attempt/{self.attempt}") if self.attempt else first
+        return derived_seed(f"{first}/attempt/{self.attempt}".encode()) if self.attempt else first
 
     def _extend(self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int]) -> None:
         self._predecessors.extend(range(len(self.token_ids) - 1, len(self.token_ids) - 1 + len(token_ids)))
@@ -386,12 +385,6 @@ class Episode:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def _derived(name: str) -> int:
-    """Return a seed that depends on the name alone."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
 
 def finite(name: str, value: Any) -> float:

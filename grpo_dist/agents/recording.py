@@ -28,6 +28,11 @@ MOST_CALLS = 1000
 _CHARACTER_TOKENS = 8
 
 
+def derived_seed(name: bytes) -> int:
+    """Return a seed that depends on the name alone."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> (64 - SEED_BITS)
+
+
 @dataclass(eq=False)
 class Call:
     """A call of the policy.
@@ -180,8 +185,7 @@ class Recording:
             return None
         key = hashlib.blake2b(repr((self.sampling.seed, prompt_ids)).encode(), digest_size=8).digest()
         self._seen[key] += 1
-        digest = hashlib.blake2b(key + str(self._seen[key]).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+        return derived_seed(key + str(self._seen[key]).encode())
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -372,26 +372,6 @@ def test_a_group_trains_with_some_of_its_responses_and_with_two_where_they_are_c
         assert load(*fitting)
 
 
-def test_what_ends_a_run_is_found_by_validating():
-    ends, metric = "trainer.stop_at={metric: val-core/x, value: 0.9}", "trainer.stop_at.metric=val-core/x"
-    says(refused(ends, "trainer.test_freq=-1"), metric, "trainer.test_freq=-1", "data.val_files and trainer.test_freq")
-    says(refused(ends, "data.val_files=null"), metric, "data.val_files and trainer.test_freq")
-    assert notes(ends) == []
-    says(refused("trainer.stop_at={metric: val-core/x}"), "trainer.stop_at={metric:val-core/x}", "{value: ...}")
-    says(refused("trainer.stop_at={metric: val-core/x, value: high}"), "trainer.stop_at=high", "a number")
-
-
-def test_the_best_checkpoint_is_found_by_validating():
-    best = "trainer.keep_best_metric=val-core/x"
-    text = refused(best, "trainer.test_freq=-1")
-    says(text, best, "trainer.test_freq=-1")
-    says(refused(best, "data.val_files=null"), best, "data.val_files and trainer.test_freq")
-    assert notes(best, "trainer.test_freq=5", "trainer.save_freq=10") == []
-    assert notes(best, "trainer.save_freq=-1", "trainer.save_interval_minutes=5") == []
-    (note,) = notes(best, "trainer.test_freq=5", "trainer.save_freq=7")
-    says(note, "save_freq=7", "test_freq=5")
-
-
 def test_the_exact_kl_needs_an_output_layer_without_factors():
     lora = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"
     told = refused(*lora, f"{ACTOR}.kl_loss_type=full")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_dist.config.schema import RunConfig
@@ -132,7 +133,8 @@ def test_engines_give_their_memory_back_before_an_update_begins(stage: str, resu
         step=0,
         metrics={},
     )
-    assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, range(8 * 32))) == result
+    batch = {"uid": np.repeat(np.arange(32), 8)}
+    assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, batch)) == result
     assert order == ["begin_update", "update"]
 
 
