@@ -132,10 +132,9 @@ class Recording:
         call.response = response
         self.calls.append(call)
         if self.tree is None:
-            self.tree = TokenTree(call.prompt_ids)
-        if self._room(call) >= len(response.token_ids):  # less is left where others have sampled at the same time
-            place, asked = self._behind(call)
-            call.place = self.tree.add(asked, response, place)
+            self.tree = TokenTree(call.prompt_ids, self.max_episode_len)
+        place, asked = self._behind(call)
+        call.place = self.tree.add(asked, response, place)  # there is no room if others sampled at the same time
 
     @property
     def delivered(self) -> float:
@@ -154,8 +153,7 @@ class Recording:
         if self.tree is None:
             return self.max_episode_len - len(call.prompt_ids)
         place, asked = self._behind(call)
-        new = len(asked) - self.tree.walk(asked, place)[1]
-        return self.max_episode_len - len(self.tree.prompt_ids) - len(self.tree) - new
+        return self.tree.room(len(asked) - self.tree.walk(asked, place)[1])
 
     def _exact(self, rendered: list[int]) -> Call:
         if (parent := self._prefix(rendered)) is not None:

@@ -19,14 +19,15 @@ class TokenTree:
 
     Args:
         prompt_ids: the prompt of the first call.
+        most: different tokens that there may be, the prompt's among them.
 
     Attributes:
         prompt_ids: that prompt.
         response: all that stands behind it.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self.prompt_ids = list(prompt_ids)
+    def __init__(self, prompt_ids: Sequence[int], most: int) -> None:
+        self.prompt_ids, self.most = list(prompt_ids), most
         self.response = Response([], [], False, [], mask=[], num_turns=0, predecessors=[])
         self._next = {(place - 1, token): place for place, token in enumerate(prompt_ids, -len(self.prompt_ids))}
 
@@ -46,15 +47,21 @@ class TokenTree:
             place = place_behind
         return place, len(token_ids)
 
-    def add(self, asked: Sequence[int], sampled: Response, place: int | None = None) -> int:
+    def room(self, num_new: int) -> int:
+        """Tokens that are left for what a call samples that puts in so many new ones."""
+        return self.most - len(self.prompt_ids) - len(self) - num_new
+
+    def add(self, asked: Sequence[int], sampled: Response, place: int | None = None) -> int | None:
         """Add what a call was asked behind a place, or from the very beginning, and what it sampled.
 
         Returns:
-            The place of the last token.
+            The place of the last token; None: there is no room for them, and nothing was added.
         """
         place, known = self.walk(asked, place)
         put_in = list(asked[known:])
         count = len(put_in)
+        if self.room(count) < len(sampled.token_ids):
+            return None
         place = self._extend(put_in, [0.0] * count, [NO_VERSION] * count, 0, place)
         return self._extend(sampled.token_ids, sampled.log_probs, sampled.weight_versions, 1, place)
 
