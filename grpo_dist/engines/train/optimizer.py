@@ -180,13 +180,13 @@ def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
 
 def move_states(
     optimizer: Optimizer | None, device: torch.device, homes: Mapping[Any, Tensor] = MappingProxyType({})
-) -> dict[tuple[int, str], Tensor]:
+) -> dict[tuple[Tensor, str], Tensor]:
     """Move all tensors of the optimizer's states to `device`; return them as they were, the `homes` of the way back."""
     before = {}
-    for number, state in enumerate(optimizer.state.values() if optimizer is not None else ()):
+    for parameter, state in optimizer.state.items() if optimizer is not None else ():
         for name, value in [(name, value) for name, value in state.items() if isinstance(value, Tensor)]:
-            before[number, name] = value
-            if (home := homes.get((number, name))) is not None:
+            before[parameter, name] = value
+            if (home := homes.get((parameter, name))) is not None:
                 local_shard(home).copy_(local_shard(value))
             state[name] = pinned(value.to(device)) if home is None else home
     return before

@@ -329,6 +329,21 @@ def test_states_come_back_into_the_places_that_they_had(monkeypatch: pytest.Monk
         assert (state["exp_avg"].data_ptr(), state["exp_avg"].tolist()) == (before, mean.tolist())
 
 
+def test_a_state_finds_its_own_place_in_whatever_order_the_optimizer_has_them() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = stepped(model)
+    homes = {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()}
+    before = move_states(optimizer, META)
+    for parameter in reversed(list(optimizer.state)):
+        optimizer.state[parameter] = {"exp_avg": torch.full_like(parameter, 3.0)} | {
+            name: value.clone() for (of, name), value in before.items() if of is parameter and name != "exp_avg"
+        }
+        optimizer.state.update({parameter: optimizer.state.pop(parameter)})
+    move_states(optimizer, torch.device("cpu"), before)
+    assert {parameter: state["exp_avg"].data_ptr() for parameter, state in optimizer.state.items()} == homes
+    assert all((state["exp_avg"] == 3).all() for state in optimizer.state.values())
+
+
 def test_what_is_offloaded_is_pinned_in_place_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a runtime of CUDA that is not here; what shares a page with others is left as it is."""
     runtime = Mock(cudaHostRegister=Mock(return_value=0))
