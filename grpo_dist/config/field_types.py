@@ -159,7 +159,9 @@ def _alias(names: Mapping[str, str]) -> BeforeValidator:
     def canonical(value: Any) -> Any:
         name = names.get(value, value) if isinstance(value, str) else value
         if name == NOT_FOR_TRAINING:
-            raise ValueError("float16 overflows without loss scaling, which is not there; use bfloat16 or float32")
+            raise ValueError(
+                "float16 overflows without loss scaling, which is not implemented; use bfloat16 or float32"
+            )
         return name
 
     return BeforeValidator(canonical)

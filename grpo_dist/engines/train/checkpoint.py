@@ -44,7 +44,7 @@ from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush
 from grpo_dist.engines.train.optimizer import keep_settings
 from grpo_dist.engines.train.sharded_tensors import in_numbers
 from grpo_dist.errors import CheckpointError
-from grpo_dist.sizes import ADAM_STATES
+from grpo_dist.sizes import ADAM_STATES, STATE_BYTES
 
 # Ranks wait for the slowest writer at the end of a checkpoint: as long as a slow shared disk takes for its shards.
 WRITE_TIMEOUT = timedelta(minutes=30)
@@ -83,10 +83,11 @@ def num_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
     """Bytes of the weights and optimizer states that all ranks together write into a checkpoint."""
     if optimizer is None:
         return _size(model.parameters())
-    # The optimizer has the shards, in the type that is written; after a forward pass the model may have whole weights.
+    # The optimizer has the shards; after a forward pass the model may have whole weights.
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
     frozen = _size(weight for weight in model.parameters() if not weight.requires_grad)
-    return _size(trained) + frozen + ADAM_STATES * 4 * sum(weight.numel() for weight in trained)
+    states = ADAM_STATES * STATE_BYTES["AdamW"] * sum(weight.numel() for weight in trained)
+    return _size(trained) + frozen + int(states)
 
 
 def _size(weights: Iterable[Tensor]) -> int:
@@ -214,7 +215,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What an index is made of. Types of tensors (torch.float32, ...) come besides.
 ALLOWED = {
-    *((_METADATA, f"{name}Metadata") for name in ("", "BytesStorage", "ChunkStorage", "TensorStorage")),
+    *((_METADATA, name) for name in ("Metadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_METADATA, "TensorStorageMetadata"),
     *((_METADATA, name) for name in ("MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.engines.train.micro_batch_plan import first_fit
-from grpo_dist.engines.train.token_runs import Run, cut_into_pieces
+from grpo_dist.engines.train.token_runs import Run, cut_into_pieces, num_tokens
 from grpo_dist.protocol import DataProto
 
 # Segment of padding tokens; they see each other, so that their attention is defined.
@@ -95,7 +95,7 @@ def make_micro_batch(
     if len(data) == 0:
         return _empty_micro_batch(columns, padding_id, 2 * multiple, segmented=layout != "padded")
     pieces = cut_into_pieces(data, layout)
-    lengths = [sum(run.end - run.start for run in piece) for piece in pieces]
+    lengths = [num_tokens(piece) for piece in pieces]
     if layout == "padded":
         bins = [[i] for i in range(len(pieces))]
     else:
@@ -110,14 +110,13 @@ def make_micro_batch(
         for i in members:
             builder.add(row, pieces[i])
     mask = data["response_mask"].to_padded(0).float()
-    counts = data["responses"].lengths
     return MicroBatch(
         input_ids=builder.input_ids,
         position_ids=builder.position_ids,
         segments=None if layout == "padded" else builder.segments,
         predictors=torch.cat(builder.predictors),
         targets=data["responses"].values.long(),
-        slots=torch.nonzero((torch.arange(mask.shape[1]) < counts.unsqueeze(1)).flatten()).flatten(),
+        slots=torch.nonzero((torch.arange(mask.shape[1]) < data["responses"].lengths.unsqueeze(1)).flatten()).flatten(),
         response_mask=mask,
         columns={name: data[name].to_padded(0.0) for name in columns},
     )

@@ -61,13 +61,18 @@ def cut_into_pieces(data: DataProto, layout: str) -> list[list[Run]]:
     return pieces
 
 
+def num_tokens(piece: list[Run]) -> int:
+    """Return how many tokens a piece has."""
+    return sum(run.end - run.start for run in piece)
+
+
 def response_tokens(data: DataProto, layout: str) -> np.ndarray:
     """Return how many tokens each row takes besides its prompt, (N,) int64."""
     if layout == "shared" or PREDECESSORS not in data.batch:
         return data["responses"].lengths.numpy()
     tokens = -data["prompts"].lengths.numpy()
     for piece in cut_into_pieces(data, layout):
-        tokens[piece[-1].row] += sum(run.end - run.start for run in piece)
+        tokens[piece[-1].row] += num_tokens(piece)
     return tokens
 
 
