@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-import numbers
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import Recording, derived_seed
 from grpo_dist.agents.token_tree import NO_VERSION
+from grpo_dist.agents.turns import Turns, finite
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plugins.registry import described
@@ -36,6 +37,10 @@ class Endpoint(NamedTuple):
 
     base_url: str
     token: str
+
+    def of_agent(self, agent_name: str) -> Endpoint:
+        """Return the same endpoint for one of several agents, whose turns are told apart (`algorithm.credit`)."""
+        return self._replace(base_url=f"{self.base_url.removesuffix('/v1')}/agent/{quote(agent_name, safe='')}/v1")
 
 
 class EpisodeEnded(Exception):
@@ -85,7 +90,6 @@ class Episode:
         max_episode_len: most different tokens of all calls at the endpoint.
         max_turns: most turns; None: as many as there is room for.
         template_kwargs: variables of the chat template, as the prompt was rendered with.
-        first_failure: the kind of failure that ended this episode's first attempt; "": this is the first one.
         attempt: how many attempts have failed before this one.
 
     Attributes:
@@ -96,6 +100,7 @@ class Episode:
         token_ids: the response so far, sampled and put in.
         template_kwargs: variables of the model's chat template.
         num_turns: how often the policy was sampled.
+        turns: which tokens each turn has sampled, and for which agent.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
         reward: what the episode has earned, for a loop to set; None: the reward function scores the response.
         metrics: numbers by name, for a loop to set; they are logged as `reward_extra/NAME/mean`, and `acc` is what
@@ -115,7 +120,6 @@ class Episode:
         max_episode_len: int | None = None,
         max_turns: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        first_failure: str = "",
         attempt: int = 0,
     ) -> None:
         self.row, self.index, self.tokenizer = row, index, tokenizer
@@ -123,8 +127,7 @@ class Episode:
         self.metrics: dict[str, float] = {}
         self.failure: str | None = None
         self.failure_kind = "failed"
-        self.first_failure, self.attempt = first_failure, attempt
-        self.step_rewards: dict[int, float] = {}
+        self.attempt, self.turns = attempt, Turns()
         self.template_kwargs = dict(template_kwargs or {})
         self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
         self._max_episode_len = max_episode_len or max_model_len
@@ -142,8 +145,8 @@ class Episode:
         self._open_endpoint: OpenEndpoint | None = None
         self._busy = False
 
-    def again(self, failure: str) -> Episode:
-        """Return this episode from its beginning, with its next seed, after a failure of this kind."""
+    def again(self) -> Episode:
+        """Return this episode from its beginning, with its next seed, after a failure."""
         return Episode(
             self.row,
             self._sampling,
@@ -153,7 +156,6 @@ class Episode:
             max_episode_len=self._max_episode_len,
             max_turns=self._max_turns,
             template_kwargs=self.template_kwargs,
-            first_failure=self.first_failure or failure,
             attempt=self.attempt + 1,
         )
 
@@ -171,12 +173,15 @@ class Episode:
         """The response so far, sampled and put in, without special tokens; with branches, the last one."""
         return self._decode([self.token_ids[i] for i in last_branch(self._predecessors)[1]])
 
-    async def generate(self, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
+    async def generate(
+        self, max_tokens: int | None = None, stop: str | Sequence[str] = (), *, agent_name: str = ""
+    ) -> Turn:
         """Have the policy go on from here.
 
         Args:
             max_tokens: most tokens of the turn; None: all there is room for.
             stop: texts that end the turn, besides `rollout.stop`; they belong to it.
+            agent_name: which agent's turn it is, for `algorithm.credit=agent`.
 
         Returns:
             The turn. With no room left it is empty and `truncated`, and so is the episode.
@@ -209,6 +214,7 @@ class Episode:
             raise asyncio.CancelledError("the group was aborted")
         self.num_turns += 1
         self.truncated = self.truncated or (response.truncated and limit == self.room)
+        self.turns.spans.append((len(self.token_ids), len(self.token_ids) + len(response.token_ids), agent_name))
         self._extend(response.token_ids, 1, response.log_probs, response.weight_versions)
         is_ended = response.stop is None and not response.truncated
         self._end_id = response.token_ids[-1] if is_ended and response.token_ids else None
@@ -222,8 +228,7 @@ class Episode:
         What is asked and sampled there becomes the episode when the block ends: the prompt of the first call, and what
         stands behind it, token by token as the policy saw and sampled it. Calls that do not go on from there, such as
         those of sub-agents, or of an agent that shortens its history, are branches of it; the last one is what the
-        reward function reads. `metrics["delivered_tokens"]` is the share of all sampled tokens that train: 1, unless
-        calls at the same time have sampled more than an episode has room for.
+        reward function reads.
 
         Yields:
             The address and the key, which end with the block.
@@ -255,6 +260,8 @@ class Episode:
         self.token_ids, self._log_probs, self._weight_versions = row.token_ids, row.log_probs, row.weight_versions
         self._mask, self._predecessors = row.mask or [], row.predecessors or []
         self.num_turns = len(calls)
+        ends = [(call, 0 if call.place is None else call.place + 1) for call in calls]
+        self.turns.spans = [(max(end - len(call.sampled), 0), end, call.agent_name) for call, end in ends]
         last = calls[-1]
         self.truncated = self.truncated or bool(last.response and last.response.truncated and not last.capped)
         self.metrics["delivered_tokens"] = recording.delivered
@@ -305,15 +312,21 @@ class Episode:
         )
         self.append(text)
 
-    def add_step_reward(self, value: float) -> None:
-        """Reward what the policy has done up to here: a step, for estimators that judge steps (`grpo_process`).
+    def add_step_reward(self, value: float, *, turn: int | None = None, agent_name: str | None = None) -> None:
+        """Reward a turn, on its last token: a step, for estimators that judge steps (`grpo_process`).
 
-        It sits on the last token that was sampled. The episode's `reward`, where a loop sets none, is the sum of these.
+        With `algorithm.credit=agent` those of an agent's turns are its reward, in place of the episode's. The episode's
+        `reward`, where a loop sets none, is the sum of all.
+
+        Args:
+            value: the reward.
+            turn: which turn, from 0, in the order in which they ended; None: the last one.
+            agent_name: count the turns of this agent only.
+
+        Raises:
+            IndexError: no such turn was sampled.
         """
-        if 1 not in self._mask:
-            raise RuntimeError("episode.add_step_reward: nothing was sampled yet that it could be for")
-        last = len(self._mask) - 1 - self._mask[::-1].index(1)
-        self.step_rewards[last] = self.step_rewards.get(last, 0.0) + finite("episode.add_step_reward", value)
+        self.turns.reward(value, turn, agent_name)
 
     def fail(self, why: str) -> None:
         """Give the episode up: it has no reward, good or bad, since something broke that is not the policy's fault.
@@ -331,8 +344,8 @@ class Episode:
         """The reward that the loop has given; None: it gave none."""
         for name, value in self.metrics.items():
             self.metrics[name] = finite(f"episode.metrics[{name!r}]", value)
-        if self.reward is None and self.step_rewards:
-            return math.fsum(self.step_rewards.values())
+        if self.reward is None and self.turns.rewards:
+            return math.fsum(self.turns.rewards.values())
         return None if self.reward is None else finite("episode.reward", self.reward)
 
     def response(self) -> Response:
@@ -385,10 +398,3 @@ class Episode:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def finite(name: str, value: Any) -> float:
-    """A number that a loop has set."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{name} = {described(value)}: must be a finite number")
-    return float(value)

@@ -6,6 +6,9 @@ whatever loop, tools and packages they have, and answer with the reward. In Pyth
     async def play(task, base_url, token):  # any client and packages
         return {"reward": 1.0}              # and metrics, truncated; an exception is a failed episode
 
+Beside the episode's reward there may be `step_rewards`, one for each call in the order in which they ended (null: none)
+and `agent_rewards` by name (`Episode.add_step_reward`).
+
 Any other program reads and writes lines, as child_loop.py does; a server gets and answers them as bodies of POSTs:
 
     {"id": 7, "task": {...}, "base_url": "http://127.0.0.1:41213/v1", "token": "..."}
@@ -43,7 +46,7 @@ END_S = 2.0  # that a process has to end after it has closed its output
 SERVER_S = 60.0  # that an episode waits for a server that is not there, or says 503: it may be starting again
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0  # between two questions whether it is there
 LONGEST_LINE = 16 << 20  # bytes
-_ANSWER = {"id", "ok", "reward", "metrics", "truncated", "error"}
+_ANSWER = {"id", "ok", "reward", "step_rewards", "agent_rewards", "metrics", "truncated", "error"}
 
 
 @AGENT_LOOP.register("external")
@@ -101,6 +104,11 @@ class External(AgentLoop):
             episode.fail(str(answer.get("error", "the answer says ok=false, and no error")))
             return
         episode.reward = answer.get("reward")
+        for turn, value in enumerate(answer.get("step_rewards") or ()):
+            if value is not None:
+                episode.add_step_reward(value, turn=turn)
+        for name, value in (answer.get("agent_rewards") or {}).items():
+            episode.add_step_reward(value, agent_name=name)
         episode.metrics |= answer.get("metrics") or {}
         episode.truncated = episode.truncated or bool(answer.get("truncated"))
 

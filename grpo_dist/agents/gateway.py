@@ -1,8 +1,9 @@
 """The endpoint of a rollout worker: one HTTP server, on which every episode that asks for it has a token of its own.
 
-Who asks is told by the token (bearer, `x-api-key`, or `/s/TOKEN` before the path); an episode's requests are sampled by
-the policy in training, with the run's sampling settings and the weights of the moment, and recorded (recording.py).
-Listens on loopback only, at a free port; routes that are not listed do not exist.
+Who asks is told by the token (bearer, `x-api-key`, or `/s/TOKEN` before the path), and which of its agents by
+`/agent/NAME` there. An episode's requests are sampled by the policy in training, with the run's sampling settings and
+the weights of the moment, and recorded (recording.py). Listens on loopback only, at a free port; routes that are not
+listed do not exist.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Session:
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-_ASKING: ContextVar[tuple[Session, str] | None] = ContextVar("asking", default=None)  # and the route
+# Whose request it is, its route, and the agent's name.
+_ASKING: ContextVar[tuple[Session, str, str] | None] = ContextVar("asking", default=None)
 
 
 class Gateway:
@@ -136,12 +138,13 @@ class Gateway:
     async def _sample(self, prompt: list[int], max_tokens: int | None, stop: Sequence[str]) -> Response:
         asking = _ASKING.get()
         assert asking is not None, "the app is reached through __call__ only"
-        session, route = asking
+        session, route, agent_name = asking
         if session.token not in self._sessions:  # the app has work of its own that outlives a request
             raise RequestRefused("the episode is over")
         call, sampling = session.recording.begin(
             prompt, is_chat=route in CHAT_ROUTES, max_tokens=max_tokens, stop=tuple(stop)
         )
+        call.agent_name = agent_name
         response = None
         try:
             response = await session.sample(call.prompt_ids, sampling)
@@ -155,7 +158,7 @@ class Gateway:
         """The ASGI app: who asks, and whether they may; then vLLM's app."""
         if scope["type"] != "http":
             return
-        token, path = _token_and_path(scope)
+        token, agent_name, path = _asked(scope)
         session = self._sessions.get(token)
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if session is None:
@@ -167,7 +170,7 @@ class Gateway:
         elif len(session.tasks) >= MOST_REQUESTS:  # clients try again
             await _answer(send, 429, f"{MOST_REQUESTS} requests of the episode are under way already")
         else:
-            _ASKING.set((session, path))
+            _ASKING.set((session, path, agent_name))
             scope["grpo_dist.session"] = session  # tells `close` whose the connection is
             work = asyncio.create_task(
                 self._app(scope | {"path": path, "raw_path": path.encode()}, _limited(receive), send)
@@ -183,13 +186,18 @@ class Gateway:
                 session.tasks.discard(work)
 
 
-def _token_and_path(scope: Any) -> tuple[str, str]:
+def _asked(scope: Any) -> tuple[str, str, str]:
+    """Return token, agent's name and route of a request."""
     headers, path = dict(scope["headers"]), scope["path"]
+    token = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
+    token, agent_name = token or headers.get(b"x-api-key", b"").decode("latin-1"), ""
     if path.startswith("/s/"):  # for clients whose key is fixed
-        token, _, rest = path.removeprefix("/s/").partition("/")
-        return token, f"/{rest}"
-    bearer = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
-    return bearer or headers.get(b"x-api-key", b"").decode("latin-1"), path
+        token, _, path = path.removeprefix("/s/").partition("/")
+        path = f"/{path}"
+    if path.startswith("/agent/"):
+        agent_name, _, path = path.removeprefix("/agent/").partition("/")
+        path = f"/{path}"
+    return token, agent_name, path
 
 
 def _limited(receive: Any) -> Any:

@@ -43,6 +43,7 @@ class Call:
         response: what it sampled; None: it has not ended, or was aborted.
         capped: whether the client asked for fewer tokens than there was room for.
         place: of its last token in the tree; None: it has not ended, or found no room there.
+        agent_name: whose call it is.
     """
 
     prompt_ids: list[int]
@@ -50,6 +51,7 @@ class Call:
     response: Response | None = None
     capped: bool = False
     place: int | None = None
+    agent_name: str = ""
 
     @property
     def sampled(self) -> list[int]:

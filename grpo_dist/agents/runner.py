@@ -180,7 +180,7 @@ class EpisodeRunner:
             if episode.attempt + 1 >= self.settings.max_attempts:
                 break
             group.failed.append(failed)
-            first, episode = first or failed, episode.again(failed.kind)
+            first, episode = first or failed, episode.again()
         same = str(first) == str(failed)
         before = "the same as at its first attempt" if same else f"At its first attempt:\n{first}"
         text = f"{failed}\n({before})" if first is not None else str(failed)

@@ -45,6 +45,7 @@ class TargetSettings:
         loss_options: its options.
         critic: whether there is one, whose `values` are a column; else the values of an estimator that needs them are
             0.
+        by_agent: whether the tokens of each agent are compared as a sequence of their own.
     """
 
     adv_estimator: str
@@ -57,6 +58,7 @@ class TargetSettings:
     loss_mode: str = "vanilla"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     critic: bool = False
+    by_agent: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -72,6 +74,7 @@ class TargetSettings:
             "old_entropies": self.top_entropy_quantile < 1,
             "step_mask": "step_mask" in self.needs,
             "values": self.critic,
+            "agent_ids": self.by_agent,
         }
         return tuple(name for name, wanted in optional.items() if wanted)
 
@@ -171,6 +174,7 @@ def _targets(
         token_level_rewards=rewards,
         response_mask=mask,
         index=index,
+        agent_ids=columns.get("agent_ids"),
         values=values,
         reward_baselines=reward_baselines,
         step_mask=columns.get("step_mask"),

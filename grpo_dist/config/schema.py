@@ -3,7 +3,7 @@
 Holds names, types and ranges of single keys. Defaults and the meaning of each key are in grpo.yaml (a key missing on
 either side is an error), rules between keys in grpo_dist/plan. What a null value stands for, where several readers need
 it, is a method here. What all commands share is in schema_job.py, the roles are in schema_roles.py, models beside the
-policy in schema_models.py, `trainer.health` in schema_health.py.
+policy in schema_models.py, `algorithm` in schema_algorithm.py, `trainer.health` in schema_health.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from grpo_dist.config.field_types import (
     Distinct,
     Float,
     Functions,
-    Names,
     NonNegativeFloat,
     NonNegativeInt,
     Pair,
@@ -32,17 +31,15 @@ from grpo_dist.config.field_types import (
     Text,
     TrainDtype,
     as_tuple,
-    builtin_or_custom,
 )
+from grpo_dist.config.schema_algorithm import AlgorithmConfig
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
 from grpo_dist.plugins.names import (
-    ADV_ESTIMATORS,
     OPTIONAL_FUNCTION,
     REWARD_MODEL_FUNCTION,
-    SAMPLED_KL_TYPES,
     SCORELESS_ADV_ESTIMATORS,
     TOKEN_SELECTING_LOSSES,
     WEIGHTED_FUNCTION,
@@ -50,54 +47,6 @@ from grpo_dist.plugins.names import (
     absolute,
     parse_code,
 )
-
-
-class KLCtrlConfig(Section):
-    """`algorithm.kl_ctrl`: the coefficient of the KL penalty in the reward."""
-
-    type: Literal["fixed", "adaptive"]
-    kl_coef: NonNegativeFloat
-    target_kl: PositiveFloat
-    horizon: PositiveFloat
-
-
-class RolloutCorrectionConfig(Section):
-    """`algorithm.rollout_correction`: the sampler is not quite the policy that trains."""
-
-    rollout_is: Literal["auto", "token", "sequence"] | None
-    rollout_is_threshold: PositiveFloat | Text
-    rollout_is_batch_normalize: bool
-    rollout_rs: Text | None
-    rollout_rs_threshold: PositiveFloat | Text | None
-    bypass_mode: bool
-    loss_type: Literal["ppo_clip", "reinforce"]
-
-
-class FilterGroupsConfig(Section):
-    """`algorithm.filter_groups`: DAPO's dynamic sampling."""
-
-    enable: bool
-    metric: Text
-    max_num_gen_batches: Annotated[NonNegativeInt, Resume.FREE]
-
-
-class AlgorithmConfig(Section):
-    """`algorithm`: how rewards become advantages."""
-
-    adv_estimator: Annotated[str, builtin_or_custom(ADV_ESTIMATORS)]
-    norm_adv_by_std_in_grpo: bool
-    gamma: Share
-    lam: Share
-    f_norm: PositiveFloat
-    gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
-    gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
-    use_kl_in_reward: bool
-    kl_penalty: Annotated[str, builtin_or_custom(SAMPLED_KL_TYPES)]
-    kl_ctrl: KLCtrlConfig
-    rollout_correction: RolloutCorrectionConfig
-    filter_groups: FilterGroupsConfig
-    mask_truncated_responses: bool
-    min_group_size: Count | None
 
 
 class SamplerConfig(Section):

@@ -109,6 +109,19 @@ def factor_rules(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
+def credit_rules(config: RunConfig) -> Iterator[str]:
+    """Yield why agents cannot have advantages of their own."""
+    if config.algorithm.credit != "agent":
+        return
+    if config.actor_rollout_ref.rollout.agent.is_single_turn:
+        why = "a single turn has no agents; choose an agent loop, or episode"
+        yield f"<algorithm.credit>, <rollout.agent.default_agent_loop>: {why}"
+    if config.algorithm.adv_estimator in ("remax", "gdpo"):
+        why = "the estimator reads scores of whole episodes; choose another one, or episode"
+        yield f"<algorithm.credit>, <algorithm.adv_estimator>: {why}"
+
+
+@between_keys
 def gdpo_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with gdpo, which compares the components of the reward, and nothing that is no component."""
     algorithm, buffer = config.algorithm, config.reward.overlong_buffer
@@ -328,6 +341,7 @@ def run_notes(config: RunConfig) -> Iterator[str]:
 KEY_RULES = (
     method_rules,
     factor_rules,
+    credit_rules,
     gdpo_rules,
     sampling_rules,
     reference_rules,

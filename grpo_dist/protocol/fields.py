@@ -56,15 +56,13 @@ FIELDS: dict[str, Field] = {
     "predecessors": Field(
         "ragged (N, R_i)", "int32", "of episodes: the token that each one follows (protocol/branches.py)", "rollout"
     ),
-    "first_failure": Field(
-        "(N,)", "object (str)", "kind of failure that ended the episode's first attempt; empty: none", "rollout"
+    "agent_ids": Field(
+        "ragged (N, R_i)", "int32", "of episodes: a number of the agent that sampled it, by name; 0: put in", "rollout"
     ),
     "token_level_scores": Field(
         "ragged (N, R_i)", "float32", "raw reward; an outcome reward is on the last trained token", "reward"
     ),
-    "score": Field(
-        "(N,)", "float32", "raw reward of the sequence: sum of token_level_scores; nan: it has none", "reward"
-    ),
+    "score": Field("(N,)", "float32", "raw reward of the sequence, whoever earned it; nan: it has none", "reward"),
     "failure": Field("(N,)", "object (str)", "why the reward function failed on it; empty: it did not", "reward"),
     "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores minus the KL penalty", "targets"),
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),

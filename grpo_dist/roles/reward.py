@@ -23,7 +23,7 @@ from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.process import use_threads
 
-EPISODE_TOKENS = frozenset({"episode_step_rewards", PREDECESSORS})  # those that only episodes have
+EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
 
 
@@ -51,8 +51,8 @@ class RewardSettings:
     A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it
     has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
     score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
-    rewards of their own (rewards/steps.py). `label` names the value of the function that says which responses, or
-    which of their steps, are good: for a reward model that is retrained.
+    rewards of their own (rewards/steps.py), with `by_agent` the agents of an episode. `label` names the value of the
+    function that says which responses, or which of their steps, are good: for a reward model that is retrained.
     """
 
     tokenizer_path: str
@@ -65,6 +65,7 @@ class RewardSettings:
     function_weight: float = 0.0
     overlong_penalty: OverlongPenalty | None = None
     step_separator: str | None = None
+    by_agent: bool = False
     label: str | None = None
 
 
@@ -105,6 +106,7 @@ class RewardWorker(BatchWork):
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
+        self.by_agent = settings.by_agent
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name = settings.function_name
         self.scorer = Scorer(
@@ -172,7 +174,9 @@ class RewardWorker(BatchWork):
         if task.validation:
             extras["failed"] = np.array([bool(failure) for failure in failures])
         columns: dict[str, Any] = {"score": scores + penalties}
-        if self.step_separator is None:
+        if self.by_agent:
+            columns["token_level_scores"], columns["step_mask"] = on_agents(scores, penalties, data)
+        elif self.step_separator is None:
             columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
         else:
             given_steps = data["episode_step_rewards"].rows() if "episode_step_rewards" in data.columns() else ()
@@ -272,6 +276,30 @@ class RewardWorker(BatchWork):
         with_token = self.tokenizer.batch_decode(windows, skip_special_tokens=True)
         without = self.tokenizer.batch_decode([window[:-1] for window in windows], skip_special_tokens=True)
         return [text[len(before) :] for text, before in zip(with_token, without, strict=True)]
+
+
+def on_agents(scores: torch.Tensor, penalties: torch.Tensor, data: DataProto) -> tuple[Ragged, Ragged]:
+    """Put each agent's rewards on its tokens: those of its own steps, or the episode's on its last token.
+
+    Args:
+        scores: (N,) the episodes'.
+        penalties: (N,) that each agent has too, on its last token.
+        data: `agent_ids` and `episode_step_rewards`.
+
+    Returns:
+        (rewards, 0 elsewhere; 1 where one is).
+    """
+    agents, own = data["agent_ids"], data["episode_step_rewards"].values.clone()
+    values, mask = torch.zeros_like(own), torch.zeros(len(own), dtype=torch.int8)
+    for row, start, score, penalty in zip(agents.rows(), agents.offsets.tolist(), scores, penalties, strict=False):
+        for agent in row[row > 0].unique():
+            tokens = start + (row == agent).nonzero().flatten()
+            rewarded = tokens[~own[tokens].isnan()]
+            if not len(rewarded):
+                own[tokens[-1]], rewarded = score, tokens[-1:]
+            values[rewarded], mask[rewarded] = own[rewarded], 1
+            values[tokens[-1]] += penalty
+    return Ragged(values, agents.offsets), Ragged(mask, agents.offsets)
 
 
 def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None = None) -> Ragged:

@@ -43,7 +43,7 @@ SMALL_COLUMNS = (
     "last_weight_version",
 )
 # With an agent loop also these.
-EPISODE_COLUMNS = ("episode_reward", "first_failure")
+EPISODE_COLUMNS = ("episode_reward",)
 
 
 class RolloutWorker(Mailbox, Process):
@@ -213,20 +213,20 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
         what = f"the prompts that the episodes of {uid} wrote at the endpoint have no first token in common"
         raise AgentError(what, was_last=True)
     responses = [_behind(episode, len(shared)) for episode in episodes]
-    steps = [
-        [episode.step_rewards.get(i + len(shared) - len(episode.prompt_ids), math.nan) for i in range(len(r.token_ids))]
-        for episode, r in zip(episodes, responses, strict=True)
-    ]
+    put_in = [len(episode.prompt_ids) - len(shared) for episode in episodes]
+    pairs = list(zip(episodes, put_in, strict=True))
+    steps = [[math.nan] * count + episode.turns.step_rewards(len(episode.token_ids)) for episode, count in pairs]
+    agents = [[0] * count + episode.turns.agent_ids(len(episode.token_ids)) for episode, count in pairs]
     rewards = [episode.outcome() for episode in episodes]
     columns: dict[str, Any] = {
         "episode_reward": torch.tensor(
             [math.nan if reward is None else reward for reward in rewards], dtype=torch.float32
         ),
         "episode_step_rewards": Ragged.from_rows(steps, torch.float32),
+        "agent_ids": Ragged.from_rows(agents, torch.int32),
         PREDECESSORS: Ragged.from_rows([r.predecessors or [] for r in responses], torch.int32),
     }
-    given = DataProto.from_dict(columns, {"first_failure": [episode.first_failure for episode in episodes]})
-    return group_batch(uid, np.array(shared, np.int32), responses).union(given)
+    return group_batch(uid, np.array(shared, np.int32), responses).union(DataProto.from_dict(columns))
 
 
 def common_prefix(rows: Sequence[list[int]]) -> list[int]:

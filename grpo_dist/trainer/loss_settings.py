@@ -24,6 +24,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
         loss_mode=absolute(actor.policy_loss.loss_mode),
         loss_options=dict(actor.policy_loss),
         critic=config.needs_critic,
+        by_agent=algorithm.credit == "agent",
     )
 
 

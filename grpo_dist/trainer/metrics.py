@@ -38,7 +38,10 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
     extras = {name: values for name, values in batch.small.items() if name.startswith(EXTRA)}
-    return metrics | {f"{name}/mean": float(np.nanmean(v)) for name, v in extras.items() if not np.isnan(v).all()}
+    means = {f"{name}/mean": float(np.nanmean(v)) for name, v in extras.items() if not np.isnan(v).all()}
+    if (delivered := means.pop(f"{EXTRA}delivered_tokens/mean", None)) is not None:  # no value of a reward function's
+        metrics["agent/delivered_tokens"] = delivered
+    return metrics | means
 
 
 def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: int) -> dict[str, float]:

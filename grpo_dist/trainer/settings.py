@@ -8,7 +8,8 @@ from typing import Any
 
 from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.problems import value_of
-from grpo_dist.config.schema import KLCtrlConfig, RunConfig
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_algorithm import KLCtrlConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.step_tokens import step_form
@@ -152,6 +153,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         overlong_penalty=penalty if buffer.enable else None,
         function_weight=config.actor_rollout_ref.rollout.agent.reward_function_weight,
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
+        by_agent=config.algorithm.credit == "agent",
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
     )
 

@@ -65,7 +65,7 @@ class Tool(AgentLoop):
         await task
 
     async def once(self, episode):
-        if not episode.first_failure:
+        if not episode.attempt:
             raise OSError("server restarts")
         await self.answer(episode)
 
@@ -73,7 +73,7 @@ class Tool(AgentLoop):
         episode.fail("no free port")
 
     async def give_up_once(self, episode):
-        if not episode.first_failure:
+        if not episode.attempt:
             episode.fail("no free port")
 
     async def reward(self, episode):

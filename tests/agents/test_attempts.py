@@ -134,7 +134,7 @@ async def test_a_failed_episode_alone_is_sampled_again_with_its_own_next_seed(tm
     assert sorted(engine.seeds) == sorted([5, 6, 8, *SEEDS_OF_EPISODE_2])
     assert [episode.attempt for episode in lame.seen] == [0, 1, 2]
     assert len({id(episode) for episode in lame.seen}) == 3
-    assert [episode.first_failure for episode in lame.seen] == ["", "error", "error"]
+    assert [episode.attempt for episode in lame.seen] == [0, 1, 2]
     assert [episode.metrics for episode in lame.seen] == [{"left": 1.0}] * 3, "nothing stays of an attempt"
     assert [(error.kind, error.was_last) for error in failed] == [("error", last) for last in (False, False, True)]
     says(str(failed[2]), "attempt 2", "attempt 0", "step1-prompt9", "episode 2")
@@ -166,7 +166,7 @@ async def test_a_response_that_is_refused_is_sampled_with_the_next_seed(tmp_path
     async with runner(tmp_path, Engine(7), "Picky", {}) as made:
         ended = await made.run(group(), None, failed)
     assert [episode.text for episode in ended] == ["a"] * 4
-    assert [episode.first_failure for episode in ended] == ["", "", "rejected", ""]
+    assert [episode.attempt for episode in ended] == [0, 0, 1, 0]
     assert [error.kind for error in failed] == ["rejected"]
     says(str(failed[0]), "episode.reject", "an x")
 

@@ -167,18 +167,19 @@ def test_an_aborted_turn_cannot_be_survived() -> None:
 
 def test_rewards_of_steps_sit_on_the_last_sampled_token_and_add_up() -> None:
     async def run(episode: Episode) -> None:
-        with refuses(RuntimeError, "add_step_reward", "sampled"):
+        with refuses(IndexError, "add_step_reward", "sampled"):
             episode.add_step_reward(1.0)
         await episode.generate(stop="=")
         episode.append("2")
         episode.add_step_reward(0.5)
         episode.add_step_reward(0.25)
-        await episode.generate()
-        episode.add_step_reward(-1.0)
+        await episode.generate(agent_name="b")
+        episode.add_step_reward(-1.0, agent_name="b")
 
     episode = make(Writer("1+1=", "!"))
     assert play(episode, run).mask == [1, 1, 1, 1, 0, 1, 1]
-    assert episode.step_rewards == {3: 0.75, 6: -1.0}
+    assert episode.turns.rewards == {3: 0.75, 6: -1.0}
+    assert episode.turns.spans == [(0, 4, ""), (5, 7, "b")]
     assert episode.outcome() == -0.25
     episode.reward = 2
     assert episode.outcome() == 2.0
@@ -219,19 +220,19 @@ def test_again_starts_from_the_beginning_with_seeds_of_its_own() -> None:
     first = make(writer, index=2)
     play(first, call_and_answer)
     first.reward = 1.0
-    second = first.again("timeout")
+    second = first.again()
     second.connect(writer.sample)
-    assert (second.token_ids, second.reward, second.first_failure, second.index) == ([], None, "timeout", 2)
+    assert (second.token_ids, second.reward, second.attempt, second.index) == ([], None, 1, 2)
     play(second, call_and_answer)
-    third = second.again("error")
-    assert (third.attempt, third.first_failure) == (2, "timeout")
+    third = second.again()
+    assert third.attempt == 2
     seeds = [sampling.seed for _, sampling in writer.asked]
     assert len(set(seeds)) == 4
     for _ in range(2):
         writer.turns += ["1+1=", "!"] * 2
         once_more = make(writer, index=2)
         play(once_more, call_and_answer)
-        again = once_more.again("error")
+        again = once_more.again()
         again.connect(writer.sample)
         play(again, call_and_answer)
     assert [sampling.seed for _, sampling in writer.asked] == seeds * 3
@@ -240,7 +241,7 @@ def test_again_starts_from_the_beginning_with_seeds_of_its_own() -> None:
 def test_without_a_seed_later_attempts_have_none() -> None:
     writer = Writer("1+1=", "!", "1+1=", "!")
     first = make(writer, seed=None)
-    second = first.again("error")
+    second = first.again()
     second.connect(writer.sample)
     for episode in (first, second):
         play(episode, call_and_answer)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from grpo_dist.agents import gateway as module
+from grpo_dist.agents.episode import Endpoint
 from grpo_dist.agents.gateway import Gateway
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -28,6 +29,19 @@ async def test_each_session_has_its_own_calls_whichever_way_its_token_comes() ->
         assert (await post(gateway, f"/s/{two.token}{CHAT}", "EMPTY", body=b"path")).content == b"PATH"
         assert [bytes(call.prompt_ids) for call in one.recording.calls] == [b"hi"]
         assert [bytes(call.prompt_ids) for call in two.recording.calls] == [b"key", b"path"]
+
+
+async def test_an_agents_name_stands_before_the_route() -> None:
+    async with serving() as gateway:
+        session = await opened(gateway)
+        for agent in ("", "the searcher", "a/b"):
+            base_url, token = Endpoint(f"{gateway.url}/v1", session.token).of_agent(agent)
+            path = f"{base_url.removeprefix(gateway.url)}/chat/completions"
+            assert (await post(gateway, path, token)).status_code == (404 if "/" in agent else 200)
+        await post(gateway, f"/s/{session.token}/agent/critic{CHAT}")
+        await post(gateway, CHAT, session.token)
+        assert [call.agent_name for call in session.recording.calls] == ["", "the searcher", "critic", ""]
+        assert (await post(gateway, f"/agent/critic{CHAT}", "guess")).status_code == 401
 
 
 @pytest.mark.parametrize("token", ["", "guess", "closed"])

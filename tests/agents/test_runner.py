@@ -87,8 +87,10 @@ FIRST = {"once": ["1+1="], "give_up_once": ["1+1=", ""]}  # turns of the attempt
 )
 async def test_an_episode_that_fails_is_run_again(tmp_path: Path, mode: str, kind: str, text: bytes) -> None:
     async with runner(tmp_path, Writer(*FIRST[mode], "1+1=", "").generate, mode) as made:
-        (episode,) = await made.run(episodes(1))
-    assert (episode.first_failure, bytes(episode.response().token_ids)) == (kind, text)
+        failed: list[AgentError] = []
+        (episode,) = await made.run(episodes(1), None, failed)
+    assert (episode.attempt, [error.kind for error in failed]) == (1, [kind])
+    assert bytes(episode.response().token_ids) == text
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,14 @@ async def test_what_takes_too_long_is_truncated_and_scored_if_it_can_be(
             assert caught.value.kind == "timeout"  # type: ignore[attr-defined]
             return
         ended = await made.run(episodes(2))
-    assert [(episode.truncated, episode.num_turns, episode.first_failure) for episode in ended] == [(True, 1, "")] * 2
+    assert [(episode.truncated, episode.num_turns, episode.attempt) for episode in ended] == [(True, 1, 0)] * 2
 
 
 async def test_a_loop_that_asks_for_ever_more_turns_is_ended_and_scored(tmp_path: Path) -> None:
     writer = Writer(*["1+1="] * 9)
     async with runner(tmp_path, writer.generate, "forever", name="Judge", max_assistant_turns=3) as made:
         (episode,) = await made.run(episodes(1, max_turns=3))
-    assert (episode.num_turns, episode.truncated, episode.outcome(), episode.first_failure) == (3, True, -1.0, "")
+    assert (episode.num_turns, episode.truncated, episode.outcome(), episode.attempt) == (3, True, -1.0, 0)
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 4), (2, 2), (1, 1)])

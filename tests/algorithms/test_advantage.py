@@ -42,6 +42,35 @@ def test_grpo_by_hand() -> None:
     torch.testing.assert_close(advantages, expected.unsqueeze(-1) * mask)
 
 
+# Three episodes of one prompt: agent 8 in all of them, agent 3 in two; 0 is put in.
+AGENTS = torch.tensor([[8, 8, 0, 3, 8], [3, 0, 8, 0, 0], [8, 0, 0, 0, 0]])
+
+
+def test_agents_are_compared_with_those_of_their_name() -> None:
+    """Agent 8 earns 1 + 2, 1 and 2, its mean is 2; agent 3 earns 6 and 0, mean 3. All of an agent's tokens train."""
+    rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
+    arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": (AGENTS > 0).float()}
+    arguments |= {"index": ["a"] * 3, "config": {"norm_adv_by_std_in_grpo": False}}
+    expected = torch.tensor([[1.0, 1, 0, 3, 1], [-3, 0, -1, 0, 0], [0, 0, 0, 0, 0]])
+    for values in compute_advantage("grpo", agent_ids=AGENTS, **arguments):
+        assert values.equal(expected)
+    steps = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 1, 0, 0], [1, 0, 0, 0, 0]])
+    process, _ = compute_advantage("grpo_process", agent_ids=AGENTS, step_mask=steps, **arguments)
+    # steps of agent 8: 1, 2, 1, 2, less their mean 1.5; a token gets those that follow it in its own agent's turns
+    assert process.equal(torch.tensor([[0.0, 0, 0, 3, 0.5], [-3, 0, -0.5, 0, 0], [0.5, 0, 0, 0, 0]]))
+
+
+@pytest.mark.parametrize("estimator", [*GROUP_RELATIVE, "reinforce_plus_plus", "distill", "gae"])
+def test_one_agent_in_each_response_changes_nothing(estimator: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, mask = torch.rand(6, 4, generator=generator), (torch.rand(6, 4, generator=generator) > 0.3).float()
+    arguments = {"token_level_rewards": rewards, "response_mask": mask, "index": list("aaabbb")}
+    arguments |= {"values": torch.rand(6, 4, generator=generator), "step_mask": torch.eye(6, 4)}
+    alone = compute_advantage(estimator, agent_ids=torch.full((6, 4), 5), **arguments)
+    for one, other in zip(alone, compute_advantage(estimator, **arguments), strict=True):
+        assert one.equal(other)
+
+
 def test_dr_grpo_leaves_the_std_out() -> None:
     rewards, mask = outcome([1.0, 0.0, 0.0, 0.0])
     advantages, _ = compute_advantage(

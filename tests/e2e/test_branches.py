@@ -30,28 +30,32 @@ class Team(AgentLoop):
     gives_reward = True
 
     async def run(self, episode):
-        sums, right = episode.row.extra_info["sums"], []
+        sums, right = episode.row.extra_info["sums"], {}
 
-        async def ask(messages, total):
+        async def ask(messages, total, agent="planner"):
+            url, token = endpoint.of_agent(agent)
+            client = AsyncOpenAI(base_url=url, api_key=token, max_retries=0)
             reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
             text = reply.choices[0].message.content
-            right.append(re.findall(r"[0-9]+", text)[-1:] == [str(total)])
+            right.setdefault(agent, []).append(re.findall(r"[0-9]+", text)[-1:] == [str(total)])
             return [*messages, {"role": "assistant", "content": text}]
 
         def asked(i):
             return [{"role": "user", "content": "{}+{}=?".format(*sums[i])}]
 
-        async with episode.endpoint() as (base_url, token):
-            client = AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0)
+        async with episode.endpoint() as endpoint:
             said = await ask(list(episode.row.messages), sum(sums[0]))
-            await asyncio.gather(*(ask(asked(i), sum(sums[i])) for i in (1, 2, 3)))
+            await asyncio.gather(*(ask(asked(i), sum(sums[i]), f"helper{i}") for i in (1, 2, 3)))
             await ask(said + asked(4), sum(sums[4]))
             await ask(asked(5), sum(sums[5]))  # what was said is forgotten
-        episode.reward = sum(right) / len(right)
+        episode.reward = sum(map(sum, right.values())) / 6
+        for name, answers in right.items():
+            episode.add_step_reward(sum(answers) / len(answers), agent_name=name)
 """
 
 
-def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("credit", ["episode", "agent"])
+def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(tmp_path: Path, credit: str) -> None:
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(600):
@@ -69,13 +73,14 @@ def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(tmp_path
             f"trainer.default_local_dir={tmp_path}",
         ),
         *(f"{agent}.default_agent_loop={tmp_path}/team.py:Team", f"data.train_files={tmp_path}/rows.jsonl"),
+        f"algorithm.credit={credit}",
         *("data.val_files=null", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1"),
         *("trainer.export_hf_model=false", "ray_kwargs.ray_init.address=local", "data.max_response_length=128"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]
-    assert {row["reward_extra/delivered_tokens/mean"] for row in metrics} == {1.0}
+    assert {row["agent/delivered_tokens"] for row in metrics} == {1.0}
     scores = [row["critic/score/mean"] for row in metrics]
     assert np.mean(scores[-2:]) > np.mean(scores[:2]) + 0.15, scores
     data: DataProto = read_parquet(

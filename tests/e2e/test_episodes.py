@@ -32,7 +32,7 @@ class Game(AgentLoop):
         turn = await episode.generate(max_tokens=3)
         index = episode.row.extra_info["index"]
         is_lame = index in self.lame and episode.index == 1
-        if is_lame or index in self.broken or (index in self.flaky and not episode.first_failure):
+        if is_lame or index in self.broken or (index in self.flaky and not episode.attempt):
             raise OSError(f"no server for {index}")
         episode.append(" over")
         episode.reward, episode.metrics = float(episode.index), {"moves": 3}

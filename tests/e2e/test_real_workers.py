@@ -149,7 +149,7 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     arguments = uid, prompt.token_ids, sampling, task
     workers = lab.roles.rollout.workers
     call = workers.submit_for_data(1, "generate", "generate", *arguments)
-    label, _ = workers.gather([call])[0]
+    label, *_ = workers.gather([call])[0]
     return call.handle(label)
 
 

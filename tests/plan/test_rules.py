@@ -372,6 +372,14 @@ def test_a_group_trains_with_some_of_its_responses_and_with_two_where_they_are_c
         assert load(*fitting)
 
 
+def test_agents_have_credit_of_their_own_where_there_are_some_and_the_estimator_compares_them():
+    loop = f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"{ROLLOUT}.agent.agent_kwargs={{tools: [math:sqrt]}}"
+    key = "algorithm.credit=agent"
+    says(refused(key), key, "single_turn_agent", "episode")
+    says(refused(key, *loop, "algorithm.adv_estimator=remax"), key, "algorithm.adv_estimator=remax", "episode")
+    assert load(key, *loop, "algorithm.adv_estimator=grpo_process")
+
+
 def test_the_exact_kl_needs_an_output_layer_without_factors():
     lora = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"
     told = refused(*lora, f"{ACTOR}.kl_loss_type=full")

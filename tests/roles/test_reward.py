@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Sample
-from grpo_dist.roles.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token
+from grpo_dist.roles.reward import OverlongPenalty, RewardSettings, RewardWorker, on_agents, on_last_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.rollout.job import make_request
 from tests.messages import refuses, says
@@ -43,6 +44,20 @@ def test_on_the_last_token_that_trains() -> None:
     masks = Ragged.from_rows([[1, 0, 0], [], [0, 1], [0, 0]], torch.int8)
     placed = on_last_token(torch.tensor([1.5, 9.0, -2.0, 3.0]), responses, masks)
     assert rows(placed) == [[1.5, 0, 0], [], [0, -2.0], [0, 3.0]]
+
+
+def test_each_agent_has_its_steps_rewards_or_the_episodes_on_its_last_token() -> None:
+    """Agents 4 and 7; in the second episode 4 has rewards of its own; the third has sampled nothing."""
+    nan = math.nan
+    columns = {
+        "agent_ids": Ragged.from_rows([[7, 0, 4, 7], [4, 7, 4], [0], []], torch.int32),
+        "episode_step_rewards": Ragged.from_rows([[nan] * 4, [0.5, nan, 0.25], [nan], []], torch.float32),
+    }
+    data, penalties = DataProto.from_dict(columns), torch.tensor([-0.5, 0, -1, -1])
+    rewards, mask = on_agents(torch.tensor([2.0, 3, 4, 5]), penalties, data)
+    assert rows(rewards) == [[0, 0, 1.5, 1.5], [0.5, 3, 0.25], [0], []]
+    assert rows(mask) == [[0, 0, 1, 1], [1, 1, 1], [0], []]
+    assert data["episode_step_rewards"].values.isnan().sum() == 6, "what was given stands as it is"
 
 
 # --- score -------------------------------------------------------------------------------------------------------

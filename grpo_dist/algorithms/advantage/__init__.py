@@ -32,6 +32,7 @@ def compute_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Sequence[Any] | np.ndarray | Tensor | None = None,
+    agent_ids: Tensor | None = None,
     values: Tensor | None = None,
     reward_baselines: Tensor | None = None,
     step_mask: Tensor | None = None,
@@ -45,6 +46,8 @@ def compute_advantage(
         token_level_rewards: (N, T) floats; an outcome reward sits on the last response token.
         response_mask: (N, T), 1 on the tokens that train.
         index: group of each sequence, N hashable entries (`uid`).
+        agent_ids: (N, T), equal for the tokens of an agent, 0 for those of none: each agent's tokens are a sequence of
+            their own, and its group the agents of the same id in the sequence's group.
         values: (N, T), a critic's values (gae).
         reward_baselines: (N,), scores of the greedy responses (remax).
         step_mask: (N, T), 1 on the last token of each step (grpo_process).
@@ -66,6 +69,21 @@ def compute_advantage(
             raise BatchError(f"{column} is {tuple(torch.as_tensor(value).shape)}, token_level_rewards {shape}")
     if index is not None and len(index) != shape[0]:
         raise BatchError(f"index has {len(index)} entries for {shape[0]} sequences")
+    if agent_ids is not None and index is not None:
+        rows, tokens = (agent_ids > 0).nonzero(as_tuple=True)
+        rows, agents = torch.stack([rows, agent_ids[rows, tokens].long()]).unique(dim=1)
+        own = agent_ids[rows] == agents[:, None]
+        parts = compute_advantage(
+            name,
+            token_level_rewards=token_level_rewards[rows] * own,
+            response_mask=response_mask[rows] * own,
+            index=[(index[row], agent) for row, agent in zip(rows.tolist(), agents.tolist(), strict=True)],
+            values=None if values is None else values[rows] * own,
+            step_mask=None if step_mask is None else step_mask[rows] * own,
+            config=config,
+        )
+        advantages, returns = (torch.zeros(shape).index_add_(0, rows, part) for part in parts)
+        return advantages, returns
     optional = {
         "groups": None if index is None else Groups.of(index).to(token_level_rewards.device),
         "values": values,

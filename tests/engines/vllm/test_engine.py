@@ -189,11 +189,11 @@ def test_an_aborted_group_gives_nothing_and_the_others_go_on(rollouts: WorkerGro
     prompt = np.asarray(PROMPTS[0], np.int32)
     calls = [rollouts.submit(0, "generate", "generate", uid, prompt, long) for uid in ("stop-me", "keep-me")]
     rollouts.call(0, "abort", "abort_when_running", 8, ["stop-me", "never-there"])
-    ((stopped, _), _), ((kept, load), _) = rollouts.gather(calls)
+    ((stopped, *_), _), ((kept, load, _), _) = rollouts.gather(calls)
     assert stopped is None
     assert kept.small["response_length"].tolist() == [80] * 4
     assert load.waiting == 0
-    (again, _), _ = rollouts.gather([rollouts.submit(0, "generate", "generate", "stop-me", prompt, long)])[0]
+    (again, *_), _ = rollouts.gather([rollouts.submit(0, "generate", "generate", "stop-me", prompt, long)])[0]
     assert again.num_rows == 4, "the same group may be asked for again"
 
 

@@ -1,0 +1,71 @@
+"""The section `algorithm`: see schema.py."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from grpo_dist.config.field_types import (
+    Count,
+    Distinct,
+    Float,
+    Names,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Pair,
+    PositiveFloat,
+    Resume,
+    Section,
+    Share,
+    Text,
+    builtin_or_custom,
+)
+from grpo_dist.plugins.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES
+
+
+class KLCtrlConfig(Section):
+    """`algorithm.kl_ctrl`: the coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"]
+    kl_coef: NonNegativeFloat
+    target_kl: PositiveFloat
+    horizon: PositiveFloat
+
+
+class RolloutCorrectionConfig(Section):
+    """`algorithm.rollout_correction`: the sampler is not quite the policy that trains."""
+
+    rollout_is: Literal["auto", "token", "sequence"] | None
+    rollout_is_threshold: PositiveFloat | Text
+    rollout_is_batch_normalize: bool
+    rollout_rs: Text | None
+    rollout_rs_threshold: PositiveFloat | Text | None
+    bypass_mode: bool
+    loss_type: Literal["ppo_clip", "reinforce"]
+
+
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`: DAPO's dynamic sampling."""
+
+    enable: bool
+    metric: Text
+    max_num_gen_batches: Annotated[NonNegativeInt, Resume.FREE]
+
+
+class AlgorithmConfig(Section):
+    """`algorithm`: how rewards become advantages."""
+
+    adv_estimator: Annotated[str, builtin_or_custom(ADV_ESTIMATORS)]
+    norm_adv_by_std_in_grpo: bool
+    gamma: Share
+    lam: Share
+    f_norm: PositiveFloat
+    gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
+    gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
+    use_kl_in_reward: bool
+    kl_penalty: Annotated[str, builtin_or_custom(SAMPLED_KL_TYPES)]
+    kl_ctrl: KLCtrlConfig
+    rollout_correction: RolloutCorrectionConfig
+    filter_groups: FilterGroupsConfig
+    mask_truncated_responses: bool
+    min_group_size: Count | None
+    credit: Literal["episode", "agent"]
