@@ -10,6 +10,7 @@ a branch begins at the first token that no call has had there.
 from __future__ import annotations
 
 import hashlib
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,8 @@ class Call:
         capped: whether the client asked for fewer tokens than there was room for.
         place: of its last token in the tree; None: it has not ended, or found no room there.
         agent_name: whose call it is.
+        token_ids: what it saw and sampled, once it has ended.
+        text: of these, once it was asked for.
     """
 
     prompt_ids: list[int]
@@ -52,6 +55,8 @@ class Call:
     capped: bool = False
     place: int | None = None
     agent_name: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    text: str | None = None
 
     @property
     def sampled(self) -> list[int]:
@@ -91,6 +96,7 @@ class Recording:
     _num_begun: int = 0
     _num_running: int = 0
     _seen: Counter[bytes] = field(default_factory=Counter)
+    _longest_first: list[Call] = field(default_factory=list)
 
     def begin(
         self, rendered: Sequence[int], *, is_chat: bool, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -132,7 +138,9 @@ class Recording:
         if response is None:
             return
         call.response = response
+        call.token_ids = call.prompt_ids + response.token_ids
         self.calls.append(call)
+        insort(self._longest_first, call, key=lambda call: -len(call.token_ids))
         if self.tree is None:
             self.tree = TokenTree(call.prompt_ids, self.max_episode_len)
         place, asked = self._behind(call)
@@ -161,23 +169,15 @@ class Recording:
         if (parent := self._prefix(rendered)) is not None:
             return Call(rendered, parent)
         text = self._decode(rendered)
-        for call in self._longest_first():
-            known = call.prompt_ids + call.sampled
-            said = self._decode(known)
-            if text.startswith(said) and (cut := _cut_behind(rendered, said, self._decode)) is not None:
-                return Call(known + rendered[cut:], call)
+        for call in self._longest_first:
+            call.text = self._decode(call.token_ids) if call.text is None else call.text
+            if text.startswith(call.text) and (cut := _cut_behind(rendered, call.text, self._decode)) is not None:
+                return Call(call.token_ids + rendered[cut:], call)
         return Call(rendered)
 
     def _prefix(self, prompt: list[int]) -> Call | None:
         """The longest call whose tokens the prompt begins with."""
-        for call in self._longest_first():
-            known = call.prompt_ids + call.sampled
-            if prompt[: len(known)] == known:
-                return call
-        return None
-
-    def _longest_first(self) -> list[Call]:
-        return sorted(self.calls, key=lambda call: len(call.prompt_ids) + len(call.sampled), reverse=True)
+        return next((call for call in self._longest_first if prompt[: len(call.token_ids)] == call.token_ids), None)
 
     def _seed(self, prompt_ids: list[int]) -> int | None:
         """Return a seed by the prompt and how often it was asked, whatever the order of parallel calls."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from grpo_dist.protocol.data_proto import DataProto
 from grpo_dist.protocol.ragged import Ragged
@@ -24,6 +25,12 @@ def with_branches(names: Sequence[str], columns: Collection[str]) -> tuple[str, 
     return (*names, PREDECESSORS) if PREDECESSORS in columns else tuple(names)
 
 
+def branch_starts(predecessors: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+    """Return the tokens of a response that do not follow the one right before, (B,) int64."""
+    follows = np.asarray(predecessors, np.int64)
+    return np.flatnonzero(follows != np.arange(-1, len(follows) - 1))
+
+
 def last_branch(predecessors: Sequence[int] | np.ndarray) -> tuple[int, np.ndarray]:
     """Follow the text that ends with the last token back to the prompt.
 
@@ -32,7 +39,7 @@ def last_branch(predecessors: Sequence[int] | np.ndarray) -> tuple[int, np.ndarr
         ascending).
     """
     follows = np.asarray(predecessors, np.int64)
-    starts = np.flatnonzero(follows != np.arange(-1, len(follows) - 1))
+    starts = branch_starts(follows)
     parts, place = [np.empty(0, np.int64)], len(follows) - 1
     while place >= 0:
         before = starts[: np.searchsorted(starts, place, "right")]

@@ -17,6 +17,7 @@ import torch
 
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.branches import PREDECESSORS, branch_starts
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.redact import redact
 from grpo_dist.report.run_folder import noting
@@ -40,6 +41,7 @@ _COLUMNS = [
     "ref_log_probs",
     "advantages",
     "truncated",
+    PREDECESSORS,
     "weight_version",
     "last_weight_version",
 ]
@@ -102,8 +104,8 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, A
         {"step", "pieces", "groups": [{"uid", "input", "gts", "responses": [...]}], "problems": [...]}: a response has
         "output", "score", "advantage", "failure", "extra" (the reward function's other numbers), and, with tokens,
         "tokens" (positions in "pieces", the step's different token texts), "mask", "advantages", "log_probs" (nats),
-        "mismatch" (those of the trainer less those of the sampler), "kl" (less those of the reference), "truncated" and
-        "versions".
+        "mismatch" (those of the trainer less those of the sampler), "kl" (less those of the reference), "branches"
+        (tokens that do not follow the one before), "truncated" and "versions".
     """
     path = run_dir / ROLLOUTS / f"{step}.jsonl"
     problems: list[str] = []
@@ -153,6 +155,8 @@ def _add_tokens(
     for i in range(len(responses)):
         added: dict[str, Any] = {name: _short(rows[i]) for name, rows in numbers.items()}
         added["tokens"] = [pieces.setdefault(text, len(pieces)) for text in texts.of(ids[i].tolist())]
+        if PREDECESSORS in columns and len(starts := branch_starts(columns[PREDECESSORS].rows()[i])):
+            added["branches"] = starts.tolist()
         if "truncated" in columns and int(columns["truncated"][i]):
             added["truncated"] = True
         if "weight_version" in columns:

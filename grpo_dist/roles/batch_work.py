@@ -22,7 +22,7 @@ from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import scored_branches, with_branches
+from grpo_dist.protocol.branches import PREDECESSORS, branch_starts, scored_branches, with_branches
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.rewards.weighted import chosen_components
@@ -121,11 +121,16 @@ class BatchWork(Process):
         Beside them stands what the reward function has returned besides the score, such as the score of each function
         of several. A response that it failed on has `failure`, which says why; its score may be None. The output of an
         episode into which its environment put text is there in `parts` too: who wrote it ("policy" or "environment"),
-        and what.
+        what, and "branch" where it does not go on from what stands before it.
         """
-        data = batch.fetch(SAMPLE_COLUMNS)
+        data = batch.fetch(with_branches(SAMPLE_COLUMNS, batch.columns))
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
-        written = list(zip(data["responses"].rows(), data["response_mask"].rows(), strict=True))
+        masks = data["response_mask"].rows()
+        follows = (
+            data[PREDECESSORS].rows()
+            if PREDECESSORS in data.columns()
+            else [torch.arange(-1, len(m) - 1) for m in masks]
+        )
         advantages = batch.small.get("advantage_mean")
         extras = {name.removeprefix(EXTRA): column for name, column in batch.small.items() if name.startswith(EXTRA)}
         samples = []
@@ -134,7 +139,7 @@ class BatchWork(Process):
             score, failure = float(data["score"][i]), data["failure"][i]
             row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
             row |= {"failure": failure} if failure else {}
-            row |= self._parts(*written[i])
+            row |= self._parts(data["responses"].rows()[i], masks[i], follows[i])
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
             values = {name: float(column[i]) for name, column in extras.items() if name not in row}
             samples.append(row | {name: value for name, value in values.items() if not math.isnan(value)})
@@ -222,16 +227,21 @@ class BatchWork(Process):
         data = DataProto.load(path)
         return {name: np.asarray(data[name]) for name in small}, data
 
-    def _parts(self, response: torch.Tensor, mask: torch.Tensor) -> dict[str, list[list[str]]]:
+    def _parts(self, response: torch.Tensor, mask: torch.Tensor, follows: torch.Tensor) -> dict[str, list[list[str]]]:
         """Who wrote which part of a response, if not all of it is the policy's."""
-        if mask.bool().all():
+        begins = branch_starts(follows).tolist()
+        if mask.bool().all() and not begins:
             return {}
-        lengths = torch.unique_consecutive(mask, return_counts=True)[1].tolist()
-        texts = self.tokenizer.batch_decode(
-            [part.tolist() for part in response.split(lengths)], skip_special_tokens=True
-        )
-        names = ["policy" if part[0] else "environment" for part in mask.split(lengths)]
-        return {"parts": [[name, text] for name, text in zip(names, texts, strict=True)]}
+        starts = sorted({0, *begins, *((mask[1:] != mask[:-1]).nonzero().flatten() + 1).tolist()})
+        ends = [*starts[1:], len(mask)]
+        ids = [response[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return {
+            "parts": [
+                ["policy" if mask[start] else "environment", text, *(["branch"] if start in begins else [])]
+                for start, text in zip(starts, texts, strict=True)
+            ]
+        }
 
     def _decode(self, column: Ragged) -> list[str]:
         return self.tokenizer.batch_decode([row.tolist() for row in column.rows()], skip_special_tokens=True)

@@ -150,13 +150,14 @@ class RewardPool(Pool):
         self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         """The batch as text, one dict per row; meant for a few rows that are shown."""
-        return await self._ask_any("read_samples", "read_samples", batch.select(SAMPLE_COLUMNS), step, ground_truths)
+        rows = batch.select(with_branches(SAMPLE_COLUMNS, batch.columns))
+        return await self._ask_any("read_samples", "read_samples", rows, step, ground_truths)
 
     def write_samples(
         self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]
     ) -> asyncio.Task[None]:
         """Start writing the batch as text to `path`."""
-        arguments = batch.select(SAMPLE_COLUMNS), path, step, ground_truths
+        arguments = batch.select(with_branches(SAMPLE_COLUMNS, batch.columns)), path, step, ground_truths
         return self.spawn(self._ask_any("write_samples", "write_samples", *arguments))
 
     def write_rollouts(

@@ -61,6 +61,9 @@ def write_step(
             "old_log_probs": column(-2.75),
             "ref_log_probs": column(-2.25),
             "advantages": column(0.0),
+            "predecessors": Ragged.from_rows(
+                [[0 if t == 2 and i == 1 else t - 1 for t in range(len(row))] for i, row in enumerate(ids)], torch.int32
+            ),
             "truncated": torch.tensor([i == 0 for i in range(len(ids))], dtype=torch.int64),
             "weight_version": torch.full((len(ids),), step - 1),
             "last_weight_version": torch.full((len(ids),), step),

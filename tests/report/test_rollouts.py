@@ -33,6 +33,7 @@ def test_groups_with_their_numbers(run: Path) -> None:
         1.0, 0.5, {"acc": 1.0}, True, [2, 3],
     )  # fmt: skip
     assert "truncated" not in other
+    assert ("branches" in one, other["branches"]) == (False, [2])
     assert (one["log_probs"], one["mismatch"], one["kl"], one["mask"]) == (-2.75, 0.25, -0.5, 1)
     assert second["responses"][0]["failure"] == "it raised"
     assert "score" not in second["responses"][0]

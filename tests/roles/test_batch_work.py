@@ -12,6 +12,7 @@ from grpo_dist.algorithms.advantage import STD_EPS
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import BatchError, ConfigError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.roles.batch_work import _write_rows
 from grpo_dist.roles.reward import OverlongPenalty, RewardSettings, on_last_token
@@ -189,6 +190,16 @@ def test_what_an_environment_put_in_is_told_apart(worker: Local) -> None:
     assert samples[0]["parts"] == [["policy", "w5"], ["environment", "w6"], ["policy", ""]]
     assert "parts" not in samples[1]
     assert samples[2]["parts"] == [["environment", "w5"]]
+
+
+@pytest.mark.ray
+def test_where_a_branch_begins_is_told(worker: Local) -> None:
+    follows = {PREDECESSORS: Ragged.from_rows([[-1, 0, -2], [-1, -1], [-1]], torch.int32)}
+    batch = sample_batch().union(DataProtoRef.put(DataProto.from_dict(follows), ()))
+    samples = worker.read_samples(batch, 4, {"p0": ""})
+    assert samples[0]["parts"] == [["policy", "w5 w6"], ["policy", "", "branch"]]
+    assert [part[2:] for part in samples[1]["parts"]] == [[], ["branch"]]
+    assert "parts" not in samples[2]
 
 
 @pytest.mark.ray

@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.branches import PREDECESSORS
+from grpo_dist.protocol.branches import PREDECESSORS, branch_starts
 
 
 class Run(NamedTuple):
@@ -81,7 +81,7 @@ def _cut(length: int, predecessors: Sequence[int] | None) -> list[tuple[int, int
     if predecessors is None or not length:
         return [(0, length, -1)]
     follows = np.asarray(predecessors)
-    starts = np.flatnonzero(follows != np.arange(-1, length - 1))
+    starts = branch_starts(follows)
     forks = follows[starts] + 1
     bounds = np.unique(np.concatenate([[0, length], starts, forks[forks > 0]]))
     return [(start, end, int(follows[start])) for start, end in pairwise(bounds.tolist())]

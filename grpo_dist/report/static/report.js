@@ -125,6 +125,7 @@ function tokens(response) {
     return body;
   }
   response.tokens.forEach((piece, i) => {
+    if (response.branches?.includes(i)) body.append(make("div", { className: "note", textContent: "a branch:" }));
     const token = make("span", { textContent: step.pieces[piece] });
     const lines = [`token ${i + 1}`];
     for (const [label, key] of [["log-prob", "log_probs"], ["advantage", "advantages"], ["trainer - sampler", "mismatch"], ["policy - reference", "kl"]]) {
