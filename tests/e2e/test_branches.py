@@ -33,9 +33,8 @@ class Team(AgentLoop):
         sums, right = episode.row.extra_info["sums"], {}
 
         async def ask(messages, total, agent="planner"):
-            url, token = endpoint.of_agent(agent)
-            client = AsyncOpenAI(base_url=url, api_key=token, max_retries=0)
-            reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
+            its = client.with_options(base_url=endpoint.of_agent(agent).base_url)
+            reply = await its.chat.completions.create(model="policy", messages=messages, max_tokens=40)
             text = reply.choices[0].message.content
             right.setdefault(agent, []).append(re.findall(r"[0-9]+", text)[-1:] == [str(total)])
             return [*messages, {"role": "assistant", "content": text}]
@@ -44,6 +43,7 @@ class Team(AgentLoop):
             return [{"role": "user", "content": "{}+{}=?".format(*sums[i])}]
 
         async with episode.endpoint() as endpoint:
+            client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0)
             said = await ask(list(episode.row.messages), sum(sums[0]))
             await asyncio.gather(*(ask(asked(i), sum(sums[i]), f"helper{i}") for i in (1, 2, 3)))
             await ask(said + asked(4), sum(sums[4]))
@@ -59,24 +59,17 @@ def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(tmp_path
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(600):
-        sums = rng.integers(0, 50, (6, 2)).tolist()
+        sums = rng.integers(100, 500, (6, 2)).tolist()
         rows.append({"prompt": "{}+{}=?".format(*sums[0]), "extra_info": {"sums": sums}})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "team.py").write_text(LOOP)
     agent = "actor_rollout_ref.rollout.agent"
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "grpo_dist.main",
-            "algorithm.adv_estimator=grpo",
-            f"trainer.default_local_dir={tmp_path}",
-        ),
-        *(f"{agent}.default_agent_loop={tmp_path}/team.py:Team", f"data.train_files={tmp_path}/rows.jsonl"),
-        f"algorithm.credit={credit}",
-        *("data.val_files=null", f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1"),
-        *("trainer.export_hf_model=false", "ray_kwargs.ray_init.address=local", "data.max_response_length=128"),
-    ]
+    command = [sys.executable, "-m", "grpo_dist.main", "algorithm.adv_estimator=grpo"]
+    command += [f"{agent}.default_agent_loop={tmp_path}/team.py:Team", f"data.train_files={tmp_path}/rows.jsonl"]
+    command += [f"algorithm.credit={credit}", "data.val_files=null", f"trainer.default_local_dir={tmp_path}"]
+    command += [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1", "trainer.export_hf_model=false"]
+    command += ["data.max_prompt_length=64", "data.max_response_length=400", "ray_kwargs.ray_init.address=local"]
+    command += ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]
