@@ -1,7 +1,7 @@
 """`metrics.jsonl`: the run's own record, one JSON object per step, or two where a validation ended after its step.
 
-Always on, and the source of the summary at the end. Readers get one row per step. A non-finite number is written as `null`, because JSON has neither
-NaN nor infinity; `read_metrics` returns it as NaN.
+Always on, and the source of the summary at the end. Readers get one row per step. A non-finite number is written as
+`null`, because JSON has neither NaN nor infinity; `read_metrics` returns it as NaN.
 
 Its steps are those of the run, and so are the files of `rollouts/` (rollouts.py) and `validation/` beside it. Another
 run in the folder sets the record of the earlier one aside; one that goes back to an earlier step drops the later ones.

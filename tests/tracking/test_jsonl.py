@@ -11,7 +11,14 @@ import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo, build_trackers
-from grpo_dist.tracking.jsonl import JsonlTracker, drop_rollouts_after, read_metrics, readable_metrics, set_aside, truncate_after
+from grpo_dist.tracking.jsonl import (
+    JsonlTracker,
+    drop_rollouts_after,
+    read_metrics,
+    readable_metrics,
+    set_aside,
+    truncate_after,
+)
 from grpo_dist.tracking.rollouts import recorded_steps
 from tests.messages import refuses, says
 
