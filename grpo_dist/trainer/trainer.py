@@ -169,9 +169,11 @@ class GRPOTrainer(TrainingLoop):
     async def rollout(self) -> DataProtoRef:
         """Sample and score a group for each of the next prompts; with a reference, its log-probs too."""
         self.sampler.open_steps(self.step + 1, self.newest_step(self.step))
-        if self.validating:
-            self.validation.begin()
+        if self.validating and (self.staleness or self.validation_comes_first):
+            self.validation.begin()  # beside the samples
         result = await self.sampler.rollout(self.step + 1)
+        if self.validating:
+            self.validation.begin()  # beside the update, in which the engines would wait
         self._requests, batch = result.requests, result.batch
         self.timings |= result.timings
         self.metrics |= result.metrics

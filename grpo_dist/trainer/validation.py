@@ -70,8 +70,8 @@ class Validation:
     _job: RolloutJob | None = None
 
     def begin(self) -> RolloutJob:
-        """Send the prompts to the engines, unless they are sent: behind those that are asked for by now, or, where that
-        are those of later steps too, which the next sync of weights does not wait for, before them.
+        """Send the prompts to the engines, unless they are sent: before those of later steps, which the next sync of
+        weights does not wait for.
         """
         if self._job is None:
             requests = validation_requests(self.prompts, self.sampling, self.config.trainer.seed)
