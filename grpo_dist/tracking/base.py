@@ -107,10 +107,7 @@ class Tracker:
         raise NotImplementedError
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Record responses of one step; called before the `log` that has their validation.
-
-        A tracker of numbers ignores them.
-        """
+        """Record responses of one step, before the `log` with their metrics. A tracker of numbers ignores them."""
 
     def close(self) -> None:
         """Flush buffers and finish; called once. While the run fails, `sys.exc_info()` has the exception."""

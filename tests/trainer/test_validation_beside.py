@@ -235,7 +235,7 @@ def test_an_error_in_it_names_its_step(groups: dict, tmp_path: Path) -> None:
         return await score(group, task, limit)
 
     trainer.pump.reward.score = failing  # type: ignore[method-assign]
-    with pytest.raises(RewardError, match="the judge is away") as caught:
+    with pytest.raises(RewardError) as caught:
         trainer.fit()
     (note,) = caught.value.__notes__
     says(note, "'testing'", "step 1")
