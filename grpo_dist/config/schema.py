@@ -159,6 +159,7 @@ class TrainerConfig(JobTrainerConfig):
     """`trainer`: the run, its records and its machines."""
 
     critic_warmup: NonNegativeInt
+    val_in_background: Annotated[bool, Resume.FREE]
     max_staleness: NonNegativeInt
     max_worker_restarts: Annotated[NonNegativeInt, Resume.FREE]
     log_rollouts: Annotated[bool, Resume.FREE]

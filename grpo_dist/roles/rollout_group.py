@@ -82,6 +82,9 @@ class Engine(Member):
 class RolloutGroup(Pool):
     """The rollout engines.
 
+    Attributes:
+        weights_gone: set while no engine has the current weights, and none can get them: the actor is being updated.
+
     Args:
         workers: the processes.
         restarts: how many workers may be replaced.
@@ -94,6 +97,7 @@ class RolloutGroup(Pool):
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers, restarts or RestartBudget(), replaces=(EngineError, WorkerError))
         self._in_force = asyncio.Event()  # set while the actor holds the weights that the engines need
+        self.weights_gone = asyncio.Event()
         self._syncing = asyncio.Lock()
         self._aborted: set[Call] = set()
 
@@ -204,6 +208,16 @@ class RolloutGroup(Pool):
                 self.members[rank].lacks_weights = True
             await self._bring_to(ranks)
             self._in_force.set()
+            self.weights_gone.clear()
+
+    def update_load(self, rank: int) -> None:
+        """See `Pool.update_load`."""
+        super().update_load(rank)
+        self._note_loss()
+
+    def _note_loss(self) -> None:
+        if not self._in_force.is_set() and not self._someone.is_set():
+            self.weights_gone.set()
 
     def _comes_later(self, rank: int) -> bool:
         new = self.members[rank].lacks_weights and not self.workers.is_required(rank)
@@ -220,6 +234,7 @@ class RolloutGroup(Pool):
         """
         async with self._syncing:
             self._in_force.clear()
+            self._note_loss()
         awake = [rank for rank, settings in enumerate(self.settings) if settings is not None and settings.sleeps]
         while awake:
             await self.started()

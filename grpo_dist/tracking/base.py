@@ -100,11 +100,14 @@ class Tracker:
         """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of one step, under verl's names; called once per step, in increasing order."""
+        """Record metrics of one step, under verl's names; steps come in increasing order.
+
+        The last step may come once more, with other names: of a validation that ended while the next step was trained.
+        """
         raise NotImplementedError
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Record responses of one step; called before `log` of the same step. A tracker of numbers ignores them."""
+        """Record responses of one step, before the `log` with their metrics. A tracker of numbers ignores them."""
 
     def close(self) -> None:
         """Flush buffers and finish; called once. While the run fails, `sys.exc_info()` has the exception."""
@@ -120,6 +123,7 @@ class Trackers:
     def __init__(self, trackers: Mapping[str, Tracker], *, resumed_step: int | None) -> None:
         self._active = dict(trackers)
         self._last_step = -1 if resumed_step is None else resumed_step
+        self._known: set[str] = set()  # names that were logged of that step
 
     @property
     def notes(self) -> list[str]:
@@ -131,20 +135,24 @@ class Trackers:
 
         Args:
             metrics: name -> int or float, including numpy scalars, NaN and infinities.
-            step: the training step; 0 for metrics from before the first step. Each step is logged once.
+            step: the training step; 0 for metrics from before the first step. Each step is logged once, and the last
+                one once more if other metrics of it come later.
         """
         clean = check_metrics(metrics)
-        if step <= self._last_step:
+        known = self._known & clean.keys() if step == self._last_step else set()
+        if step < self._last_step or known:
             raise BatchError(
-                f"metrics of step {step} were logged after step {self._last_step}: log each step once, in order"
+                f"metrics of step {step} were logged after step {self._last_step}: log each step once, in order, and "
+                f"the last one again only with other names than {', '.join(sorted(known)) or 'before'}"
             )
+        self._known = clean.keys() | (self._known if step == self._last_step else set())
         self._last_step = step
         for name, tracker in list(self._active.items()):
             with self._dropping(name, f"step {step}"):
                 tracker.log(clean, step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Send responses to the trackers; call it before `log` of the same step."""
+        """Send responses to the trackers; call it before `log` of the same step, or before its second one."""
         for name, tracker in list(self._active.items()):
             with self._dropping(name, f"samples of step {step}"):
                 tracker.log_samples(samples, step)

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: the run's own record, one JSON object per step.
+"""`metrics.jsonl`: the run's own record, one JSON object per step, or two where a validation ended after its step.
 
-Always on, and the source of the summary at the end. A non-finite number is written as `null`, because JSON has neither
-NaN nor infinity; `read_metrics` returns it as NaN.
+Always on, and the source of the summary at the end. Readers get one row per step. A non-finite number is written as
+`null`, because JSON has neither NaN nor infinity; `read_metrics` returns it as NaN.
 
 Its steps are those of the run, and so are the files of `rollouts/` (rollouts.py) and `validation/` beside it. Another
 run in the folder sets the record of the earlier one aside; one that goes back to an earlier step drops the later ones.
@@ -146,11 +146,15 @@ def _sound_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
-    """Return the metrics rows; what is wrong with the other lines, by number; the number of the last line."""
-    rows, problems, number = [], {}, 0
+    """Return a row per step; what is wrong with the other lines, by number; the number of the last line."""
+    rows: list[dict[str, Any]] = []
+    problems, number = {}, 0
     for number, row in json_objects(path):
         if isinstance(row, dict) and (why := _no_metrics(row)) is None:
-            rows.append(row)
+            if rows and rows[-1]["step"] == row["step"]:
+                rows[-1] |= row
+            else:
+                rows.append(row)
         else:
             problems[number] = f"{path}, line {number}: not a metrics row ({row if isinstance(row, str) else why})"
     return rows, problems, number

@@ -44,6 +44,9 @@ class WandbTracker(Tracker):
 
     def __init__(self, run: RunInfo) -> None:
         mode, folder, away = choose_mode(), run.folder("wandb"), ""
+        self._step, self._row = -1, -1  # the training step that was logged last, and W&B's own step of its row
+        # A row that is sent takes nothing more. So it waits for the next step where metrics of it may come later.
+        self._waits = bool(run.config.get("trainer", {}).get("val_in_background"))
         started = time.monotonic()
         try:
             self._run = _init(run, mode)
@@ -68,7 +71,7 @@ class WandbTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log one step."""
-        self._run.log({**metrics, GLOBAL_STEP: step}, step=self._row(step), commit=True)
+        self._run.log({**metrics, GLOBAL_STEP: step}, step=self._row_of(step), commit=not self._waits)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Log a table with one row per sample; it is sent with the next `log`.
@@ -76,7 +79,7 @@ class WandbTracker(Tracker):
         As HTML, since a `wandb.Table` asks the server first: with the server away, training would wait for it.
         """
         if samples:
-            self._run.log({SAMPLES: wandb.Html(as_html(samples))}, step=self._row(step), commit=False)
+            self._run.log({SAMPLES: wandb.Html(as_html(samples))}, step=self._row_of(step), commit=False)
 
     def close(self) -> None:
         """Finish the W&B run; it is marked as failed if an exception is being handled."""
@@ -98,9 +101,12 @@ class WandbTracker(Tracker):
             if (step := int(row.pop("step"))) > newest:
                 self.log(row, step)
 
-    def _row(self, step: int) -> int:
+    def _row_of(self, step: int) -> int:
         """Return W&B's own step: the training step, or the next that W&B takes, if the run has gone back."""
-        return max(step, self._run.step, self._run.starting_step)
+        if step != self._step:
+            self._step, self._row = step, max(step, self._row + 1)
+        self._row = max(self._row, self._run.step, self._run.starting_step)
+        return self._row
 
 
 def _init(run: RunInfo, mode: str) -> Any:

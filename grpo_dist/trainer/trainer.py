@@ -46,7 +46,7 @@ from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
 from grpo_dist.trainer.settings import kl_controller, sampling_settings
 from grpo_dist.trainer.stage import stage
-from grpo_dist.trainer.validation import SampleLog, validation_metrics, validation_requests
+from grpo_dist.trainer.validation import SampleLog, Validation
 
 
 @dataclass
@@ -55,6 +55,7 @@ class GRPOTrainer(TrainingLoop):
 
     Attributes:
         weight_version: of the weights that the engines hold; every sync increases it by 1.
+        validating: whether the last step's validation is to be made, or is being made beside the next one.
         pump: generates and scores groups, and computes their log-probs.
         sampler: chooses and samples the groups of each step's batch.
         targets: how rewards become advantages and importance weights.
@@ -69,6 +70,7 @@ class GRPOTrainer(TrainingLoop):
     config: RunConfig
     data: Prompts
     weight_version: int = -1
+    validating: bool = False
     _requests: list[GroupRequest] = field(default_factory=list)
     _told_restarts: int = 0
 
@@ -95,6 +97,7 @@ class GRPOTrainer(TrainingLoop):
         self.retraining: Retraining | None = None
         if config.reward_model.is_retrained and roles.reward_model is not None:
             self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
+        self.validation = Validation(config, self.data.validation, self.val_sampling, self.pump)
         self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
         self.profiler: StepProfiler | None = None
         if trainer.profile_steps:
@@ -106,6 +109,7 @@ class GRPOTrainer(TrainingLoop):
         self.sampler.load_state_dict(resumed.state.ledger)
         self.sampler.restored = dict(finished)
         self.weight_version = resumed.state.weight_version - 1  # the first sync sends what the engines had
+        self.validating = resumed.state.validating and bool(self.data.validation)  # by those weights again
         if self.retraining is not None:
             self.retraining.resumed_from(resumed.folder, resumed.state.step)
         if self.kl_controller.target_kl is not None:  # a fixed coefficient is the config's
@@ -129,6 +133,10 @@ class GRPOTrainer(TrainingLoop):
                     run(self.profiler.begin(self.step + 1))
                 started = time.perf_counter()
                 batch = self.rollout()  # prompts, responses, scores, log-probs: up to N = train_batch_size * n rows
+                if self.validation_comes_first:
+                    self.record_validation()
+                    if self.step == self.total_steps:  # its verdict: nothing more is trained
+                        break
                 self.preemption.hold()  # a signal waits from here on, until the run can be saved again
                 if self.staleness:  # the actor was at work while these were sampled
                     batch = self.late_log_probs(batch)  # + old_log_probs, values, with LoRA ref_log_probs (N, R_i)
@@ -138,13 +146,14 @@ class GRPOTrainer(TrainingLoop):
                 if not self.only_critic_learns:
                     batch = self.update(batch)  # the same on the actor; on policy + old_log_probs
                     self.tell_layout()
+                self.record_validation()  # of the last step, while the engines still hold its weights
                 self.sync_weights()  # the engines now hold the new policy
                 self.sample_ahead()  # and may sample for one more step
                 if self.reference_is_due():
                     self.sync_reference()  # iterative GRPO: so does the reference, or some of it
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
-                self.timings["step"] = time.perf_counter() - started
+                self.timings["step"] = time.perf_counter() - started - self.timings.get("testing", 0.0)
                 if self.profiler is not None:
                     run(self.profiler.end())
                 self.step, self.validated = self.step + 1, {}
@@ -160,7 +169,11 @@ class GRPOTrainer(TrainingLoop):
     async def rollout(self) -> DataProtoRef:
         """Sample and score a group for each of the next prompts; with a reference, its log-probs too."""
         self.sampler.open_steps(self.step + 1, self.newest_step(self.step))
+        if self.validating and (self.staleness or self.validation_comes_first):
+            self.validation.begin()  # beside the samples
         result = await self.sampler.rollout(self.step + 1)
+        if self.validating:
+            self.validation.begin()  # beside the update, in which the engines would wait
         self._requests, batch = result.requests, result.batch
         self.timings |= result.timings
         self.metrics |= result.metrics
@@ -258,23 +271,23 @@ class GRPOTrainer(TrainingLoop):
         self.metrics |= await self.retraining.end_step(self.step + 1, batch, self._requests)
 
     @stage("testing", counted=True)
-    async def validate(self) -> None:
-        """Score the validation prompts with the current weights."""
-        if not self.data.validation:
-            return
-        requests = validation_requests(self.data.validation, self.val_sampling, self.config.trainer.seed)
-        job = self.pump.submit(requests, first=True)
-        await job.finished()
-        batch = job.batch()
+    async def end_validation(self) -> dict[str, float]:
+        """Score the validation prompts with the current weights, or wait until that is done; returns the metrics."""
+        job = await self.validation.finished()
         self._show_failures(job.failures, [*job.failed.values()])
-        sources = {request.uid: request.task.data_source for request in requests}
-        self.validated = validation_metrics(batch, sources, self.val_sampling.n)
-        require_metrics(self.config.trainer, self.validated)
-        self.metrics |= self.validated | episode_metrics([job], "val-aux/agent")
-        await self.samples.write_validation(self.step, batch, requests)
-        if shown := await self.samples.read_some(self.step, batch, requests):
-            self.trackers.log_samples(shown, self.step)
-            self.progress.message(format_samples(shown))
+        if job.cancelled:
+            lost = "all engines were lost while the policy was updated, and with them its weights before"
+            self.progress.message(f"step {self.step} has no validation: {lost}")
+        else:
+            batch = job.batch()
+            self.validated = self.validation.metrics(job, batch, self.weight_version)
+            require_metrics(self.config.trainer, self.validated)
+            await self.samples.write_validation(self.step, batch, job.requests)
+            if shown := await self.samples.read_some(self.step, batch, job.requests):
+                self.trackers.log_samples(shown, self.step)
+                self.progress.message(format_samples(shown))
+        self.validating = False
+        return self.validated | episode_metrics([job], "val-aux/agent")
 
     def state(self) -> tuple[RunState, list[FinishedGroups]]:
         """See `TrainingLoop.state`."""
@@ -283,6 +296,7 @@ class GRPOTrainer(TrainingLoop):
             state,
             weight_version=self.weight_version,
             kl_coef=self.kl_controller.coef,
+            validating=self.validating,
             ledger=self.sampler.state_dict(),
             finished=[group.describe() for group in groups],
         )
@@ -297,6 +311,31 @@ class GRPOTrainer(TrainingLoop):
         return batch if self.roles.critic is None else self.values(batch)
 
     # --- around the stages -------------------------------------------------------------------------------------
+    def validate(self) -> None:
+        """Validate the last step now, or beside the next one (`trainer.val_in_background`)."""
+        trainer, self.validating = self.config.trainer, bool(self.data.validation)
+        judges = trainer.keep_best_metric is not None and self.save_is_due()  # the checkpoint has to have its figures
+        beside = trainer.val_in_background and not (trainer.val_only or judges) and 0 < self.step < self.total_steps
+        if self.validating and not beside:
+            self.metrics |= self.end_validation()
+
+    @property
+    def validation_comes_first(self) -> bool:
+        """Tell if a validation beside training must end before the update: engines sleep then, or it may be the end."""
+        sleeps = self.config.actor_rollout_ref.rollout.free_cache_engine and self.place.shares_gpu
+        return sleeps or self.config.trainer.stop_at is not None
+
+    def record_validation(self) -> None:
+        """Wait for the last step's validation, if that is made beside the present one, and record it with its step."""
+        if not self.validating:
+            return
+        metrics = self.end_validation()
+        self.trackers.log(metrics, self.step)
+        self.progress.step(self.step, metrics)
+        self._stop_at(self.validated)
+        if self.step == self.total_steps and self.save_is_due():
+            self.save()  # again, with its figures
+
     def reference_is_due(self) -> bool:
         """Tell if the reference moves after the step that is being finished."""
         every = self.config.actor_rollout_ref.ref.ref_model_sync_steps
@@ -337,7 +376,8 @@ class GRPOTrainer(TrainingLoop):
         health.tell(self.progress.message, self.saver.last)
 
     def finish(self) -> None:
-        """Wait for samples and checkpoint, and write the trained policy."""
+        """Wait for validation, samples and checkpoint, and write the trained policy."""
+        self.record_validation()  # where `on_step` has ended the run, or it was resumed after its last step
         run(self.samples.collect())
         super().finish()
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.algorithms.validation import best_at_k, judged, majority_at_n, subset_sizes, worst_at_k
-from grpo_dist.config.schema import TrainerConfig
+from grpo_dist.config.schema import RunConfig, TrainerConfig
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.roles.reward import EXTRA
@@ -26,7 +27,8 @@ from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.sizes import GIB
 from grpo_dist.tracking.jsonl import ROLLOUTS, VALIDATION
-from grpo_dist.trainer.rollout.job import group_seed, make_request
+from grpo_dist.trainer.rollout.job import RolloutJob, group_seed, make_request
+from grpo_dist.trainer.rollout.pump import RolloutPump
 
 CORE, AUX = "val-core", "val-aux"
 _SEED_STEP = 0  # training steps count from 1
@@ -48,6 +50,55 @@ def validation_requests(
         return dataclasses.replace(sampling, seed=seed)
 
     return [make_request(f"val-{p.prompt.index}", p, seeded(p.prompt.index), validation=True) for p in prompts]
+
+
+@dataclass
+class Validation:
+    """Answers the validation prompts by the weights that the engines hold, maybe while a step is trained.
+
+    Attributes:
+        config: the whole run's config.
+        prompts: the validation prompts.
+        sampling: sampling settings, as for `validation_requests`.
+        pump: generates and scores the responses.
+    """
+
+    config: RunConfig
+    prompts: Sequence[TokenizedPrompt]
+    sampling: SamplingSettings
+    pump: RolloutPump
+    _job: RolloutJob | None = None
+
+    def begin(self) -> RolloutJob:
+        """Send the prompts to the engines, unless they are sent: before those of later steps, which the next sync of
+        weights does not wait for.
+        """
+        if self._job is None:
+            requests = validation_requests(self.prompts, self.sampling, self.config.trainer.seed)
+            self._job = self.pump.submit(requests, first=self.config.trainer.max_staleness > 0)
+        return self._job
+
+    async def finished(self) -> RolloutJob:
+        """Wait until all responses are scored. If no engine has the weights any more, those that lack are cancelled.
+
+        Raises:
+            GrpoDistError: as `RolloutJob.finished`.
+        """
+        job, gone = self.begin(), self.pump.spawn(self.pump.rollout.weights_gone.wait())
+        scored = self.pump.spawn(job.finished())
+        await asyncio.wait([scored, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not gone.cancel():
+            job.cancel(set(range(len(job.requests))) - job.groups.keys() - job.failed.keys())
+        await scored
+        self._job = None
+        return job
+
+    def metrics(self, job: RolloutJob, batch: DataProtoRef, weight_version: int) -> dict[str, float]:
+        """Return `validation_metrics` of a job, all of whose tokens must be of this version of the weights."""
+        versions = {*batch["weight_version"].tolist(), *batch["last_weight_version"].tolist()}
+        assert versions <= {weight_version, NO_VERSION}, f"validated by weights {versions}, not {weight_version}"
+        sources = {request.uid: request.task.data_source for request in job.requests}
+        return validation_metrics(batch, sources, self.sampling.n)
 
 
 def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: int) -> dict[str, float]:

@@ -292,6 +292,41 @@ def assert_same(trainer: GRPOTrainer, weights: np.ndarray, undisturbed: tuple) -
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
 
 
+def validating_run(lab: Lab, folder: Path, *overrides: str) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
+    """What the validations of a run have said, and the files that they have written."""
+    asked = "actor_rollout_ref.rollout.val_kwargs"
+    config, _ = load_config(
+        [
+            *(text for text in CONFIG if "val_files" not in text and "log_rollouts" not in text),
+            *(f"reward_model.model.path={lab.config.reward_model.model.path}", f"trainer.default_local_dir={folder}"),
+            *("data.val_max_samples=12", "trainer.test_freq=1", f"{asked}.n=2", f"{asked}.do_sample=true"),
+            *(f"{asked}.temperature=1.0", *overrides),
+        ]
+    )
+    trainer = replace(lab, config=config).train()
+    lab.version = trainer.weight_version
+    metrics: dict[int, dict[str, float]] = {}
+    for row in history(trainer):
+        said = {name: value for name, value in row.items() if name.startswith("val-")}
+        metrics[int(row["step"])] = metrics.get(int(row["step"]), {}) | said
+    return metrics, {path.name: path.read_text() for path in (folder / "validation").iterdir()}
+
+
+def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab, tmp_path: Path) -> None:
+    """By sampled responses, scores of a reward model too, and in the same files. One step ahead, where the policy
+    depends on the moment of each sync, no token of it comes from other weights either: the run would end.
+    """
+    metrics, files = validating_run(lab, tmp_path / "foreground")
+    assert [*metrics] == [1, 2]
+    assert metrics[1] != metrics[2], "the policy has changed"
+    assert len(metrics[1]) > 10
+    assert sorted(files) == ["1.jsonl", "2.jsonl"]
+    beside = validating_run(lab, tmp_path / "beside", "trainer.val_in_background=true")
+    assert beside == (metrics, files)
+    ahead, _ = validating_run(lab, tmp_path / "ahead", "trainer.max_staleness=1", "trainer.val_in_background=true")
+    assert [len(said) for said in ahead.values()] == [len(said) for said in metrics.values()]
+
+
 def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:
     """Real engines take new weights while they sample for the next step."""
     scorer = f"reward_model.model.path={lab.config.reward_model.model.path}"

@@ -183,13 +183,21 @@ def test_unusable_names_are_refused(name):
         check_metrics({name: 1.0})
 
 
-def test_each_step_is_logged_once():
-    trackers = Trackers({}, resumed_step=4)
-    with refuses(BatchError, "step 4"):
-        trackers.log({}, 4)
-    trackers.log({}, 5)
-    with refuses(BatchError, "step 5"):
-        trackers.log({}, 5)
+def test_steps_come_in_order_and_only_other_metrics_of_the_last_one_come_later():
+    """Also of the step that a run resumes from: its checkpoint may have been written before its validation ended."""
+    recorder = Recorder()
+    trackers = Trackers({"recorder": recorder}, resumed_step=4)
+    with refuses(BatchError, "step 3", "step 4"):
+        trackers.log({}, 3)
+    trackers.log({"val": 1}, 4)
+    trackers.log({"a": 2, "b": 2}, 5)
+    trackers.log({"val": 2}, 5)
+    with refuses(BatchError, "step 5", "a, val"):
+        trackers.log({"a": 3, "val": 3, "c": 3}, 5)
+    trackers.log({"a": 3}, 6)
+    with refuses(BatchError, "step 5", "step 6"):
+        trackers.log({"d": 3}, 5)
+    assert recorder.rows == [(4, {"val": 1}), (5, {"a": 2, "b": 2}), (5, {"val": 2}), (6, {"a": 3})]
 
 
 def test_trackers_not_asked_for_are_not_imported(tmp_path):

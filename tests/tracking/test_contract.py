@@ -92,6 +92,9 @@ def test_it_takes_all_that_a_run_logs_and_finishes(
         trackers.log({"actor/lr": math.nan, "actor/loss": -math.inf, "reward_extra/zähler": 3}, 1)
         trackers.log_samples([], 2)
         trackers.log({}, 2)
+        trackers.log_samples([SAMPLE], 2)
+        trackers.log({"val-core/gsm8k/reward/mean@1": 0.5}, 2)  # of a validation that ended later
+        trackers.log({"critic/score/mean": 0.5}, 3)
         assert len(trackers._active) == (1 if name == "jsonl" else 2), "none was dropped"
     assert warnings(caplog) == []
     assert capfd.readouterr().out == ""

@@ -11,7 +11,14 @@ import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo, build_trackers
-from grpo_dist.tracking.jsonl import JsonlTracker, drop_rollouts_after, read_metrics, set_aside, truncate_after
+from grpo_dist.tracking.jsonl import (
+    JsonlTracker,
+    drop_rollouts_after,
+    read_metrics,
+    readable_metrics,
+    set_aside,
+    truncate_after,
+)
 from grpo_dist.tracking.rollouts import recorded_steps
 from tests.messages import refuses, says
 
@@ -119,6 +126,21 @@ def test_resumed_run_has_each_step_once(tmp_path):
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
     assert [row["loss"] for row in rows] == [1.0] * 4 + [2.0] * 4
+
+
+def test_lines_of_one_step_are_read_as_one_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 1, "val": null}\n{"step": 2, "a": 2}\n{"step": 2, "val": 3}\n')
+    rows, problems = readable_metrics(path)
+    assert problems == []
+    assert math.isnan(rows[0].pop("val"))
+    assert rows == [{"step": 1, "a": 1}, {"step": 2, "a": 2, "val": 3}]
+    truncate_after(path, 1)
+    assert path.read_text() == '{"step": 1, "a": 1, "val": null}\n'
+    tracker = JsonlTracker(run_info(tmp_path, resumed_step=1))
+    tracker.log({"val": 0.5}, 1)  # the validation is made again
+    tracker.close()
+    assert read_metrics(path) == [{"step": 1, "a": 1, "val": 0.5}]
 
 
 def test_fresh_start_keeps_the_old_file_aside(tmp_path):

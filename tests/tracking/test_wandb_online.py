@@ -85,6 +85,38 @@ def test_metrics_arrive_with_their_steps(server, start):
     assert [metric["5"] for metric in shown if metric.get("2") == "*"] == [axis], "it is the x axis of all metrics"
 
 
+VALIDATED = "val-core/gsm8k/reward/mean@1"
+
+
+def test_a_validation_that_ends_later_is_in_the_row_of_its_step(server, start):
+    """Also where the run goes back, so that W&B's own step is another; and what is logged last is sent."""
+    with start(trainer={"val_in_background": True}) as trackers:
+        log(trackers, 1, 2)
+        trackers.log_samples([SAMPLE], 2)
+        trackers.log({VALIDATED: 0.5}, 2)
+        log(trackers, 3)
+    assert server.run.values(SCORE) == server.run.values(SCORE, by="_step") == eighths(1, 2, 3)
+    assert [row.get(VALIDATED) for row in server.run.history()] == [None, 0.5, None]
+    assert [SAMPLES in row for row in server.run.history()] == [False, True, False]
+    with start(resumed_step=1, trainer={"val_in_background": True}) as trackers:
+        log(trackers, 2, of=16)
+        trackers.log({VALIDATED: 0.75}, 2)
+        log(trackers, 3, of=16)
+        trackers.log({VALIDATED: 0.25}, 3)
+    assert server.run.values(SCORE)[3:] == [(2, 2 / 16), (3, 3 / 16)]
+    assert server.run.values(VALIDATED) == [(2, 0.5), (2, 0.75), (3, 0.25)]
+    assert [row["_step"] for row in server.run.history()] == [1, 2, 3, 4, 5]
+
+
+def test_other_metrics_of_a_step_whose_row_is_sent_have_a_row_of_their_own(server, start):
+    with start() as trackers:
+        log(trackers, 1)
+        trackers.log({VALIDATED: 0.5}, 1)
+        log(trackers, 2)
+    assert server.run.values(SCORE) == eighths(1, 2)
+    assert server.run.values(VALIDATED) == [(1, 0.5)]
+
+
 def test_a_run_that_fails_is_marked(server, start):
     def fail() -> None:
         with start() as trackers:

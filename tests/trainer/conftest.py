@@ -1,7 +1,8 @@
-"""Fake workers for all tests here: processes are slow to start."""
+"""What tests here share: fake workers, since processes are slow to start, and handlers of signals."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -22,3 +23,12 @@ def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
         spawned("reward", RewardWorker, [()]) as reward,
     ):
         yield {"actor": actor, "rollout": rollout, "ref": ref, "reward": reward}
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Signals to this process reach the run that is at work."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

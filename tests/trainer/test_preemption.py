@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +98,6 @@ def terminated_in(trainer: GRPOTrainer, method: str, *, step: int, times: int) -
 
 def trained(run_dir: Path, step: int) -> list[str]:
     return [json.loads(line)["uid"] for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Signals to this process reach the run that is at work."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def terminated_in_the_rollout(

@@ -57,6 +57,7 @@ class RunState:
         prompts: number and fingerprint of the training rows, to which the positions in `ledger` refer.
         code: digests of the Python files that the config names, by config key.
         metrics: validation metrics after this step; {} if it was not validated.
+        validating: whether the validation after this step was still going on.
         trackers: the run's ids in the trackers.
         finished: descriptions of the groups in groups/ (checkpoint/finished_groups.py).
         history: digests of the checkpoints of this run before this one, oldest first.
@@ -70,6 +71,7 @@ class RunState:
     prompts: dict[str, Any] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    validating: bool = False
     trackers: dict[str, str] = field(default_factory=dict)
     finished: list[dict[str, Any]] = field(default_factory=list)
     history: list[str] = field(default_factory=list)
