@@ -319,7 +319,7 @@ def stopping_rules(config: RunConfig) -> Iterator[str]:
 @between_keys
 def run_notes(config: RunConfig) -> Iterator[str]:
     """Yield what may surprise of valid values."""
-    roles, key = config.actor_rollout_ref, "max_staleness" if config.trainer.max_staleness else "stream_mini_batches"
+    roles, stale = config.actor_rollout_ref, config.trainer.max_staleness
     actor, rollout = roles.actor, roles.rollout
     if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
         why = "as a loss its gradient has mean zero, so it does not regularise; use k2 or k3 (low_var_kl)"
@@ -346,7 +346,8 @@ def run_notes(config: RunConfig) -> Iterator[str]:
         )
     bypass = config.algorithm.rollout_correction.bypass_mode
     if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
-        why = "responses may be older than the policy, and nothing corrects for it; set the second to auto"
+        key, age = ("max_staleness", f"{stale} updates") if stale else ("stream_mini_batches", "some mini-batches")
+        why = f"responses may be {age} old, and nothing corrects for it; set the second to auto"
         yield f"<trainer.{key}>, <algorithm.rollout_correction.rollout_is>: {why}"
     if rollout.over_sample_rate:
         yield (
