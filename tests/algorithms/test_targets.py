@@ -264,13 +264,11 @@ def test_which_estimators_take_the_whole_batch(estimator: str) -> None:
         "token_level_scores": scores * torch.tensor([0.0, 1, 0]),
         "response_mask": mask,
         "rollout_log_probs": torch.full((6, 3), -1.0),
-        "ref_log_probs": -torch.rand(6, 3, generator=generator),
         "step_mask": torch.tensor([[0.0, 1, 0]] * 6),
     }
     settings = TargetSettings(
         estimator,
         {"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "f_norm": 1.0},
-        kl_penalty="k1",
         old_log_probs_from="rollout",
     )
 
@@ -280,7 +278,6 @@ def test_which_estimators_take_the_whole_batch(estimator: str) -> None:
             settings,
             index=list("aaabbb")[rows],
             truncated=torch.zeros(6)[rows],
-            kl_coef=0.1,
             reward_baselines=scores[:, 0].flip(0)[rows],
             reward_components={"score": scores[:, 0][rows]},
         )[0]["advantages"]

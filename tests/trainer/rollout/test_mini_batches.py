@@ -1,13 +1,13 @@
-"""`trainer.stream_mini_batches` on a pump whose groups come when a test says so: which of them train together, and when."""
+"""`trainer.stream_mini_batches` on a pump whose groups come when a test says so: which train together, and when."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from typing import Any
 
 import pytest
 
+from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import DataLost, WeightsLost
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.rollout.job import RolloutJob
@@ -22,21 +22,22 @@ SIZES = (
 
 
 class HeldPump(InstantPump):
-    """A group, or its failure, comes once `come` has been set for its uid."""
+    """A group, or its failure, comes once `come` has been set for its uid; with `lost` that raises, once."""
 
     def __init__(self, scores: dict[int, list[float]]) -> None:
         super().__init__(scores)
-        self.come: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self.lost: Exception | None = None
+        self.come: dict[str, asyncio.Event] = {}
+        self.lost: list[Exception] = []
 
     def submit(self, *args: Any, **options: Any) -> RolloutJob:
         job = super().submit(*args, **options)
         scores, failed, job.scores, job.failed = job.scores, job.failed, {}, {}
+        self.come |= {request.uid: asyncio.Event() for request in job.requests}
 
         async def flow(i: int) -> None:
             await self.come[job.requests[i].uid].wait()
-            if self.lost is not None:
-                raise self.lost
+            if self.lost:
+                raise self.lost.pop()
             for held, come in ((scores, job.scores), (failed, job.failed)):
                 if i in held:
                     come[i] = held[i]  # type: ignore[index]
@@ -49,6 +50,7 @@ def held_sampler(*overrides: str, failing: tuple[Any, ...] = ()) -> tuple[Traini
     """A sampler of 8 prompts, 4 a step, in mini-batches of 2."""
     scores = dict.fromkeys(range(8), MIXED)
     sampler, pump = make_sampler(scores, *SIZES, *overrides), HeldPump(scores)
+    sampler.order = PromptSampler(8, 4, shuffle=False, seed=0)  # type: ignore[assignment]
     sampler.pump, pump.failing = pump, dict.fromkeys(failing, "agent")  # type: ignore[assignment]
     return sampler, pump
 
@@ -125,15 +127,13 @@ def test_what_trains_is_not_sampled_again_after_a_machine_was_lost() -> None:
     async def scenario() -> None:
         sampler, pump = held_sampler()
         sampler.open_steps(1, 1)
-        pump.lost = DataLost("a group is gone")
-        await settle(pump, prompt(3))
-        pump.lost = None
+        pump.lost = [DataLost("a group is gone")]
+        await settle(pump, *(prompt(i) for i in range(4)))
         first, again = pump.requests[:4], pump.requests[4:]
-        pump.come.clear()
         assert [(one.uid, one.sampling) for one in again] == [(one.uid, one.sampling) for one in first]
         await settle(pump, prompt(0), prompt(1))
         assert uids(await sampler.mini_batch(1, 0)) == [prompt(0), prompt(1)]
-        pump.lost = DataLost("another one is gone")
+        pump.lost = [DataLost("another one is gone")]
         await settle(pump, prompt(2))
         with pytest.raises(DataLost, match="another one"):
             await sampler.mini_batch(1, 1)
@@ -146,7 +146,7 @@ def test_without_engines_that_hold_the_weights_nothing_is_sampled_again() -> Non
     async def scenario() -> None:
         sampler, pump = held_sampler()
         sampler.open_steps(1, 1)
-        pump.lost = WeightsLost("no engine is left")
+        pump.lost = [WeightsLost("no engine is left")]
         await settle(pump, prompt(3))
         with pytest.raises(WeightsLost):
             await sampler.mini_batch(1, 0)
