@@ -21,7 +21,6 @@ from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto
 from grpo_dist.roles.gang import ActorGroup
 from grpo_dist.roles.policy import ActorWorker
-from grpo_dist.roles.reward import RewardWorker
 from grpo_dist.roles.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import run
@@ -30,14 +29,19 @@ from grpo_dist.trainer.settings import rank_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.processes import spawned
 from tests.trainer.fake_run import make_trainer
-from tests.trainer.fakes import FakeActorWorker, FakePolicyWorker, FakeRolloutWorker, HeldRolloutWorker
+from tests.trainer.fakes import FakeRolloutWorker, HeldRolloutWorker
 from tests.trainer.metrics_page import PAGE, undocumented
 from tests.trainer.recorded import history
 
 pytestmark = pytest.mark.ray
 STREAM = "trainer.stream_mini_batches=true"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
-PLAIN = ("data.val_files=null", "trainer.val_before_train=false", "trainer.log_rollouts=false")
+PLAIN = (
+    "data.val_files=null",
+    "trainer.val_before_train=false",
+    "trainer.log_rollouts=false",
+    "trainer.export_hf_model=false",
+)
 
 
 class LastIsHeld(HeldRolloutWorker):
@@ -65,17 +69,10 @@ class Sampler(FakeRolloutWorker):
         return (Label.of(data, SMALL_COLUMNS), EngineLoad(), []), data
 
 
-@pytest.fixture(scope="module")
-def others(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
-    """All but the actor and the engines."""
-    with spawned("ref", FakePolicyWorker, [(0, 1)]) as ref, spawned("reward", RewardWorker, [()]) as reward:
-        yield {"ref": ref, "reward": reward}
-
-
 @pytest.fixture
-def held(others: dict[str, WorkerGroup]) -> Iterator[dict[str, WorkerGroup]]:
-    with spawned("rollout", LastIsHeld, [()]) as rollout, spawned("actor", FakeActorWorker, [(0, 1)]) as actor:
-        yield others | {"actor": actor, "rollout": rollout}
+def held(groups: dict[str, WorkerGroup]) -> Iterator[dict[str, WorkerGroup]]:
+    with spawned("rollout", LastIsHeld, [()]) as rollout:
+        yield groups | {"rollout": rollout}
 
 
 def after_each_update(trainer: GRPOTrainer, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +95,10 @@ def test_the_first_mini_batch_trains_while_the_last_group_is_sampled(
     trainer = make_trainer(tmp_path, held, *PLAIN, STREAM)
     after_each_update(trainer, lambda: held["rollout"].call_all("test", "release"), monkeypatch)
     trainer.fit()
-    updates = held["actor"].call_all("test", "seen")[0]
-    assert [[len(set(uids)) for uids in mini_batches] for mini_batches in updates] == [[2]] * 6
-    for first, second in zip(updates[::2], updates[1::2], strict=True):
-        assert len({*first[0], *second[0]}) == 4, "every group once"
+    by_rank = zip(*held["actor"].call_all("test", "seen"), strict=True)
+    updates = [{uid for mini_batches in ranks for uid in mini_batches[0]} for ranks in by_rank]
+    assert [len(uids) for uids in updates] == [2] * 6
+    assert [len(first | second) for first, second in zip(updates[::2], updates[1::2], strict=True)] == [4] * 3
     rows = history(trainer)
     assert [row["training/weight_version"] for row in rows] == [1, 2, 3]
     assert [row["staleness/mini_batches/mean"] for row in rows] == [0.5] * 3, "none for one half, one for the other"
@@ -121,11 +118,14 @@ def test_an_engine_lost_within_a_step_ends_the_wait_for_its_groups(
     assert trainer.preemption.held, "nothing may be saved now"
 
 
-TIMED = ("timing_s/", "perf/", "staleness/", "training/rollout_engines", "training/worker_restarts")
+TIMED = ("timing_s/", "perf/", "staleness/")
+SINCE_THE_START = ("health/", "training/worker_restarts")
 
 
 def comparable(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMED + SINCE_THE_START)} for row in rows
+    ]
 
 
 class RealActor(ActorWorker):
@@ -139,7 +139,6 @@ REAL = (
     BYPASS,
     "actor_rollout_ref.actor.use_kl_loss=false",
     "actor_rollout_ref.actor.optim.lr=1e-3",
-    "trainer.export_hf_model=false",
     "trainer.max_actor_ckpt_to_keep=null",
     "trainer.save_freq=1",
 )
@@ -162,15 +161,15 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(others: dict[str, WorkerGroup], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(groups: dict[str, WorkerGroup], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     start = str(tmp_path_factory.mktemp("lab") / "start")
     config, _ = load_config(["actor_rollout_ref.rollout.n=4", *REAL, "actor_rollout_ref.actor.ppo_mini_batch_size=2"])
-    with spawned("rollout", Sampler, [(), ()]) as rollout, spawned("actor", RealActor, [(0, 1)]) as workers:
+    with spawned("rollout", Sampler, [()]) as rollout, spawned("actor", RealActor, [(0, 1)]) as workers:
         actor = ActorGroup(workers)
         run(actor.start(rank_settings(config, ROLES["actor"], placement(config), 3)))
         run(actor.begin_save(start))
         run(actor.finished_save(wait=True))
-        yield Lab(others | {"actor": workers, "rollout": rollout}, start)
+        yield Lab(groups | {"actor": workers, "rollout": rollout}, start)
 
 
 @pytest.mark.timeout(240)
