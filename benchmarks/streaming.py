@@ -62,7 +62,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         classes = {"actor": SlowActor, "rollout": OneByOne, "ref": FakePolicyWorker, "reward": RewardWorker}
-        ranks = {"actor": [(0, 1)], "rollout": [()], "ref": [(0, 1)], "reward": [()]}
+        ranks: dict[str, list[tuple[int, ...]]] = {"actor": [(0, 1)], "rollout": [()], "ref": [(0, 1)], "reward": [()]}
         groups = {role: stack.enter_context(spawned(role, classes[role], ranks[role])) for role in classes}
         for count in (2, 4):
             for streams in ("false", "true"):
