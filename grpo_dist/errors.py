@@ -14,6 +14,7 @@
     ├── DiskError            another file of the run cannot be written: a disk that is full, or has failed
     ├── RayLost              exit code 3: Ray's control service or raylet is gone; the same command goes on
     ├── DataLost             what the run needs was in the memory of a lost machine
+    │   └── WeightsLost      the rest of a step cannot be sampled: its engines are gone, and the actor has trained on
     └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
         ├── WorkerLost       its process died or does not answer, so the call may be repeated on another one
         └── OutOfMemory      a GPU ran out of memory; carries the key to lower
@@ -131,6 +132,10 @@ class RayLost(GrpoDistError):
 
 class DataLost(GrpoDistError):
     """Data of the run were in the memory of a machine that is lost; only a checkpoint can restore them."""
+
+
+class WeightsLost(DataLost):
+    """The weights by which the rest of a step is to be sampled are in no engine any more, nor in the actor."""
 
 
 class WorkerError(GrpoDistError):

@@ -17,6 +17,7 @@ from grpo_dist.errors import (
     RayLost,
     RewardError,
     TrainingDiverged,
+    WeightsLost,
     WorkerError,
     WorkerLost,
 )
@@ -36,6 +37,7 @@ from grpo_dist.errors import (
         (DiskError, (GrpoDistError,), 1),
         (RayLost, (GrpoDistError,), 3),
         (DataLost, (GrpoDistError,), 1),
+        (WeightsLost, (DataLost,), 1),
         (WorkerError, (GrpoDistError,), 1),
         (WorkerLost, (WorkerError,), 1),
         (OutOfMemory, (WorkerError,), 1),
@@ -49,7 +51,7 @@ def test_tree_and_exit_codes(error: type[GrpoDistError], parents: tuple[type, ..
 
 def test_the_drawing_shows_every_class() -> None:
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert len(classes) == 19
+    assert len(classes) == 20
     for name in classes:
         assert name in errors.__doc__
 

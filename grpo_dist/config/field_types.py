@@ -213,6 +213,21 @@ def _dry_run(value: Any) -> Any:
 DryRun = Annotated[bool | Literal["config"], BeforeValidator(_dry_run)]
 TrainDtype = Literal["fp32", "bf16"]
 RolloutDtype = Literal["float32", "bfloat16", "float16"]
+TimedStage = Literal[
+    "generate",
+    "ref_log_prob",
+    "old_log_prob",
+    "values",
+    "reward_model",
+    "update",
+    "update_critic",
+    "update_reward_model",
+    "sync_weights",
+    "save_checkpoint",
+    "load_checkpoint",
+    "export_hf_model",
+    "profile",
+]
 TrainDtypeName = Annotated[TrainDtype, _alias(_TRAIN_NAMES)]
 EIGHT_BIT, NEEDS_TORCHAO = "AdamW8bit", "needs torchao: pip install 'torchao>=0.18,<0.19' (the extra torchao)"
 OptimizerName = Annotated[Literal["AdamW", "AdamW8bit"], _alias({"_AdamW": "AdamW"})]  # _AdamW: torchao's

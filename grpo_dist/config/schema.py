@@ -29,6 +29,7 @@ from grpo_dist.config.field_types import (
     Section,
     Share,
     Text,
+    TimedStage,
     TrainDtype,
     as_tuple,
 )
@@ -138,29 +139,13 @@ class RewardConfig(Section):
     step_separator: Text
 
 
-TimedStage = Literal[
-    "generate",
-    "ref_log_prob",
-    "old_log_prob",
-    "values",
-    "reward_model",
-    "update",
-    "update_critic",
-    "update_reward_model",
-    "sync_weights",
-    "save_checkpoint",
-    "load_checkpoint",
-    "export_hf_model",
-    "profile",
-]
-
-
 class TrainerConfig(JobTrainerConfig):
     """`trainer`: the run, its records and its machines."""
 
     critic_warmup: NonNegativeInt
     val_in_background: Annotated[bool, Resume.FREE]
     max_staleness: NonNegativeInt
+    stream_mini_batches: bool
     max_worker_restarts: Annotated[NonNegativeInt, Resume.FREE]
     log_rollouts: Annotated[bool, Resume.FREE]
     log_rollouts_max_gib: Annotated[PositiveFloat | None, Resume.FREE]
@@ -168,6 +153,11 @@ class TrainerConfig(JobTrainerConfig):
     profile_steps: Annotated[Annotated[tuple[Count, ...], Pair] | None, Distinct, Resume.FREE]
     stage_timeout_s: Annotated[dict[TimedStage, PositiveFloat | None], Resume.FREE]
     health: Annotated[HealthConfig, Resume.FREE]
+
+    @property
+    def samples_during_updates(self) -> bool:
+        """Tell if groups are sampled while the policy changes: of later steps, or of the same one."""
+        return self.max_staleness > 0 or self.stream_mini_batches
 
     @property
     def profile_dir(self) -> Path:
@@ -307,18 +297,25 @@ class RunConfig(JobConfig):
         if correction.rollout_is != "auto":
             return correction.rollout_is
         ratio_corrects = correction.bypass_mode and correction.loss_type == "ppo_clip"
-        return "token" if self.trainer.max_staleness and not ratio_corrects else None
+        return "token" if self.trainer.samples_during_updates and not ratio_corrects else None
+
+    @property
+    def parts_per_step(self) -> int:
+        """Parts in which a step's batch trains: its mini-batches, if they train as they come, or the whole of it."""
+        size = self.actor_rollout_ref.actor.ppo_mini_batch_size
+        return self.data.train_batch_size // size if self.trainer.stream_mini_batches else 1
 
     @property
     def old_log_probs_from(self) -> Literal["actor", "rollout", "update"]:
         """Whose log-probs are the old ones: the actor's, computed before the update; the sampler's, with bypass_mode;
-        or the update's own, where a batch is one optimizer step and nothing asks for them earlier.
+        or the update's own, where a part of the batch is one optimizer step and nothing asks for them earlier.
         """
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
         if correction.bypass_mode:
             return "rollout"
-        one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == actor.ppo_mini_batch_size
+        size = self.parts_per_step * actor.ppo_mini_batch_size
+        one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == size
         asked_earlier = (
             algorithm.use_kl_in_reward
             or (self.rollout_is is not None and correction.rollout_is_batch_normalize)

@@ -18,6 +18,8 @@ from grpo_dist.plugins.names import (
     OVERLONG_PENALTY,
     REWARD_MODEL_FUNCTION,
     SEQUENCE_LOSSES,
+    TOKEN_SELECTING_LOSSES,
+    WHOLE_BATCH_ADV_ESTIMATORS,
     parse_code,
 )
 from grpo_dist.sizes import ENGINE_LORA_RANKS
@@ -176,6 +178,36 @@ def sampling_rules(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
+def streaming_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is known of a batch only when all of it is sampled, while its first mini-batches have trained."""
+    algorithm, actor, data = config.algorithm, config.actor_rollout_ref.actor, config.data
+    estimator, stream = algorithm.adv_estimator, "<trainer.stream_mini_batches>"
+    if not config.trainer.stream_mini_batches:
+        return
+    one_by_one = [name for name in ADV_ESTIMATORS if name not in WHOLE_BATCH_ADV_ESTIMATORS]
+    whole = {
+        "<algorithm.adv_estimator>": (estimator not in one_by_one, f"one of {', '.join(one_by_one)}"),
+        "<algorithm.filter_groups.enable>": (algorithm.filter_groups.enable, "false"),
+        "<algorithm.rollout_correction.rollout_is_batch_normalize>": (
+            algorithm.rollout_correction.rollout_is_batch_normalize,
+            "false",
+        ),
+        "<rollout.over_sample_rate>": (config.actor_rollout_ref.rollout.over_sample_rate > 0, "0"),
+        "<actor.ppo_epochs>": (actor.ppo_epochs > 1, "1"),
+        "<actor.shuffle>": (actor.shuffle, "false"),
+        "<actor.top_entropy_quantile>": (actor.top_entropy_quantile < 1, "1"),
+        "<actor.policy_loss.loss_mode>": (actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES, "vanilla"),
+    }
+    for key, (needs_all, other) in whole.items():
+        if needs_all:
+            why = "that takes the whole batch, of which parts are still sampled when others train; set the first to"
+            yield f"{key}, {stream}: {why} {other}, or the second to false"
+    if data.train_batch_size == actor.ppo_mini_batch_size:
+        why = "the batch is one mini-batch, and trains when all of it is there; set the second to a part of the first"
+        yield f"<data.train_batch_size>, <actor.ppo_mini_batch_size>, {stream}: {why}, or the last to false"
+
+
+@between_keys
 def reference_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with a reference that moves, or is a teacher."""
     ref, moves = config.actor_rollout_ref.ref, config.actor_rollout_ref.ref.ref_model_sync_steps > 0
@@ -325,9 +357,11 @@ def run_notes(config: RunConfig) -> Iterator[str]:
             "of the full one; training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction "
             "corrects for it"
         )
-    if stale and config.rollout_is is None and not config.algorithm.rollout_correction.bypass_mode:
-        why = f"responses may be {stale} updates old, and nothing corrects for it; set the second to auto"
-        yield f"<trainer.max_staleness>, <algorithm.rollout_correction.rollout_is>: {why}"
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
+        key, age = ("max_staleness", f"{stale} updates") if stale else ("stream_mini_batches", "some mini-batches")
+        why = f"responses may be {age} old, and nothing corrects for it; set the second to auto"
+        yield f"<trainer.{key}>, <algorithm.rollout_correction.rollout_is>: {why}"
     if rollout.over_sample_rate:
         yield (
             "<rollout.over_sample_rate>: the slowest groups are aborted, so batches are biased towards short "
@@ -344,6 +378,7 @@ KEY_RULES = (
     credit_rules,
     gdpo_rules,
     sampling_rules,
+    streaming_rules,
     reference_rules,
     reward_model_rules,
     retraining_rules,

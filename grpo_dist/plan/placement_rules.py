@@ -201,9 +201,10 @@ def weights_reach_the_engines(config: RunConfig) -> Iterator[str]:
     if backend == "ipc" and config.device == "cpu" and config.trainer.nnodes > 1:
         why = "it needs an actor rank on each engine's machine, and several machines may lack one; set it to null"
         yield f"{_BACKEND}, <trainer.nnodes>: {why}"
-    if rollout.free_cache_engine and shares and config.trainer.max_staleness:
-        why = "engines that sample ahead need their memory during the update; set the first to false, or the second to"
-        yield f"<rollout.free_cache_engine>, <trainer.max_staleness>: {why} 0"
+    for name, off in {"max_staleness": "0", "stream_mini_batches": "false"}.items():
+        if rollout.free_cache_engine and shares and getattr(config.trainer, name):
+            why = "engines that sample during the update need their memory then; set the first to false, or the second"
+            yield f"<rollout.free_cache_engine>, <trainer.{name}>: {why} to {off}"
 
 
 @between_keys

@@ -73,8 +73,11 @@ def _algorithm(config: JobConfig) -> str:
         terms.append("no KL")
     terms.append(f"lr {actor.optim.lr:g}")
     if stale:
-        weights = f"rollout_is={config.rollout_is}" if config.rollout_is else "no importance weights"
-        terms.append(f"up to {_many(stale, 'update')} stale, {weights}")
+        terms.append(f"up to {_many(stale, 'update')} stale")
+    if config.trainer.stream_mini_batches:
+        terms.append("mini-batches train while others are sampled")
+    if config.trainer.samples_during_updates:
+        terms.append(f"rollout_is={config.rollout_is}" if config.rollout_is else "no importance weights")
     return ", ".join(terms)
 
 

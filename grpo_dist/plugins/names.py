@@ -27,6 +27,7 @@ GROUP_ADV_ESTIMATORS = (
 )
 # ... and all estimators.
 ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", "distill")
+WHOLE_BATCH_ADV_ESTIMATORS = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores
 SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "full")

@@ -44,12 +44,16 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
     return metrics | means
 
 
-def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: int) -> dict[str, float]:
+def staleness_metrics(
+    batch: DataProtoRef, weight_version: int, max_staleness: int, num_parts: int = 1
+) -> dict[str, float]:
     """Staleness of a batch: how many updates old the weights were that sampled the oldest token of each sequence.
 
     Returns:
         `staleness/mean` and `staleness/max`, the share of sequences of each age (`staleness/share/AGE`), and the share
-        sampled by several weight versions (`staleness/spanning`); {} if `max_staleness` is 0.
+        sampled by several weight versions (`staleness/spanning`), if `max_staleness` is above 0. If the batch trains in
+        several parts, each of which is an optimizer step, mean and largest number of these steps that the policy is
+        ahead of a token's weights (`staleness/mini_batches/mean`, `staleness/mini_batches/max`).
 
     Raises:
         GrpoDistError: a sequence is older than `max_staleness`, or newer than the policy, which is a bug.
@@ -60,12 +64,18 @@ def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: i
             f"responses came from weights {ages.min()} to {ages.max()} updates old; "
             f"trainer.max_staleness={max_staleness}"
         )
+    metrics: dict[str, float] = {}
+    if num_parts > 1:
+        group = np.cumsum(np.append(False, batch["uid"][1:] != batch["uid"][:-1]))
+        ahead = ages * num_parts + group * num_parts // (group[-1] + 1)
+        mean = float(np.average(ahead, weights=batch["response_length"]))
+        metrics = {"staleness/mini_batches/mean": mean, "staleness/mini_batches/max": float(ahead.max())}
     if not max_staleness:
-        return {}
+        return metrics
     spanning = batch["last_weight_version"] > batch["weight_version"]
     shares = {f"staleness/share/{age}": float((ages == age).mean()) for age in range(max_staleness + 1)}
     spread = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
-    return spread | shares | {"staleness/spanning": float(spanning.mean())}
+    return metrics | spread | shares | {"staleness/spanning": float(spanning.mean())}
 
 
 class IdleShares:

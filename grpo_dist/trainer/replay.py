@@ -182,14 +182,19 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
         data = recorded.data.select(
             with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), recorded.data.columns())
         )
-        old = DataProto()
-        if config.old_log_probs_from != "rollout":
-            columns = engine.compute_columns(data, ("log_probs",), **size)
-            old = DataProto.from_dict({"old_log_probs": columns["log_probs"]})
-        if recorded.only_critic_learned:
-            return old, {}
         groups = mini_batches(config, config.actor_rollout_ref.actor, data["uid"], recorded.step - 1)
-        results = [engine.train_mini_batch(data.index(rows), objective=objective, **size).metrics for rows in groups]
+        old, results = [], []
+        for part in np.array_split(np.arange(len(groups)), config.parts_per_step):
+            rows = np.unique(np.concatenate([groups[i] for i in part]))
+            if config.old_log_probs_from != "rollout":
+                columns = engine.compute_columns(data.index(rows), ("log_probs",), **size)
+                old.append(DataProto.from_dict({"old_log_probs": columns["log_probs"]}))
+            if not recorded.only_critic_learned:
+                batches = [data.index(groups[i]) for i in part]
+                results += [engine.train_mini_batch(one, objective=objective, **size).metrics for one in batches]
+    log_probs = DataProto.concat(old) if old else DataProto()
+    if not results:
+        return log_probs, {}
     metrics = metric_values(averaged(results))
     had, has = (metrics_of_run.get("actor/lr", math.nan) for metrics_of_run in (recorded.metrics, metrics))
     if abs(had - has) > LR_TOLERANCE * abs(had):
@@ -198,7 +203,7 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
             "trainer.total_training_steps, trainer.total_epochs, the rows or actor_rollout_ref.actor.optim were "
             "changed after it, so its update cannot be computed again"
         )
-    return old, metrics
+    return log_probs, metrics
 
 
 def metric_difference(

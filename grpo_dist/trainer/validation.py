@@ -21,6 +21,7 @@ from grpo_dist.algorithms.validation import best_at_k, judged, majority_at_n, su
 from grpo_dist.config.schema import RunConfig, TrainerConfig
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.plan.placement import Placement
 from grpo_dist.roles.reward import EXTRA
 from grpo_dist.roles.reward_pool import RewardPool
 from grpo_dist.roles.rollout_group import GroupRequest
@@ -61,13 +62,21 @@ class Validation:
         prompts: the validation prompts.
         sampling: sampling settings, as for `validation_requests`.
         pump: generates and scores the responses.
+        place: where the roles are.
     """
 
     config: RunConfig
     prompts: Sequence[TokenizedPrompt]
     sampling: SamplingSettings
     pump: RolloutPump
+    place: Placement
     _job: RolloutJob | None = None
+
+    @property
+    def comes_first(self) -> bool:
+        """Tell if it must end before the next update: engines sleep during that, or it may say that there is none."""
+        sleeps = self.config.actor_rollout_ref.rollout.free_cache_engine and self.place.shares_gpu
+        return sleeps or self.config.trainer.stop_at is not None
 
     def begin(self) -> RolloutJob:
         """Send the prompts to the engines, unless they are sent: before those of later steps, which the next sync of

@@ -117,7 +117,7 @@ def test_engines_give_their_memory_back_before_an_update_begins(stage: str, resu
             self.answers = answers
 
         def __getattr__(self, name: str) -> Any:
-            async def note(*args: Any) -> Any:
+            async def note(*args: Any, **kwargs: Any) -> Any:
                 order.append(name)
                 return self.answers.get(name)
 
@@ -132,6 +132,8 @@ def test_engines_give_their_memory_back_before_an_update_begins(stage: str, resu
         value_objective=None,
         step=0,
         metrics={},
+        is_sampling=False,
+        _updates={},
     )
     batch = {"uid": np.repeat(np.arange(32), 8)}
     assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, batch)) == result

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +41,7 @@ class FakeRolloutWorker(Mailbox, Process):
 
     async def start(self, settings: object) -> None: ...
 
-    async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[tuple[Label, EngineLoad, list], DataProto]:
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: Any, task: object) -> Any:
         is_short = self.every and int(uid.partition("prompt")[2] or 1) % self.every == 0
         lengths = [self.length + i for i in range(sampling.n - bool(is_short))]
         responses = [Response([5] * k, [-1.0] * k, False, [self.version] * k) for k in lengths]
@@ -103,7 +102,8 @@ class FakePolicyWorker(Process):
     column = "ref_log_probs"
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.updates = rank, []
+        self.rank = rank
+        self.updates: list = []
 
     def start(self, *args: object) -> None: ...
 
@@ -197,6 +197,6 @@ class RecordingRolloutWorker(FakeRolloutWorker):
 class StuckRewardWorker(RewardWorker):
     """Never returns a score."""
 
-    def score(self, *args: object) -> DataProtoRef:
+    def score(self, *args: object) -> Any:
         time.sleep(1000)
         raise AssertionError

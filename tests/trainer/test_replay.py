@@ -261,6 +261,13 @@ def test_in_bypass_mode_the_samplers_log_probs_are_not_compared(
     assert exact["old_log_probs"].values.isfinite().all()
 
 
+def test_streamed_mini_batches_meet_the_policy_that_the_ones_before_have_made() -> None:
+    whole, streamed = (reupdate(recorded(*keys))[0] for keys in ((), ("trainer.stream_mini_batches=true",)))
+    rows = [log_probs["old_log_probs"].to_padded(0) for log_probs in (whole, streamed)]
+    torch.testing.assert_close(rows[0][:2], rows[1][:2])
+    assert ((rows[0] - rows[1])[2:].abs() > 1e-4).any()
+
+
 def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = Ragged.from_rows([[0.5] * 3] * 4, torch.float32)
     keys = ("algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen3", "trainer.critic_warmup=1")

@@ -75,16 +75,16 @@ class RolloutJob:
         """Wait until nothing of the job is at work any more, whatever became of it."""
         await asyncio.gather(*self.flows.values(), *self.passes, return_exceptions=True)
 
-    async def scored(self, enough: Callable[[], bool]) -> None:
-        """Wait until `enough` returns true, which is tested after each score, or until all groups are scored.
+    async def settled(self, enough: Callable[[], bool]) -> None:
+        """Wait until `enough` returns true, which is tested when a group is scored or a pass ends, or until all are.
 
         Raises:
             GrpoDistError: as `finished`.
         """
         if enough():
             return
-        for flow in asyncio.as_completed(self.flows.values()):
-            await flow
+        for task in asyncio.as_completed([*self.flows.values(), *self.passes]):
+            await task
             if enough():
                 return
 
@@ -98,13 +98,19 @@ class RolloutJob:
 
     def results(self) -> list[DataProtoRef]:
         """The groups with scores and log-probs, in the order of the requests, without the cancelled ones."""
-        results = []
-        for i in sorted(self.scores):
-            group = self.groups[i].union(self.scores[i])
-            for log_probs in self.log_probs.values():
-                group = group.union(log_probs[i]) if i in log_probs else group
-            results.append(group)
-        return results
+        return [self.result(i) for i in sorted(self.scores)]
+
+    def result(self, i: int) -> DataProtoRef:
+        """A group with its scores, and the log-probs that are there."""
+        group = self.groups[i].union(self.scores[i])
+        for log_probs in self.log_probs.values():
+            group = group.union(log_probs[i]) if i in log_probs else group
+        return group
+
+    def is_settled(self, i: int) -> bool:
+        """Tell if a group has its scores and all of its log-probs, or has failed."""
+        wanted = self.log_probs.values() if self.requests[i].needs_log_probs else ()
+        return i in self.failed or (i in self.scores and all(i in log_probs for log_probs in wanted))
 
     def batch(self) -> DataProtoRef:
         """`results` as one batch.

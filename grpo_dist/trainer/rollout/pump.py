@@ -273,7 +273,7 @@ def _sources(config: RunConfig, roles: Roles) -> dict[str, LogProbSource]:
     then.
     """
     sources: dict[str, LogProbSource] = {}
-    actor, in_step = roles.actor, config.trainer.max_staleness == 0
+    actor, in_step = roles.actor, not config.trainer.samples_during_updates
     for row in roles_of(config):
         if row.adds is not None and row.name in roles.gangs and (in_step or not row.trains):
             stage, limit = row.adds

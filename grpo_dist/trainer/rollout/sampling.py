@@ -9,12 +9,14 @@ batch of prompts is complete, because the log-prob passes have fixed shares and 
 
 A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and is sampled in
 the background until its batch is full (`_fill`). Prompts are drawn step by step, so none is skipped or used twice.
+With `trainer.stream_mini_batches` its first groups train meanwhile, by the order of the prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
+from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError, WeightsLost
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
@@ -41,6 +43,7 @@ from grpo_dist.trainer.rollout.job import (
     require_metric,
     timings,
 )
+from grpo_dist.trainer.rollout.open_step import OpenStep
 from grpo_dist.trainer.rollout.pump import RolloutPump
 
 
@@ -68,47 +71,6 @@ class Rollout:
 
 
 _DROPPED = ("num_filtered", "num_surplus", "num_dropped_tokens")  # of what a resumed step does not sample again
-
-
-@dataclass
-class OpenStep:
-    """A step whose batch is being sampled.
-
-    Attributes:
-        drawn: the batches of prompts (positions in the training set), in the order they were drawn.
-        jobs: a job for each batch that was sent to the pump.
-        kept: groups that train.
-        dropped: by batch, the positions of groups that do not train: cancelled, surplus, or with equal rewards.
-        num_complete: batches whose groups are all in `kept` or `dropped`.
-        num_learned: batches whose scores `order` was told before a resume.
-        num_filtered: dropped groups with equal rewards.
-        num_surplus: dropped groups beyond a full batch.
-        num_dropped_tokens: of the responses of both.
-        filling: the task that samples until the batch is full.
-    """
-
-    drawn: list[list[int]] = field(default_factory=list)
-    jobs: list[RolloutJob] = field(default_factory=list)
-    kept: list[tuple[GroupRequest, DataProtoRef]] = field(default_factory=list)
-    dropped: dict[int, set[int]] = field(default_factory=dict)
-    num_complete: int = 0
-    num_learned: int = 0
-    num_filtered: int = 0
-    num_surplus: int = 0
-    num_dropped_tokens: int = 0
-    filling: asyncio.Task[None] | None = None
-
-    @property
-    def num_sampled(self) -> int:
-        """Groups of complete batches, without cancelled ones."""
-        return len(self.kept) + self.num_filtered + self.num_surplus
-
-    def prompts(self) -> list[list[int]]:
-        """`drawn` without the prompts whose groups do not train in this step."""
-        return [
-            [prompt for i, prompt in enumerate(batch) if i not in self.dropped.get(number, ())]
-            for number, batch in enumerate(self.drawn)
-        ]
 
 
 class TrainingSampler:
@@ -144,7 +106,7 @@ class TrainingSampler:
         for step in range(first, last + 1):
             state = self.open.setdefault(step, OpenStep())
             if state.filling is None:
-                state.filling = self.pump.spawn(self._fill(step, state, self._send_batch(step, state)))
+                state.begin(self.pump.spawn(self._fill(step, state, self._send_batch(step, state))))
 
     async def rollout(self, step: int) -> Rollout:
         """Wait for the batch of `step`; opens the step if it is not open yet. It stays open until `close`.
@@ -171,6 +133,11 @@ class TrainingSampler:
         if self.num_spare:
             result.metrics["train/aborted_groups"] = sum(len(groups) for groups in state.dropped.values())
         return result
+
+    async def mini_batch(self, step: int, number: int) -> DataProtoRef:
+        """Wait for the groups of a mini-batch of an open step, while others are sampled; raises what `rollout` does."""
+        size = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
+        return await self.open[step].take(number * size, (number + 1) * size)
 
     def close(self, step: int) -> None:
         """Forget `step`, whose batch has trained."""
@@ -228,7 +195,8 @@ class TrainingSampler:
     async def _fill(self, step: int, state: OpenStep, job: RolloutJob) -> None:
         """Sample batches of prompts, of which `job` is the first, until the step's batch is full.
 
-        If a machine is lost meanwhile, which had some of the groups, all of `job` are sampled again, by the same seeds.
+        If a machine is lost meanwhile, which had some of the groups, all of `job` are sampled again, by the same seeds:
+        unless some of them train already.
 
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
@@ -238,14 +206,17 @@ class TrainingSampler:
             try:
                 if self.num_spare and state.num_complete not in state.dropped:
                     await self._cancel_the_slowest(state, job)
+                if self.config.trainer.stream_mini_batches:
+                    await job.settled(functools.partial(self._hand_over, state, job))
                 await job.finished()
-            except DataLost:
-                if self.num_spare:  # others might be chosen
+            except DataLost as error:
+                if self.num_spare or state.trains or isinstance(error, WeightsLost):  # others might be chosen
                     raise
                 lost = -1
-            if lost != self.pump.machines_lost and not self.num_spare:
-                await job.ended()
+            if lost != self.pump.machines_lost and not (self.num_spare or state.trains):
+                state.begin_batch()
                 state.jobs.pop()
+                await job.ended()
                 job = self._send_batch(step, state)
                 continue
             self._choose_groups(step, state, job)
@@ -306,7 +277,7 @@ class TrainingSampler:
         def complete() -> list[int]:
             return [i for i in range(len(drawn)) if job.scores.keys() >= set(_requests_of(i, drawn, job))]
 
-        await job.scored(lambda: len(complete()) >= wanted)
+        await job.settled(lambda: len(complete()) >= wanted)
         late = set(range(len(drawn))) - set(complete()[:wanted])
         state.dropped[state.num_complete] = late
         again = [i for i in sorted(late) if job.failed.keys().isdisjoint(_requests_of(i, drawn, job))]
@@ -335,6 +306,7 @@ class TrainingSampler:
         not_kept = (group for i, group in sampled.items() if i not in kept)
         state.num_dropped_tokens += sum(int(group["response_length"].sum()) for group in not_kept)
         state.kept += [(job.requests[i], sampled[i]) for i in kept]
+        state.begin_batch()
         dropped = state.dropped[number] = set(range(len(drawn))) - set(kept)
         job.release(request for i in dropped for request in _requests_of(i, drawn, job))
         state.num_complete += 1
@@ -355,20 +327,22 @@ class TrainingSampler:
             self.order.update(new)
 
     def _groups(self, job: RolloutJob, drawn: Sequence[int], late: set[int]) -> dict[int, DataProtoRef]:
-        """The sampled groups by position in the batch; for ReMax with the greedy score as `reward_baseline`."""
-        groups = {}
-        results = dict(zip(sorted(job.scores), job.results(), strict=True))
-        for i in range(len(drawn)):
-            if i in results and i not in late:
-                group = results[i]
-                baselines = _requests_of(i, drawn, job)[1:]
-                if any(baseline not in results for baseline in baselines):
-                    continue  # its greedy episode failed
-                for baseline in baselines:
-                    column = np.full(len(group), results[baseline]["score"][0], np.float32)
-                    group = dataclasses.replace(group, small=group.small | {"reward_baseline": column})
-                groups[i] = group
-        return groups
+        """The sampled groups by position in the batch, without those that have failed."""
+        groups = {i: _group(job, _requests_of(i, drawn, job)) for i in range(len(drawn)) if i not in late}
+        return {i: group for i, group in groups.items() if group is not None}
+
+    def _hand_over(self, state: OpenStep, job: RolloutJob) -> bool:
+        """Let the groups train that are there, up to the first that is not; returns whether all are."""
+        drawn = state.drawn[state.num_complete]
+        while state.num_settled < len(drawn):
+            requests = _requests_of(state.num_settled, drawn, job)
+            if not all(job.is_settled(i) for i in requests):
+                break
+            if (group := _group(job, requests)) is not None:
+                state.ready.append(group)
+            state.num_settled += 1
+        state.news.set()
+        return state.num_settled == len(drawn)
 
     def _requests(self, positions: Sequence[int], step: int, attempt: int) -> list[GroupRequest]:
         requests = []
@@ -385,6 +359,17 @@ class TrainingSampler:
         sampling = dataclasses.replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=None)
         for request in requests:
             yield dataclasses.replace(request, uid=f"{request.uid}-greedy", sampling=sampling, needs_log_probs=False)
+
+
+def _group(job: RolloutJob, requests: Sequence[int]) -> DataProtoRef | None:
+    """A prompt's group, for ReMax with the greedy score as `reward_baseline`; None: a request of it has failed."""
+    if any(i not in job.scores for i in requests):
+        return None
+    group = job.result(requests[0])
+    for baseline in requests[1:]:
+        column = np.full(len(group), job.scores[baseline]["score"][0], np.float32)
+        group = dataclasses.replace(group, small=group.small | {"reward_baseline": column})
+    return group
 
 
 def _requests_of(i: int, drawn: Sequence[int], job: RolloutJob) -> tuple[int, ...]:

@@ -220,7 +220,7 @@ def test_where_slow_groups_are_cancelled_each_is_scored_by_itself() -> None:
         reward: Any = SimpleNamespace(score=score)
         pump = RolloutPump(AnswersAtOnce(), reward, {}, model_scores=scores, reward_timeout_s=1.0)  # type: ignore[arg-type]
         job = pump.submit(requests_for(list("0123")), cancels=True)
-        await job.scored(lambda: len(asked) == 2)
+        await job.settled(lambda: len(asked) == 2 and bool(job.scores))
         assert set(job.scores) == {0}
         job.cancel([1, 2, 3])
         free.set()
