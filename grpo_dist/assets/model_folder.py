@@ -147,7 +147,6 @@ def read_header(file: Path, setting: str) -> Shapes:
 
 
 def _read_object(file: Path, setting: str) -> dict[str, Any]:
-    """Read a JSON file that must contain an object."""
     if not file.is_file():
         raise DataError(f"{setting}: no {file.name} in the folder; use a Hugging Face model folder")
     try:
@@ -160,7 +159,6 @@ def _read_object(file: Path, setting: str) -> dict[str, Any]:
 
 
 def _model_type(config: dict[str, Any], setting: str, *, trust_remote_code: bool) -> str:
-    """The `model_type` of config.json, checked."""
     where, section = f"{setting}: config.json", setting.partition("=")[0].rpartition(".")[0]
     model_type, own_code = config.get("model_type"), config.get("auto_map")
     if own_code and not trust_remote_code and not _known(model_type):

@@ -105,14 +105,12 @@ def check_use(row: CheckedModel, model: ModelFolder) -> str:
 
 
 def _described(model: ModelFolder) -> str:
-    """Return a model folder in a few words."""
     files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
     weights = files if model.shapes else "its weights are downloaded when the run starts"
     return f"{model.model_type}, {weights}"
 
 
 def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
-    """Check the adapter from which LoRA goes on against the weights of its model, and return it in a few words."""
     setting = f"{section}.{ADAPTER_KEY}={path}"
     adapter = read_adapter_folder(path, setting)
     if model.shapes:
@@ -218,7 +216,6 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
 
 
 def _other_tokens(config: RunConfig, policy: ModelFolder, reads: Mapping[str, int]) -> list[str]:
-    """Return the tokens of the policy that have another number, or none, in `reads`."""
     trust = config.actor_rollout_ref.model.trust_remote_code
     written = load_tokenizer(str(policy.folder), trust_remote_code=trust, key=POLICY_KEY).get_vocab()
     return [token for token, number in written.items() if reads.get(token) != number]

@@ -63,7 +63,6 @@ def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -
 
 
 def _reward_names(config: RunConfig) -> str:
-    """Return the reward function as the config names it; all of a list."""
     named = config.custom_reward_function.listed
     paths = [config.reward_function] if named is None else [entry.get("path") for entry in named]
     return ", ".join(path or "built-in, by data_source" for path in paths)

@@ -75,11 +75,7 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
 
 
 def _check_model(config: JobConfig, run_dir: Path) -> None:
-    """Check that a run that starts anew does not replace the model of another experiment, which has left no checkpoint.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Check that a run that starts anew replaces no model of another experiment that has left no checkpoint."""
     trainer = config.trainer
     if trainer.resume_mode != "auto" or trainer.val_only or not (run_dir / EXPORTED).is_dir():
         return

@@ -94,7 +94,6 @@ def own_answer(prompt: Prompt) -> Answer:
 
 
 def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> list[Prompt]:
-    """Return the rows of data.train_files to score: one, or the first ones."""
     prompts = read_prompts(config, "data.train_files", config.data.train_files, -1, needs)
     if config.data.system_prompt is not None:
         prompts, _ = add_system_prompt(prompts, config.data.system_prompt)

@@ -222,7 +222,6 @@ async def _answers(
     scorer: Scorer,
     limits: DataConfig | None,
 ) -> list[Answers]:
-    """Ask a model all prompts, and score groups while others are sampled."""
     answers = []
     async with asking(model, sampling, max_model_len, limits) as asker:
         async for prompt, responses in asker.answers(prompts):
@@ -276,7 +275,6 @@ def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:
 
 
 def _text(table: Sequence[dict[str, Any]]) -> str:
-    """The table as text, a block for each data source."""
     lines = []
     for source in dict.fromkeys(row["source"] for row in table):
         rows = [row for row in table if row["source"] == source]

@@ -244,7 +244,6 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
 
 
 def _check_device(settings: EngineSettings) -> None:
-    """Check that this machine has the engine's GPUs, or the build for CPU."""
     if problem := build_problem(settings.device):
         raise ConfigError(problem)
     size = settings.rollout.tensor_model_parallel_size

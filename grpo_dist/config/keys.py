@@ -124,7 +124,6 @@ def _meant(name: str, schema: type[JobConfig]) -> list[str] | None:
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the type of everything below a section."""
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}", field.annotation
         if _is_section(field.annotation):

@@ -215,7 +215,6 @@ def pair_row(row: dict[str, Any], location: str, where: str) -> Pair:
 
 
 def _common_start(row: dict[str, Any], chosen: Messages, rejected: Messages, where: str) -> Messages:
-    """Return the messages with which two whole conversations begin."""
     for name in ("chosen", "rejected"):
         if isinstance(row[name], str):
             raise DataError(

@@ -196,7 +196,6 @@ def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Seconds of each step by phase, on top of each other."""
     phases: dict[str, float] = {}
     for row in run.rows:
         for name, value in row.items():

@@ -125,7 +125,6 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, A
 
 
 def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A row as the page shows it, which is put into its group."""
     if isinstance(row, str):
         raise DataError(row)
     for name, kind in _TYPES.items():
@@ -169,8 +168,6 @@ def _add_tokens(
 
 
 def _per_token(columns: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
-    """Rows of the numbers that tokens are coloured by."""
-
     def less(one: str, other: str) -> Ragged:
         return Ragged(columns[one].values - columns[other].values, columns[one].offsets)
 

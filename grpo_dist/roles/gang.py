@@ -79,7 +79,6 @@ class Gang:
         return DataProtoRef.concat(handles).reorder(np.argsort(np.concatenate(rows)))
 
     def _parts(self, batch: DataProtoRef, columns: Sequence[str]) -> tuple[list[np.ndarray], list[DataProtoRef]]:
-        """The positions of the rows that each group of ranks works on, and these rows."""
         rows = _shares(batch, np.arange(len(batch)), len(self.workers) // self._group_size)
         inputs = batch.select(columns)
         return rows, [inputs.reorder(part) for part in rows]
@@ -90,7 +89,6 @@ class Gang:
         return 1 if self._settings is None else self._settings.model.sequence_parallel_size
 
     def _to_ranks(self, parts: Sequence[T]) -> list[T]:
-        """Return what each rank is given, from what each group is."""
         return [part for part in parts for _ in range(self._group_size)]
 
     def _of_groups(self, answers: Sequence[T]) -> Sequence[T]:
@@ -274,7 +272,6 @@ def rendezvous_host(addresses: Sequence[Address]) -> str:
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_groups: int) -> list[np.ndarray]:
-    """The rows that each group of ranks works on."""
     columns = (batch[name][rows] for name in ("uid", "prompt_length", "response_length"))
     return [rows[part] for part in balance(Lengths(*columns), num_groups)]
 

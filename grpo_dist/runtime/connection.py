@@ -63,7 +63,6 @@ def connect(address: str, num_cpus: int | None) -> str:
 
 
 def _other_token(address: str, error: Exception) -> ConfigError:
-    """The error for a cluster that does not take this process's calls."""
     reason = " ".join(str(error).split())
     return ConfigError(
         f"ray_kwargs.ray_init.address={address}: the cluster refused this run: {reason}\n"

@@ -135,7 +135,6 @@ class Nodes:
         return await asyncio.to_thread(question, *arguments)
 
     async def _situation(self) -> str:
-        """Say which machines are lost and which are alive, for messages."""
         nodes = await self._ask(ray.nodes)
         lost = ", ".join(sorted({_described(node) for node in nodes if not node["Alive"]})) or "none"
         alive = machine_sizes(node for node in nodes if node["Alive"])

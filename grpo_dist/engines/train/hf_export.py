@@ -127,7 +127,6 @@ def _set_padding(config: Any, tokenizer: Any) -> None:
 
 
 def _write(write: Callable[[Path], None], folder: Path, num_bytes: int) -> None:
-    """Write into a temporary folder, then rename it."""
     temporary = folder.with_name(f"{folder.name}.tmp")
     delete(temporary)
     try:

@@ -123,7 +123,6 @@ def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
 
 
 def _is_called(name: str, ends: Iterable[str]) -> bool:
-    """Tell if a module's name ends in one of these, at a dot."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 

@@ -254,7 +254,6 @@ def _refusing(settings: ModelSettings) -> Iterator[None]:
 
 
 def _check_names(report: Any, setting: str) -> None:
-    """Check that the files have all weights of the model, in its shapes, and no others."""
     if report.mismatched_keys:
         mismatched = sorted(report.mismatched_keys)
         shapes = [f"{name} {tuple(shape)}, should be {tuple(wanted)}" for name, shape, wanted in mismatched]

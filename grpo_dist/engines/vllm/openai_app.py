@@ -84,11 +84,9 @@ class _Client:
         """Limits are the recording's."""
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Nothing but generation."""
         return ("generate",)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
-        """Sample, and answer in vLLM's form."""
         if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
             raise RequestRefused("text only: images and embeddings are not recorded")
         for name, usual in _UNTOUCHED.items():
@@ -172,7 +170,6 @@ def server_arguments(
 
 
 def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> dict[str, Any]:
-    """The arguments where the command line has none."""
     # the model's own sampling defaults count where no run says how it is sampled
     usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
     engine = engine_args(settings, folder=folder, usual=usual)

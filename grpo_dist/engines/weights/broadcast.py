@@ -274,7 +274,6 @@ def _make_group(store: Any, rank: int, device: torch.device, address: GroupAddre
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Within the block the variable is set."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

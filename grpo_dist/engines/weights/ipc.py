@@ -102,7 +102,6 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
 
     def _opened(self, shared: dict[str, Any], target: Tensor) -> Tensor:
-        """Return the bytes of another process's memory."""
         handle, ref_counter_handle, event_handle = (bytes.fromhex(shared[name]) for name in HANDLES)
         opened: Tensor = reductions.rebuild_cuda_tensor(
             tensor_cls=Tensor,
@@ -133,12 +132,7 @@ class CudaMemory:
 
 
 def _outside_of_segments(data: Tensor, conf: str) -> Tensor:
-    """Return the bytes where another process can open them: containers allow it of no expandable segment.
-
-    Args:
-        data: a bucket.
-        conf: the allocator's settings.
-    """
+    """Return the bytes where another process can open them: containers allow it of no expandable segment."""
     plain = EXPANDABLE.sub("expandable_segments:False", conf)
     if plain == conf:
         return data
