@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,7 +235,7 @@ def _check_embedding(shapes: Shapes, vocab_size: int | None, setting: str) -> No
             )
 
 
-def some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more
