@@ -68,7 +68,7 @@ def check_model_folder(
     """
     folder = Path(folder)
     try:
-        config = _read_object(folder / "config.json", setting)
+        config = read_object(folder / "config.json", setting)
         model_type = _model_type(config, setting, trust_remote_code=trust_remote_code)
         files = weight_files(folder, setting) if weights else {}
         shapes: Shapes = {}
@@ -82,7 +82,7 @@ def check_model_folder(
         raise DataError(f"{setting}: cannot be read: {str(error)[:300]}") from error
     if weights and not shapes:
         raise DataError(f"{setting}: the weights hold no tensors: {some(sorted(files))}")
-    vocab_size = _vocab_size(config)
+    vocab_size = count(text_config(config), "vocab_size") or None
     if not trust_remote_code:  # custom code may give the sizes another meaning
         _check_embedding(shapes, vocab_size, setting)
     return ModelFolder(folder, config, model_type, vocab_size, shapes, len(files))
@@ -121,12 +121,10 @@ def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
     Raises:
         DataError: a file is missing or damaged; the message names it.
     """
-    config = _read_object(Path(folder) / "config.json", setting)
-    text = config.get("text_config")
-    named_ids = [(text if isinstance(text, dict) else config).get("eos_token_id")]
+    named_ids = [text_config(read_object(Path(folder) / "config.json", setting)).get("eos_token_id")]
     generation = Path(folder) / "generation_config.json"
     if generation.is_file():
-        named_ids.append(_read_object(generation, setting).get("eos_token_id"))
+        named_ids.append(read_object(generation, setting).get("eos_token_id"))
     ids = [token_id for named in named_ids for token_id in (named if isinstance(named, list) else [named])]
     return {token_id for token_id in ids if isinstance(token_id, int)}
 
@@ -146,9 +144,10 @@ def read_header(file: Path, setting: str) -> Shapes:
         raise DataError(f"{setting}: {file.name}: damaged: {str(error)[:200]}; copy or download it again") from None
 
 
-def _read_object(file: Path, setting: str) -> dict[str, Any]:
+def read_object(file: Path, setting: str, remedy: str = "use a Hugging Face model folder") -> dict[str, Any]:
+    """Read a JSON file that must contain an object; `remedy` is for a folder without it."""
     if not file.is_file():
-        raise DataError(f"{setting}: no {file.name} in the folder; use a Hugging Face model folder")
+        raise DataError(f"{setting}: no {file.name} in the folder; {remedy}")
     try:
         content = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -201,7 +200,7 @@ def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
                 f"convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             )
         raise DataError(f"{setting}: no weights in the folder ({SINGLE}, or {INDEX} and its files)")
-    weight_map = _read_object(folder / INDEX, setting).get("weight_map")
+    weight_map = read_object(folder / INDEX, setting).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"{setting}: {INDEX} has no weight_map")
     files: dict[str, set[str]] = {}
@@ -219,10 +218,16 @@ def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
     return files
 
 
-def _vocab_size(config: dict[str, Any]) -> int | None:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model: `text_config` in multimodal models."""
     text = config.get("text_config")
-    size = (text if isinstance(text, dict) else config).get("vocab_size")
-    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+    return text if isinstance(text, Mapping) else config
+
+
+def count(text: Mapping[str, Any], name: str) -> int:
+    """The positive integer called `name` in config.json; 0 if there is none."""
+    value = text.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _check_embedding(shapes: Shapes, vocab_size: int | None, setting: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
-from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config
+from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config, text_config
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
@@ -22,7 +22,6 @@ from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.plan.model_shape import text_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import roles_of

@@ -11,11 +11,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_dist.assets.model_folder import count, text_config
 from grpo_dist.config.problems import Problem, between_keys, shown, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.memory_rules import memory_problems
-from grpo_dist.plan.model_shape import MLP_NAMES, count, model_config_at_hand, num_experts, text_config
+from grpo_dist.plan.model_shape import MLP_NAMES, model_config_at_hand, num_experts
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import models_of
 from grpo_dist.sizes import heads_split
