@@ -123,7 +123,8 @@ def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
         failed = np.array([isinstance(result, Failure) for result in results])
         scores = np.array([np.nan if isinstance(result, Failure) else result.score for result in results])
         if failed.all():
-            raise RewardError(f"the reward function failed on all responses to the rows of {source}: {_why(results)}")
+            why = next(result.text for result in results if isinstance(result, Failure))
+            raise RewardError(f"the reward function failed on all responses to the rows of {source}: {why}")
         extras = [{} if isinstance(result, Failure) else result.extra for result in results]
         acc = np.array([extra.get("acc", np.nan) for extra in extras])
         variables = judged(scores, failed, acc)
@@ -245,10 +246,6 @@ def _votes(answers: Sequence[Answers]) -> np.ndarray:
     """(P, n): equal numbers for equal answers to a prompt, nan for none."""
     preds = ([None if isinstance(result, Failure) else result.pred for result in answer.results] for answer in answers)
     return np.array([pred_ids(answer) for answer in preds])
-
-
-def _why(results: Sequence[RewardResult | Failure]) -> str:
-    return next(result.text for result in results if isinstance(result, Failure))
 
 
 def _with(interval_of: Callable[[np.ndarray], tuple[float, float]], values: np.ndarray) -> list[float]:

@@ -172,12 +172,6 @@ def factors(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield f"{PREFIX}{name}{end}", f"{name}.{factor}.{ADAPTER}.weight"
 
 
-def factor_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name as adapters in peft's form have it, whole factor in `dtype`) one at a time. Collective."""
-    for name, parameter in factors(model):
-        yield name, whole(model.get_parameter(parameter).detach().to(dtype))
-
-
 @contextlib.contextmanager
 def lora_hidden(model: nn.Module) -> Iterator[None]:
     """Within the block the layers with factors are replaced by the plain ones, under their plain names."""

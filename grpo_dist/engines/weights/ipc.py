@@ -170,7 +170,7 @@ class SharedMemoryGroup:
                 "hands weights over in memory that both share"
             )
         self.sends = rank == sender and bool(receivers)
-        self.receives, self._receivers = rank >= address.num_senders, receivers
+        self.receives, self.receivers = rank >= address.num_senders, receivers
         self._peers = {e: here[e] for e in (receivers if rank == sender else [sender])}
         self._count = 0
         self.store = dist.PrefixStore(self.memory.place, store)
@@ -197,10 +197,6 @@ class SharedMemoryGroup:
                 if time.monotonic() > deadline:
                     raise
 
-    def taken_by(self, number: int) -> list[str]:
-        """The keys with which the receivers of a bucket confirm it."""
-        return [f"taken/{number}/{receiver}" for receiver in self._receivers]
-
     def abort(self) -> None:
         """Leave the group; ranks that wait for this one notice."""
         with contextlib.suppress(RuntimeError):
@@ -218,7 +214,7 @@ class Handover:
         """Sender: wait until all receivers have the bucket. Receiver: wait until the bucket is in its own memory."""
         group, bucket = self.group, f"bucket/{self.number}"
         if self.shared is not None:
-            taken = group.taken_by(self.number)
+            taken = [f"taken/{self.number}/{receiver}" for receiver in group.receivers]  # with which they confirm it
             group.wait(taken, limit)
             for key in (bucket, *taken):
                 group.store.delete_key(key)
