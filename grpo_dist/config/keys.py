@@ -183,11 +183,6 @@ FOREIGN_KEYS = {key: _without_effect(entry) for key, entry in _TABLE["without_ef
 
 def foreign_key(key: str) -> ForeignKey | None:
     """The entry for `key`: its own, or that of the innermost section (`section.*`) that contains it."""
-    if key in FOREIGN_KEYS:
-        return FOREIGN_KEYS[key]
     parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        entry = FOREIGN_KEYS.get(".".join(parts[:length]) + ".*")
-        if entry is not None:
-            return entry
-    return None
+    sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
+    return next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)
