@@ -72,10 +72,6 @@ def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
 def check_use(row: CheckedModel, model: ModelFolder) -> str:
     """Check that a model with intact files can be used as its row says.
 
-    Args:
-        row: of the table.
-        model: the folder that has passed `check_files`.
-
     Returns:
         The model in a few words, for a dry run.
 
@@ -184,12 +180,6 @@ def _check_logits(row: CheckedModel, model: ModelFolder) -> None:
 
 def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, policy: ModelFolder) -> None:
     """Check that a model that reads the policy's responses as they are has all of the policy's tokens.
-
-    Args:
-        config: the run's config.
-        row: of the model, in the table.
-        model: its folder.
-        policy: the policy's folder.
 
     Raises:
         ConfigError: it has other tokens, or fewer outputs.

@@ -140,11 +140,6 @@ def nothing_to_train(config: JobConfig, steps: int) -> str:
 def check_disk(config: JobConfig, roles: Sequence[RoleMemory], steps: int) -> str:
     """Check that the first checkpoint fits on the disk; every later one is asked again before it is written.
 
-    Args:
-        config: the run's config.
-        roles: what each role writes.
-        steps: training steps of the run.
-
     Returns:
         The room in a few words, for a dry run; "" if the run writes no checkpoint.
 

@@ -142,14 +142,7 @@ class Registry(Generic[F]):
 
 
 def wrong_return(key: str, name: str, kind: str, fault: Fault) -> ConfigError:
-    """The error of custom code that returned what it must not.
-
-    Args:
-        key: the config key that names it.
-        name: its name there.
-        kind: what it is.
-        fault: what it returned, and what it must.
-    """
+    """The error of custom code that returned what it must not."""
     got, expected = fault
     return ConfigError(f"{key}={name}: the {kind} returned {got}; it must return {expected}")
 

@@ -251,11 +251,6 @@ def take_turns(gangs: Sequence[Gang]) -> None:
 async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:
     """Find or download the model once per node, so that the other processes of the node find it on disk.
 
-    Args:
-        groups: those that load the model.
-        path: of the model.
-        key: the config key that names it.
-
     Raises:
         GrpoDistError: a node does not have the model and cannot download it; the message names the node.
     """
