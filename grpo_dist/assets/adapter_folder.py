@@ -30,18 +30,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 _NOT_TAKEN = (
-    "use_dora",
-    "use_rslora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
+    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "rank_pattern"),
+    *("alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
 )
 
 

@@ -24,14 +24,8 @@ from grpo_dist.sizes import heads_split
 _MODEL = "actor_rollout_ref.model"
 # Entries of config.json that limit the sequence length; vLLM takes the smallest.
 _POSITIONS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
 # Entries of config.json which say that a mixture-of-experts model also has dense MLP layers.
 _DENSE_MLPS = ("mlp_only_layers", "first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size")

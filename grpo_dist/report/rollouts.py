@@ -34,27 +34,15 @@ _TYPES: Mapping[str, Any] = {
 }
 _OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts"})
 _COLUMNS = [
-    "responses",
-    "response_mask",
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "advantages",
-    "truncated",
-    PREDECESSORS,
-    "weight_version",
-    "last_weight_version",
+    *("responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages"),
+    *("truncated", PREDECESSORS, "weight_version", "last_weight_version"),
 ]
 _HALF = "\ufffd"  # what a token that is a part of a character decodes to
 
 
 @dataclass
 class TokenTexts:
-    """The text that each token adds.
-
-    Attributes:
-        tokenizer: of transformers.
-    """
+    """The text that each token adds, by a tokenizer of transformers."""
 
     tokenizer: Any
 

@@ -36,9 +36,6 @@ class Gang:
 
     Attributes:
         has_moved: whether its weights differ from those of the model folder; then only a checkpoint has them.
-
-    Args:
-        workers: the group's processes.
     """
 
     has_moved = True

@@ -59,11 +59,6 @@ class Loss(NamedTuple):
 class Objective:
     """The methods that the engine calls of an objective.
 
-    Args:
-        settings: of the loss.
-        forward: runs the model.
-        reference_head: see `TrainEngine`.
-
     Attributes:
         role: the first part of the names of its metrics.
     """
