@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from grpo_dist.errors import ConfigError, GrpoDistError, RewardError
-from grpo_dist.plugins.registry import described, traceback_tail
+from grpo_dist.plugins.registry import traceback_tail
 
 Form = Literal["response", "batch", "trl"]
 
@@ -181,7 +181,7 @@ def _read_result(returned: Any) -> RewardResult:
     if not isinstance(returned, Mapping):
         return RewardResult(_finite(returned, "must return a finite number or a dict with 'score', returned"), {})
     if "score" not in returned:
-        raise ValueError(f"returned a dict without 'score': {described(returned)}")
+        raise ValueError(f"returned a dict without 'score': {_show(returned)}")
     score = _finite(returned["score"], "'score' must be a finite number, is")
     extra = {}
     steps = _step_scores("step_scores", returned["step_scores"]) if returned.get("step_scores") is not None else None
@@ -205,7 +205,7 @@ def _answer(pred: Any) -> str | None:
 
 def _step_scores(name: str, steps: Any) -> tuple[float, ...]:
     if isinstance(steps, str | Mapping) or not isinstance(steps, Iterable):
-        raise ValueError(f"{name!r} must be a list of numbers, is {described(steps)}")
+        raise ValueError(f"{name!r} must be a list of numbers, is {_show(steps)}")
     return tuple(_finite(value, f"{name!r} must be finite numbers, one is") for value in steps)
 
 
@@ -218,7 +218,7 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
 def _finite(value: Any, complaint: str) -> float:
     number = _number(value)
     if number is None or not abs(number) <= LARGEST:  # nan is not
-        raise ValueError(f"{complaint} {described(value)}")
+        raise ValueError(f"{complaint} {_show(value)}")
     return number
 
 
@@ -233,3 +233,8 @@ def _number(value: Any) -> float | None:
         item = value.item()
         return None if item is value or hasattr(item, "shape") else _number(item)
     return None
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 120 else text[:117] + '...'} ({type(value).__name__})"
