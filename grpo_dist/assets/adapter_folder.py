@@ -53,10 +53,6 @@ class AdapterFolder:
 def read_adapter_folder(folder: str | Path, setting: str) -> AdapterFolder:
     """Check adapter_config.json and the header of the weights against each other.
 
-    Args:
-        folder: the folder.
-        setting: the key and value that name it, for messages.
-
     Raises:
         DataError: it is no folder with an adapter of plain LoRA, or a factor is missing or of another shape.
     """

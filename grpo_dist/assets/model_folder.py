@@ -91,10 +91,6 @@ def check_model_folder(
 def read_model_config(folder: str | Path, setting: str) -> Any:
     """Return a model's config.json as transformers reads it.
 
-    Args:
-        folder: of the model.
-        setting: the key and value that name it, for messages.
-
     Raises:
         DataError: it cannot be read without code that comes with the model.
     """
@@ -113,10 +109,6 @@ def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
     """The tokens that end a response, by config.json and, where there is one, generation_config.json.
 
     Rollout engines stop at them, and at the tokenizer's end of sequence.
-
-    Args:
-        folder: the model folder.
-        setting: the key and value that name it, for messages.
 
     Raises:
         DataError: a file is missing or damaged; the message names it.

@@ -97,11 +97,9 @@ def main(arguments: Sequence[str]) -> int:
         scorer = _scorer(first)
         stack.callback(scorer.stop)
         prompts = _rows(first, options, scorer)
-        file = (
-            None
-            if options.output is None
-            else stack.enter_context(expanded(options.output).open("x", encoding="utf-8"))
-        )
+        file: TextIO | None = None
+        if options.output is not None:
+            file = stack.enter_context(expanded(options.output).open("x", encoding="utf-8"))
         reached: list[Figures] = []
         for model in models:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one
@@ -168,9 +166,8 @@ def _models(
     for name in names:
         chosen = [name]
         if options.all_steps:
-            chosen = (
-                [] if options.step is not None else [str(path) for path in own_checkpoints(expanded(name)).values()]
-            )
+            own = own_checkpoints(expanded(name)) if options.step is None else {}
+            chosen = [str(path) for path in own.values()]
             if not chosen:
                 raise ConfigError(f"--all-steps: {name} has no checkpoints; name a run's folder, and no --step")
             if left := others(expanded(name)):

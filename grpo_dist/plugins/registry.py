@@ -180,10 +180,6 @@ def traceback_tail(error: BaseException) -> str:
 def load_attribute(spec: str, *, key: str) -> Any:
     """Import `pkg.module:attr` or `path/to/file.py:attr`.
 
-    Args:
-        spec: module or file, and attribute.
-        key: the config key that names it, for messages.
-
     Raises:
         ConfigError: the module cannot be imported or has no such attribute.
     """

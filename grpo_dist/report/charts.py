@@ -170,7 +170,6 @@ def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
 
 
 def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
-    """A mark where a rule on one of the chart's metrics was broken."""
     names = [metric for metric, _ in chart.lines]
 
     def metric_of(alarm: Alarm, row: Any) -> str | None:

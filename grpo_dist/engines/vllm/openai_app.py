@@ -46,6 +46,8 @@ _UNTOUCHED = {
     "repetition_penalty": 1.0,
     "prompt_logprobs": None,
 }
+# How a request asks for them, where that has another name.
+_ASKED_BY = {"structured_outputs": "response_format, or a tool_choice that forces a tool,"}
 
 
 async def openai_app(engine: Any, model_path: str, sample: AppSample, options: Mapping[str, Any]) -> Any:
@@ -92,12 +94,7 @@ class _Client:
         for name, usual in _UNTOUCHED.items():
             value = getattr(params, name, usual)
             if value and value != usual and list(value if isinstance(value, list) else [value]) != [usual]:
-                asked = (
-                    "response_format, or a tool_choice that forces a tool,"
-                    if name == "structured_outputs"
-                    else f"{name}"
-                )
-                raise RequestRefused(f"{asked} changes what the policy would sample; leave it out")
+                raise RequestRefused(f"{_ASKED_BY.get(name, name)} changes what the policy would sample; leave it out")
         if (params.logprobs or 0) > 1:
             raise RequestRefused("top_logprobs: only those of sampled tokens are recorded")
         ids = list(prompt["prompt_token_ids"])
