@@ -228,8 +228,7 @@ def _as_on_gpu(counter: DeviceCounter, pairs: float, world_size: int, plans: dic
             (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
             (_foreach_utils, "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
             (attention, "flex_attention", attend),
-            (attention, "_flex_kernel", lambda device: attend),
-            (attention, "_block_mask_maker", lambda device: lambda *args, **kwargs: mask),
+            (attention, "_kernel", lambda f, device: attend if f is attend else lambda *args, **kwargs: mask),
             (lm_head, "_add_outer", add_outer),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))

@@ -103,7 +103,6 @@ def train(
 
 
 def _sets(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a config, flat or nested, sets a key."""
     for name, value in config.items():
         name = name.lstrip("+")
         if name == key or (

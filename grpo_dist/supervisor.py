@@ -135,7 +135,6 @@ def process_state(pid: int) -> str:
 
 
 def _children() -> Iterator[int]:
-    """The processes whose parent is this one."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

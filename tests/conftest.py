@@ -154,6 +154,6 @@ def rollouts(local_ray: None, random_models: dict[str, str], tmp_path_factory: p
     ]
     settings[0] = replace(settings[0], profile_dir=str(tmp_path_factory.mktemp("profiles") / ".rollout0"))
     with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
-        group.call_each("start", "start", [(each,) for each in settings])
+        group.gather([group.submit(rank, "start", "start", each) for rank, each in enumerate(settings)])
         yield group
         group.call_all("shutdown", "shutdown")

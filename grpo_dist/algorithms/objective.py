@@ -74,7 +74,6 @@ def policy_objective(
 
 
 def _kl(columns: Mapping[str, Tensor], settings: ObjectiveSettings) -> Tensor:
-    """Return the KL of each token, (N, T)."""
     name, asked = settings.actor.kl_loss_type, f"kl_loss_type={settings.actor.kl_loss_type}"
     if settings.exact_kl:
         return _needed(columns, "exact_kl", asked)

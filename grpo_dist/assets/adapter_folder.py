@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import expanded, is_folder
-from grpo_dist.assets.model_folder import Shapes, read_header, some
+from grpo_dist.assets.model_folder import Shapes, read_header, read_object, some
 from grpo_dist.errors import DataError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "lora_adapter"  # beside the merged model; verl's name
 PREFIX = "base_model.model."  # peft's, before the name of a module
 A, B = ".lora_A.weight", ".lora_B.weight"
+_WRITTEN = "give a folder that peft's save_pretrained, or a run of this trainer, has written"
 REMEDY = "merge the adapter into its base model (peft's merge_and_unload) and train that"
 # What changes W + lora_alpha / r * B A into another function, or trains more than factors: by entry of the config, the
 # values that do not.
@@ -29,62 +30,51 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
 _NOT_TAKEN = (
-    "use_dora",
-    "use_rslora",
-    "use_qalora",
-    "use_bdlora",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
+    *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "rank_pattern"),
+    *("alpha_pattern", "layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
 )
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
-    """An adapter_config.json that passed the checks: the rank of its factors, and alpha; scaling = alpha / rank."""
-
-    rank: int
-    alpha: float
-
-
-@dataclass(frozen=True)
-class AdapterFolder(AdapterConfig):
+class AdapterFolder:
     """An adapter that passed the checks.
 
     Attributes:
+        rank: of its factors.
+        alpha: the scaling of B A is alpha / rank.
         layers: (inputs, outputs) of each layer with factors, by the name of the module.
     """
 
+    rank: int
+    alpha: float
     layers: Mapping[str, tuple[int, int]]
 
 
-def read_adapter_config(folder: str | Path, setting: str) -> AdapterConfig:
-    """Check adapter_config.json.
+def read_adapter_folder(folder: str | Path, setting: str) -> AdapterFolder:
+    """Check adapter_config.json and the header of the weights against each other.
 
-    Args:
-        folder: the folder.
-        setting: the key and value that name it, for messages.
+    Raises:
+        DataError: it is no folder with an adapter of plain LoRA, or a factor is missing or of another shape.
     """
     folder = expanded(str(folder))
-    file = folder / ADAPTER_CONFIG
     if not is_folder(folder):
         raise DataError(f"{setting}: there is no such folder; give one with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}")
+    file = folder / ADAPTER_WEIGHTS
     try:
-        config = json.loads(file.read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError:
-        raise DataError(
-            f"{setting}: no {ADAPTER_CONFIG} in the folder; give a folder that peft's save_pretrained, or a run of "
-            "this trainer, has written"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{setting}: {ADAPTER_CONFIG} cannot be read: {str(error)[:200]}") from None
-    if not isinstance(config, dict):
-        raise DataError(f"{setting}: {ADAPTER_CONFIG} must be an object, is {type(config).__name__}")
+        rank, alpha = _rank_and_alpha(read_object(folder / ADAPTER_CONFIG, setting, _WRITTEN), setting)
+        if not file.is_file():
+            pickled = sorted(other.name for other in folder.glob("adapter_model.*"))
+            why = f"the weights are pickled ({some(pickled)}), which can run code when loaded" if pickled else ""
+            raise DataError(
+                f"{setting}: {why or 'no weights in the folder'}; {ADAPTER_WEIGHTS} is needed, which peft's "
+                "save_pretrained(FOLDER) writes"
+            )
+        return AdapterFolder(rank, alpha, _layers(read_header(file, setting), rank, setting))
+    except OSError as error:
+        raise DataError(f"{setting}: cannot be read: {str(error)[:200]}") from None
+
+
+def _rank_and_alpha(config: Mapping[str, Any], setting: str) -> tuple[int, float]:
     odd = {key: config.get(key) for key, plain in _PLAIN.items() if config.get(key) not in plain}
     odd |= {key: config[key] for key in _NOT_TAKEN if config.get(key)}
     if odd:
@@ -93,29 +83,7 @@ def read_adapter_config(folder: str | Path, setting: str) -> AdapterConfig:
             f"{setting}: {ADAPTER_CONFIG} says {named}; only plain LoRA, one rank and alpha for all layers, is trained "
             f"here: {REMEDY}"
         )
-    return AdapterConfig(_number(config, "r", int, setting), float(_number(config, "lora_alpha", int | float, setting)))
-
-
-def read_adapter_folder(folder: str | Path, setting: str) -> AdapterFolder:
-    """Check adapter_config.json and the header of the weights against each other.
-
-    Raises:
-        DataError: see `read_adapter_config`; or a factor is missing or of another shape.
-    """
-    config = read_adapter_config(folder, setting)
-    file = expanded(str(folder)) / ADAPTER_WEIGHTS
-    if not file.is_file():
-        pickled = sorted(file_there.name for file_there in file.parent.glob("adapter_model.*"))
-        why = f"the weights are pickled ({some(pickled)}), which can run code when they are loaded" if pickled else ""
-        raise DataError(
-            f"{setting}: {why or 'no weights in the folder'}; {ADAPTER_WEIGHTS} is needed, which peft's "
-            "save_pretrained(FOLDER) writes"
-        )
-    try:
-        shapes = read_header(file, setting)
-    except OSError as error:
-        raise DataError(f"{setting}: {ADAPTER_WEIGHTS} cannot be read: {str(error)[:200]}") from None
-    return AdapterFolder(config.rank, config.alpha, _layers(shapes, config.rank, setting))
+    return _number(config, "r", int, setting), float(_number(config, "lora_alpha", int | float, setting))
 
 
 def check_base(adapter: AdapterFolder, shapes: Shapes, setting: str) -> None:

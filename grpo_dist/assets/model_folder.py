@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def check_model_folder(
     """
     folder = Path(folder)
     try:
-        config = _read_object(folder / "config.json", setting)
+        config = read_object(folder / "config.json", setting)
         model_type = _model_type(config, setting, trust_remote_code=trust_remote_code)
         files = weight_files(folder, setting) if weights else {}
         shapes: Shapes = {}
@@ -82,7 +82,7 @@ def check_model_folder(
         raise DataError(f"{setting}: cannot be read: {str(error)[:300]}") from error
     if weights and not shapes:
         raise DataError(f"{setting}: the weights hold no tensors: {some(sorted(files))}")
-    vocab_size = _vocab_size(config)
+    vocab_size = count(text_config(config), "vocab_size") or None
     if not trust_remote_code:  # custom code may give the sizes another meaning
         _check_embedding(shapes, vocab_size, setting)
     return ModelFolder(folder, config, model_type, vocab_size, shapes, len(files))
@@ -90,10 +90,6 @@ def check_model_folder(
 
 def read_model_config(folder: str | Path, setting: str) -> Any:
     """Return a model's config.json as transformers reads it.
-
-    Args:
-        folder: of the model.
-        setting: the key and value that name it, for messages.
 
     Raises:
         DataError: it cannot be read without code that comes with the model.
@@ -114,19 +110,13 @@ def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
 
     Rollout engines stop at them, and at the tokenizer's end of sequence.
 
-    Args:
-        folder: the model folder.
-        setting: the key and value that name it, for messages.
-
     Raises:
         DataError: a file is missing or damaged; the message names it.
     """
-    config = _read_object(Path(folder) / "config.json", setting)
-    text = config.get("text_config")
-    named_ids = [(text if isinstance(text, dict) else config).get("eos_token_id")]
+    named_ids = [text_config(read_object(Path(folder) / "config.json", setting)).get("eos_token_id")]
     generation = Path(folder) / "generation_config.json"
     if generation.is_file():
-        named_ids.append(_read_object(generation, setting).get("eos_token_id"))
+        named_ids.append(read_object(generation, setting).get("eos_token_id"))
     ids = [token_id for named in named_ids for token_id in (named if isinstance(named, list) else [named])]
     return {token_id for token_id in ids if isinstance(token_id, int)}
 
@@ -146,10 +136,10 @@ def read_header(file: Path, setting: str) -> Shapes:
         raise DataError(f"{setting}: {file.name}: damaged: {str(error)[:200]}; copy or download it again") from None
 
 
-def _read_object(file: Path, setting: str) -> dict[str, Any]:
-    """Read a JSON file that must contain an object."""
+def read_object(file: Path, setting: str, remedy: str = "use a Hugging Face model folder") -> dict[str, Any]:
+    """Read a JSON file that must contain an object; `remedy` is for a folder without it."""
     if not file.is_file():
-        raise DataError(f"{setting}: no {file.name} in the folder; use a Hugging Face model folder")
+        raise DataError(f"{setting}: no {file.name} in the folder; {remedy}")
     try:
         content = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -160,7 +150,6 @@ def _read_object(file: Path, setting: str) -> dict[str, Any]:
 
 
 def _model_type(config: dict[str, Any], setting: str, *, trust_remote_code: bool) -> str:
-    """The `model_type` of config.json, checked."""
     where, section = f"{setting}: config.json", setting.partition("=")[0].rpartition(".")[0]
     model_type, own_code = config.get("model_type"), config.get("auto_map")
     if own_code and not trust_remote_code and not _known(model_type):
@@ -203,7 +192,7 @@ def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
                 f"convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             )
         raise DataError(f"{setting}: no weights in the folder ({SINGLE}, or {INDEX} and its files)")
-    weight_map = _read_object(folder / INDEX, setting).get("weight_map")
+    weight_map = read_object(folder / INDEX, setting).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise DataError(f"{setting}: {INDEX} has no weight_map")
     files: dict[str, set[str]] = {}
@@ -221,10 +210,16 @@ def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
     return files
 
 
-def _vocab_size(config: dict[str, Any]) -> int | None:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model: `text_config` in multimodal models."""
     text = config.get("text_config")
-    size = (text if isinstance(text, dict) else config).get("vocab_size")
-    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+    return text if isinstance(text, Mapping) else config
+
+
+def count(text: Mapping[str, Any], name: str) -> int:
+    """The positive integer called `name` in config.json; 0 if there is none."""
+    value = text.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _check_embedding(shapes: Shapes, vocab_size: int | None, setting: str) -> None:
@@ -237,7 +232,7 @@ def _check_embedding(shapes: Shapes, vocab_size: int | None, setting: str) -> No
             )
 
 
-def some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more

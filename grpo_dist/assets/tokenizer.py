@@ -23,13 +23,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "*.model", "vocab.*", "*.ti
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool, key: str = POLICY_KEY) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder on this machine.
-
-    Args:
-        path: the model folder.
-        trust_remote_code: allow Python code that comes with the model.
-        key: the config key that names the model, for messages.
-    """
+    """Load the tokenizer of a model folder on this machine."""
     setting, folder = f"{key}={path}", Path(path)
     if not folder.is_dir():
         raise DataError(f"{setting}: no such folder (looked in {Path.cwd()}); give a Hugging Face model folder")

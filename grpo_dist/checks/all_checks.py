@@ -118,7 +118,6 @@ def _check_together(
     ready: Ready[Any] | None,
     checks: Checks,
 ) -> None:
-    """Try the sampler on the prompts, and check that the other models read what the policy writes."""
     policy = folders[POLICY]
     with checks:
         if ready is not None and config.data.sampler.code is not None:

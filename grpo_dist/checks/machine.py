@@ -38,10 +38,6 @@ class Machine:
 def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
     """Find the Ray cluster, or on this machine the CPUs and GPUs that a local one would need.
 
-    Args:
-        config: the run's config.
-        slots: of all processes of the run.
-
     Raises:
         ConfigError: no cluster answers, there are too few CPUs or GPUs, or torch or vLLM is built for another device.
     """

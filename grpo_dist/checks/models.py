@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
-from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config
+from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config, text_config
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
@@ -22,7 +22,6 @@ from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.plan.model_shape import text_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import roles_of
@@ -73,10 +72,6 @@ def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
 def check_use(row: CheckedModel, model: ModelFolder) -> str:
     """Check that a model with intact files can be used as its row says.
 
-    Args:
-        row: of the table.
-        model: the folder that has passed `check_files`.
-
     Returns:
         The model in a few words, for a dry run.
 
@@ -105,14 +100,12 @@ def check_use(row: CheckedModel, model: ModelFolder) -> str:
 
 
 def _described(model: ModelFolder) -> str:
-    """Return a model folder in a few words."""
     files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
     weights = files if model.shapes else "its weights are downloaded when the run starts"
     return f"{model.model_type}, {weights}"
 
 
 def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
-    """Check the adapter from which LoRA goes on against the weights of its model, and return it in a few words."""
     setting = f"{section}.{ADAPTER_KEY}={path}"
     adapter = read_adapter_folder(path, setting)
     if model.shapes:
@@ -188,12 +181,6 @@ def _check_logits(row: CheckedModel, model: ModelFolder) -> None:
 def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, policy: ModelFolder) -> None:
     """Check that a model that reads the policy's responses as they are has all of the policy's tokens.
 
-    Args:
-        config: the run's config.
-        row: of the model, in the table.
-        model: its folder.
-        policy: the policy's folder.
-
     Raises:
         ConfigError: it has other tokens, or fewer outputs.
         DataError: a tokenizer cannot be loaded.
@@ -218,7 +205,6 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
 
 
 def _other_tokens(config: RunConfig, policy: ModelFolder, reads: Mapping[str, int]) -> list[str]:
-    """Return the tokens of the policy that have another number, or none, in `reads`."""
     trust = config.actor_rollout_ref.model.trust_remote_code
     written = load_tokenizer(str(policy.folder), trust_remote_code=trust, key=POLICY_KEY).get_vocab()
     return [token for token, number in written.items() if reads.get(token) != number]

@@ -26,7 +26,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
-from grpo_dist.errors import BatchError, ConfigError, RewardError
+from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, RewardError
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.rewards.scorer import Scorer
@@ -63,7 +63,6 @@ def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -
 
 
 def _reward_names(config: RunConfig) -> str:
-    """Return the reward function as the config names it; all of a list."""
     named = config.custom_reward_function.listed
     paths = [config.reward_function] if named is None else [entry.get("path") for entry in named]
     return ", ".join(path or "built-in, by data_source" for path in paths)
@@ -112,13 +111,8 @@ def import_reward(config: RunConfig) -> RowNeeds:
         return RowNeeds(ground_truth=False, asked=False)
     if named is None:
         return load_reward_function(*config.reward_code).needs
-    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
-    try:
-        scorer.start()
-    except RewardError as error:
-        raise ConfigError(f"custom_reward_function.path={shown(named)}: {error}") from error
-    finally:
-        scorer.stop()
+    scorer = start_scorer(config)
+    scorer.stop()
     label = config.reward_model.retrain.label
     if config.reward_model.is_retrained and scorer.components and label not in scorer.components:
         raise ConfigError(
@@ -133,6 +127,24 @@ def import_reward(config: RunConfig) -> RowNeeds:
             overlong_penalty=config.reward.overlong_buffer.enable,
         )
     return scorer.needs
+
+
+def start_scorer(config: RunConfig) -> Scorer:
+    """Start the reward function of a config in a process of its own, which the caller stops.
+
+    Raises:
+        ConfigError: it cannot be imported, hangs, or exits its process.
+    """
+    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
+    try:
+        scorer.start()
+    except GrpoDistError as error:
+        scorer.stop()
+        if not isinstance(error, RewardError):
+            raise
+        named = shown(config.custom_reward_function.path)
+        raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
+    return scorer
 
 
 class MadeUpBatch:

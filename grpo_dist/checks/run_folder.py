@@ -75,11 +75,7 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
 
 
 def _check_model(config: JobConfig, run_dir: Path) -> None:
-    """Check that a run that starts anew does not replace the model of another experiment, which has left no checkpoint.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Check that a run that starts anew replaces no model of another experiment that has left no checkpoint."""
     trainer = config.trainer
     if trainer.resume_mode != "auto" or trainer.val_only or not (run_dir / EXPORTED).is_dir():
         return
@@ -143,11 +139,6 @@ def nothing_to_train(config: JobConfig, steps: int) -> str:
 
 def check_disk(config: JobConfig, roles: Sequence[RoleMemory], steps: int) -> str:
     """Check that the first checkpoint fits on the disk; every later one is asked again before it is written.
-
-    Args:
-        config: the run's config.
-        roles: what each role writes.
-        steps: training steps of the run.
 
     Returns:
         The room in a few words, for a dry run; "" if the run writes no checkpoint.

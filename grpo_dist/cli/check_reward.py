@@ -11,16 +11,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import command_parser
-from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
-from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION, RM_SCORE
 from grpo_dist.rewards.contract import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample
-from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
 from grpo_dist.trainer.run_prompts import read_prompts
 
@@ -65,17 +64,6 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if num_failed else 0
 
 
-def start_scorer(config: RunConfig) -> Scorer:
-    """Start the reward function of a config in a process of its own, which the caller stops."""
-    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
-    try:
-        scorer.start()
-    except RewardError as error:
-        named = shown(config.custom_reward_function.path)
-        raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
-    return scorer
-
-
 def sample_of(prompt: Prompt, text: str) -> Sample:
     """Return a response to a row, with what a reward process knows of the row."""
     row = {field.name: getattr(prompt, field.name) for field in fields(Sample) if field.name in _OF_PROMPT}
@@ -94,7 +82,6 @@ def own_answer(prompt: Prompt) -> Answer:
 
 
 def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> list[Prompt]:
-    """Return the rows of data.train_files to score: one, or the first ones."""
     prompts = read_prompts(config, "data.train_files", config.data.train_files, -1, needs)
     if config.data.system_prompt is not None:
         prompts, _ = add_system_prompt(prompts, config.data.system_prompt)

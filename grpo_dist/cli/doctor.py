@@ -11,12 +11,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from grpo_dist.assets.model_folder import some
 from grpo_dist.checks.machine import memory_gib
 from grpo_dist.cli.arguments import command_parser
 from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, physical_cores
@@ -29,7 +30,6 @@ from grpo_dist.terminal import show
 OK, NOTE, FAULT = "ok", "note", "FAULT"
 LEAST_SHM_GIB = 1.0  # Docker gives 0.06; weights on their way and Ray's objects lie there
 HUB_TIMEOUT_S = 3.0
-MOST_NAMED = 3
 PINNED = Path(__file__).parents[2] / "constraints"  # of a checkout
 # Oldest NVIDIA driver for the CUDA that torch was built for, by its first number.
 OLDEST_DRIVER = {"13": 580, "12": 525}
@@ -88,8 +88,7 @@ def build(device: str) -> Iterator[Finding]:
     yield Finding(FAULT if wrong else OK, "packages", "; ".join(wrong) or "none is missing", fix if wrong else "")
     others = list(other_versions(PINNED / f"{device}.txt"))
     if others:
-        more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
-        yield Finding(NOTE, "packages", f"not those of constraints/: {', '.join(others[:MOST_NAMED])}{more}", fix)
+        yield Finding(NOTE, "packages", f"not those of constraints/: {some(others)}", fix)
 
 
 def wrong_versions(device: str) -> list[str]:
@@ -229,12 +228,4 @@ def _installed_device() -> str:
     return "cpu" if torch.version.cuda is None else "gpu"
 
 
-CHECKS: tuple[Callable[[str], Iterator[Finding]], ...] = (
-    processor,
-    build,
-    gpus,
-    shared_memory,
-    network,
-    ray_cluster,
-    hub,
-)
+CHECKS = (processor, build, gpus, shared_memory, network, ray_cluster, hub)

@@ -30,9 +30,9 @@ from grpo_dist.algorithms.validation import (
 )
 from grpo_dist.assets import expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
+from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.asking import asking, check_new, judge, sampling_of
-from grpo_dist.cli.check_reward import start_scorer
 from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.config.schema import DataConfig
@@ -97,11 +97,9 @@ def main(arguments: Sequence[str]) -> int:
         scorer = _scorer(first)
         stack.callback(scorer.stop)
         prompts = _rows(first, options, scorer)
-        file = (
-            None
-            if options.output is None
-            else stack.enter_context(expanded(options.output).open("x", encoding="utf-8"))
-        )
+        file: TextIO | None = None
+        if options.output is not None:
+            file = stack.enter_context(expanded(options.output).open("x", encoding="utf-8"))
         reached: list[Figures] = []
         for model in models:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one
@@ -123,7 +121,8 @@ def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
         failed = np.array([isinstance(result, Failure) for result in results])
         scores = np.array([np.nan if isinstance(result, Failure) else result.score for result in results])
         if failed.all():
-            raise RewardError(f"the reward function failed on all responses to the rows of {source}: {_why(results)}")
+            why = next(result.text for result in results if isinstance(result, Failure))
+            raise RewardError(f"the reward function failed on all responses to the rows of {source}: {why}")
         extras = [{} if isinstance(result, Failure) else result.extra for result in results]
         acc = np.array([extra.get("acc", np.nan) for extra in extras])
         variables = judged(scores, failed, acc)
@@ -167,9 +166,8 @@ def _models(
     for name in names:
         chosen = [name]
         if options.all_steps:
-            chosen = (
-                [] if options.step is not None else [str(path) for path in own_checkpoints(expanded(name)).values()]
-            )
+            own = own_checkpoints(expanded(name)) if options.step is None else {}
+            chosen = [str(path) for path in own.values()]
             if not chosen:
                 raise ConfigError(f"--all-steps: {name} has no checkpoints; name a run's folder, and no --step")
             if left := others(expanded(name)):
@@ -222,7 +220,6 @@ async def _answers(
     scorer: Scorer,
     limits: DataConfig | None,
 ) -> list[Answers]:
-    """Ask a model all prompts, and score groups while others are sampled."""
     answers = []
     async with asking(model, sampling, max_model_len, limits) as asker:
         async for prompt, responses in asker.answers(prompts):
@@ -246,10 +243,6 @@ def _votes(answers: Sequence[Answers]) -> np.ndarray:
     """(P, n): equal numbers for equal answers to a prompt, nan for none."""
     preds = ([None if isinstance(result, Failure) else result.pred for result in answer.results] for answer in answers)
     return np.array([pred_ids(answer) for answer in preds])
-
-
-def _why(results: Sequence[RewardResult | Failure]) -> str:
-    return next(result.text for result in results if isinstance(result, Failure))
 
 
 def _with(interval_of: Callable[[np.ndarray], tuple[float, float]], values: np.ndarray) -> list[float]:
@@ -276,7 +269,6 @@ def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:
 
 
 def _text(table: Sequence[dict[str, Any]]) -> str:
-    """The table as text, a block for each data source."""
     lines = []
     for source in dict.fromkeys(row["source"] for row in table):
         rows = [row for row in table if row["source"] == source]

@@ -12,9 +12,9 @@ from itertools import zip_longest
 from typing import Any, TextIO
 
 from grpo_dist.assets import BUILTIN, expanded
+from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.asking import Asker, asking, check_new, judge, prompt_of, sampling_of
-from grpo_dist.cli.check_reward import start_scorer
 from grpo_dist.cli.trained import TrainedModel, find_trained
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.data.prompts import Prompt

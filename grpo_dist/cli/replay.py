@@ -128,7 +128,6 @@ def _mean(scores: torch.Tensor) -> float:
 
 
 def _equal_groups(scores: torch.Tensor, n: int) -> int:
-    """Return the number of groups whose responses all score the same."""
     groups = scores.nan_to_num(nan=0.0).reshape(-1, n)
     return int((groups == groups[:, :1]).all(dim=1).sum())
 

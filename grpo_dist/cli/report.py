@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -54,10 +55,8 @@ def main(arguments: Sequence[str]) -> int:
 def _serve(opened: ReportServer) -> int:
     with opened as server:
         show(f"{server.url}\nends with Ctrl-C\n")
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
     return 0
 
 

@@ -91,18 +91,16 @@ def find_trained(
     else:
         run_dir, source, step = checkpoint.parent, checkpoint, step_of(checkpoint)
     name, values = f"{run_dir.name or run_dir} step {step}", read_config(source)
-    given = with_overrides({}, overrides, GRPO)
+    given, folder = with_overrides({}, overrides, GRPO), run_dir / EXPORTED
     if "actor_rollout_ref" not in values:  # of another command, whose keys are not those of a policy in training
-        folder = (
-            run_dir / EXPORTED if checkpoint is None else exported(checkpoint, trusted_run(checkpoint, trust=trust))
-        )
+        if checkpoint is not None:
+            folder = exported(checkpoint, trusted_run(checkpoint, trust=trust))
         return TrainedModel(name, folder, _with_model(given, folder), read_usage(folder))
     config, unscored = with_overrides(values, overrides, GRPO), ""
     if not trust:
         require_trust(source / RESOLVED_CONFIG, code_of_run(config, ENGINE, given))
         if code := code_of_run(config, REWARD, given):
             unscored = refusal(source / RESOLVED_CONFIG, code)
-    folder = run_dir / EXPORTED
     if checkpoint is not None:
         folder = exported(checkpoint, with_value(saved_run(checkpoint), TRUST_KEY, value_of(config, TRUST_KEY)))
     base = from_environment(values["actor_rollout_ref"]["model"]["path"], (POLICY_KEY,))
@@ -244,7 +242,6 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
 
 
 def _check_device(settings: EngineSettings) -> None:
-    """Check that this machine has the engine's GPUs, or the build for CPU."""
     if problem := build_problem(settings.device):
         raise ConfigError(problem)
     size = settings.rollout.tensor_model_parallel_size

@@ -124,12 +124,9 @@ class Key:
 @cache
 def documented_keys(file: Path, schema: type[JobConfig]) -> tuple[Key, ...]:
     """The keys of a YAML file in its order."""
-    return tuple(_documented(file, schema))
-
-
-def _documented(file: Path, schema: type[JobConfig]) -> Iterator[Key]:
     text = file.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
+    keys: list[Key] = []
     path: list[str] = []
     comment: list[str] = []
     for line in text.splitlines():
@@ -143,8 +140,9 @@ def _documented(file: Path, schema: type[JobConfig]) -> Iterator[Key]:
             key = ".".join(path)
             value = reduce(getitem, path, values)
             if not isinstance(value, dict) or key in free_form_keys(schema):
-                yield Key(key, value, " ".join(comment))
+                keys.append(Key(key, value, " ".join(comment)))
         comment = []
+    return tuple(keys)
 
 
 def all_keys(command: AnyCommand) -> dict[str, Key]:

@@ -124,7 +124,6 @@ def _meant(name: str, schema: type[JobConfig]) -> list[str] | None:
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the type of everything below a section."""
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}", field.annotation
         if _is_section(field.annotation):
@@ -184,11 +183,6 @@ FOREIGN_KEYS = {key: _without_effect(entry) for key, entry in _TABLE["without_ef
 
 def foreign_key(key: str) -> ForeignKey | None:
     """The entry for `key`: its own, or that of the innermost section (`section.*`) that contains it."""
-    if key in FOREIGN_KEYS:
-        return FOREIGN_KEYS[key]
     parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        entry = FOREIGN_KEYS.get(".".join(parts[:length]) + ".*")
-        if entry is not None:
-            return entry
-    return None
+    sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
+    return next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)

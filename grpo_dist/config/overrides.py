@@ -137,7 +137,6 @@ def _take_option(line: CommandLine, group: str, option: str, options: list[str],
 
 
 def _add_foreign(line: CommandLine, foreign: ForeignKey, text: str) -> None:
-    """Handle a key that grpo_dist does not have: a note if it can be ignored, else a problem."""
     key, _, value = text.partition("=")
     written = value.strip("'\"").lower()
     if foreign.refused:

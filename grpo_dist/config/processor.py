@@ -49,7 +49,6 @@ def physical_cores() -> int:
 
 
 def _cgroup_cores() -> int:
-    """The CPU limit of the container; a large number if there is none."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))

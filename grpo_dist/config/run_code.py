@@ -67,7 +67,6 @@ def refusal(file: Path, lines: Sequence[str]) -> str:
 
 
 def _code(key: str, value: Any) -> Iterator[str]:
-    """The pieces of a value that are code."""
     if key.startswith(_REWARD):
         yield from _named(value)
     elif key == _ENGINE_KWARGS:

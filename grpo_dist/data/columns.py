@@ -223,14 +223,7 @@ def filled(template: str, row: Row, where: str) -> str:
 
 
 def column_of(row: Row, name: str, where: str, *, setting: str = "") -> Any:
-    """Return the value of a row's column.
-
-    Args:
-        row: the row.
-        name: of the column.
-        where: file and row, for the message.
-        setting: the setting that chose the name, if one did.
-    """
+    """Return the value of a row's column."""
     if row.get(name) is None:
         raise missing(row, name, where, setting)
     return row[name]

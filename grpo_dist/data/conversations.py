@@ -113,7 +113,6 @@ def template_problem(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _template_errors(refusal: str, remedy: str) -> Iterator[None]:
-    """Turn what a chat template raises in the block into a DataError."""
     try:
         yield
     except Exception as error:  # templates raise jinja2 errors of their own making

@@ -6,9 +6,9 @@ Examples come from a local folder or from the Hugging Face hub. The tasks in grp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_dist.assets import expanded
 from grpo_dist.data.files import locate_rows
@@ -21,19 +21,13 @@ Row = dict[str, Any]
 Written = dict[str, int]  # rows by file
 
 
-class MakeRow(Protocol):
-    """Turns one raw example into a row of verl's schema."""
-
-    def __call__(self, example: Row, *, split: str, index: int, location: str) -> Row:
-        """Return the row; raise a DataError that names the location."""
-        ...
-
-
-def convert(make_row: MakeRow, local_save_dir: str, *, local_dataset_path: str | None, hub: tuple[str, str]) -> Written:
+def convert(
+    make_row: Callable[..., Row], local_save_dir: str, *, local_dataset_path: str | None, hub: tuple[str, str]
+) -> Written:
     """Write train.parquet and test.parquet of a data set; all examples are read and checked before anything is written.
 
     Args:
-        make_row: makes a row of an example.
+        make_row: makes a row of (example, split=, index=, location=); its errors name the location.
         local_save_dir: the folder to write to; made if it is not there.
         local_dataset_path: a folder with the files of train and test; see `local_examples`. None: the hub.
         hub: the data set's name and configuration on the Hugging Face hub.

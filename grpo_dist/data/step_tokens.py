@@ -187,10 +187,6 @@ class StepRenderer:
 
         Without a step the response is rendered as an empty one, so that there is always something to judge.
 
-        Args:
-            messages: those of the prompt.
-            response: the response's token ids.
-
         Raises:
             DataError: the chat template refuses the conversation.
         """

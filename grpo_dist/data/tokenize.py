@@ -111,8 +111,6 @@ def named_rows(locations: Sequence[str]) -> str:
 
 
 def _token_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a prompt, of any length but 0."""
-
     def render(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         goes_on = messages[-1]["role"] == "assistant"
         return tokenizer.apply_chat_template(

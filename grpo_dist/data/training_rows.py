@@ -215,7 +215,6 @@ def pair_row(row: dict[str, Any], location: str, where: str) -> Pair:
 
 
 def _common_start(row: dict[str, Any], chosen: Messages, rejected: Messages, where: str) -> Messages:
-    """Return the messages with which two whole conversations begin."""
     for name in ("chosen", "rejected"):
         if isinstance(row[name], str):
             raise DataError(
@@ -249,13 +248,7 @@ def steps_row(row: dict[str, Any], location: str, where: str) -> LabelledSteps:
 def within_length(
     rows: Sequence[TrainingRow], tokenized: Callable[[TrainingRow], TrainingExample], *, max_length: int
 ) -> tuple[list[TrainingExample], list[TrainingRow]]:
-    """Return rows as token ids, and the rows that are left out as too long: a cut one would be another answer.
-
-    Args:
-        rows: checked rows.
-        tokenized: makes the example of a row.
-        max_length: most tokens of a sequence (data.max_length).
-    """
+    """Return rows as token ids, and the rows that are left out as too long: a cut one would be another answer."""
     examples, left_out = [], []
     for row in rows:
         example = tokenized(row)

@@ -217,7 +217,6 @@ def _shape(model: Model, model_config: Mapping[str, Any] | None, num_parameters:
 
 
 def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> RoleMemory:
-    """Return the memory of a rank of a row that holds a model."""
     passes = [limits for limits in (*row.passes(config), *row.own_passes(config)) if not limits.none]
     update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
@@ -275,7 +274,6 @@ def _tokens(config: JobConfig, row: Role, limits: Pass) -> int:
 
 # --- engines -------------------------------------------------------------------------------------------------------
 def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
-    """Return the memory of a process of a rollout engine: its share of the weights, KV cache and a pass."""
     rollout, place = config.actor_rollout_ref.rollout, placement(config)
     size, cache = DTYPE_BYTES[rollout.resolved_dtype(config.default_dtype)], _kv_cache_gib(config)
     weights = shape.num_parameters * size / place.tensor_parallel

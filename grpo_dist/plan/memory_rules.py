@@ -164,7 +164,6 @@ def _in_machines(config: JobConfig, roles: list[RoleMemory], gib: float, *, cert
 
 
 def _over(what: str, parts: Mapping[str, float], limit: float, has: str) -> Iterator[str]:
-    """Yield the sum if the parts are more than the limit."""
     if sum(parts.values()) > limit:
         listed = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
         yield f"{what} {listed} = {sum(parts.values()):.3g} GiB, and {has}"

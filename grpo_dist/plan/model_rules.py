@@ -11,11 +11,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_dist.assets.model_folder import count, text_config
 from grpo_dist.config.problems import Problem, between_keys, shown, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.memory_rules import memory_problems
-from grpo_dist.plan.model_shape import MLP_NAMES, count, model_config_at_hand, num_experts, text_config
+from grpo_dist.plan.model_shape import MLP_NAMES, model_config_at_hand, num_experts
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import models_of
 from grpo_dist.sizes import heads_split
@@ -23,14 +24,8 @@ from grpo_dist.sizes import heads_split
 _MODEL = "actor_rollout_ref.model"
 # Entries of config.json that limit the sequence length; vLLM takes the smallest.
 _POSITIONS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_target_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "seq_len",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
 # Entries of config.json which say that a mixture-of-experts model also has dense MLP layers.
 _DENSE_MLPS = ("mlp_only_layers", "first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_dist.assets import BUILTIN, expanded, is_folder, resolve_model_path
+from grpo_dist.assets.model_folder import count, text_config
 from grpo_dist.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,18 +130,6 @@ def num_experts(text: Mapping[str, Any]) -> int:
     """Routed experts per layer, by config.json; 0 if the model has none."""
     number = next(filter(None, (count(text, name) for name in _EXPERTS)), 0)
     return number if number > 1 else 0
-
-
-def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model: `text_config` in multimodal models."""
-    text = model_config.get("text_config")
-    return text if isinstance(text, Mapping) else model_config
-
-
-def count(text: Mapping[str, Any], name: str) -> int:
-    """The positive integer called `name` in config.json; 0 if there is none."""
-    value = text.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def model_config_at_hand(path: str) -> dict[str, Any] | None:

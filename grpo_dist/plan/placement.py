@@ -151,7 +151,6 @@ def _colocate(config: RunConfig, tensor_parallel: int) -> Colocation:
 
 
 def _followers(config: RunConfig) -> dict[str, int | None]:
-    """Return the sizes that are asked for of the roles that may lie beside the actor."""
     return {row.name: value_of(config, row.size_key) for row in roles_of(config) if row.follows}
 
 
@@ -196,5 +195,4 @@ def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocat
 
 
 def _power_of_two(most: int) -> int:
-    """The largest power of two up to `most`; at least 1."""
     return 1 << (max(most, 1).bit_length() - 1)

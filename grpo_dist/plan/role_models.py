@@ -107,14 +107,12 @@ def policy(config: RunConfig) -> Model:
 
 
 def _lengths(config: RunConfig) -> tuple[str, ...]:
-    """Return the keys that decide the longest sequence of a run."""
     if config.actor_rollout_ref.rollout.max_model_len is not None:
         return ("actor_rollout_ref.rollout.max_model_len",)
     return ("data.max_prompt_length", "data.max_response_length")
 
 
 def _budget(config: RunConfig, key: str) -> str:
-    """Return the key of the tokens of a pass: this one, or where it is null the actor's."""
     return _TOKENS if value_of(config, key) is None else key
 
 

@@ -142,14 +142,7 @@ class Registry(Generic[F]):
 
 
 def wrong_return(key: str, name: str, kind: str, fault: Fault) -> ConfigError:
-    """The error of custom code that returned what it must not.
-
-    Args:
-        key: the config key that names it.
-        name: its name there.
-        kind: what it is.
-        fault: what it returned, and what it must.
-    """
+    """The error of custom code that returned what it must not."""
     got, expected = fault
     return ConfigError(f"{key}={name}: the {kind} returned {got}; it must return {expected}")
 
@@ -186,10 +179,6 @@ def traceback_tail(error: BaseException) -> str:
 
 def load_attribute(spec: str, *, key: str) -> Any:
     """Import `pkg.module:attr` or `path/to/file.py:attr`.
-
-    Args:
-        spec: module or file, and attribute.
-        key: the config key that names it, for messages.
 
     Raises:
         ConfigError: the module cannot be imported or has no such attribute.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from grpo_dist.config.schema_health import RULES
@@ -149,7 +150,7 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
     data = []
-    for run, dash, of_run in zip(runs, _dashes(len(runs)), _colors(len(runs)), strict=True):
+    for run, dash, of_run in zip(runs, cycle(_DASHES), cycle(COLORS), strict=False):
         lines = _lines_of(chart, run)
         if len(runs) > 1 and not chart.all_lines:  # of what is compared, the line that says most
             lines = [(metric, label, of_run) for metric, label, _ in lines[:1]]
@@ -164,12 +165,11 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
 def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
     """(metric, label, colour) of the lines that a run has."""
     recorded = {name for row in run.rows for name in row}
-    lines = zip(chart.lines, _colors(len(chart.lines)), strict=True)
+    lines = zip(chart.lines, cycle(COLORS), strict=False)
     return [(metric, label, color) for (metric, label), color in lines if metric in recorded]
 
 
 def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
-    """A mark where a rule on one of the chart's metrics was broken."""
     names = [metric for metric, _ in chart.lines]
 
     def metric_of(alarm: Alarm, row: Any) -> str | None:
@@ -196,14 +196,13 @@ def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Seconds of each step by phase, on top of each other."""
     phases: dict[str, float] = {}
     for row in run.rows:
         for name, value in row.items():
             if name.startswith(metric_names.TIMING) and name != metric_names.STEP_TIME and math.isfinite(value):
                 phases[name] = phases.get(name, 0.0) + value
     data = []
-    for name, color in zip(sorted(phases, key=lambda name: -phases[name]), _colors(len(phases)), strict=True):
+    for name, color in zip(sorted(phases, key=lambda name: -phases[name]), cycle(COLORS), strict=False):
         points = [(int(row["step"]), row[name]) for row in run.rows if name in row]
         data.append(
             {
@@ -259,11 +258,3 @@ def _finite(value: float) -> float | None:
 def _named(label: str, run: RunFolder, runs: Sequence[RunFolder]) -> str:
     name = f"{label} ({run.name})" if len(runs) > 1 else label
     return name.replace("<", "&lt;")  # Plotly reads some HTML in names
-
-
-def _dashes(count: int) -> list[str]:
-    return [_DASHES[i % len(_DASHES)] for i in range(count)]
-
-
-def _colors(count: int) -> list[str]:
-    return [COLORS[i % len(COLORS)] for i in range(count)]

@@ -64,7 +64,6 @@ def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
-    """Return what the head of the page says of the run."""
     trained = [row for row in run.rows if metric_names.STEP_TIME in row]
     facts = [("folder", str(run.path.absolute())), ("steps", str(max((int(r["step"]) for r in run.rows), default=0)))]
     seconds = sum(row[metric_names.STEP_TIME] for row in trained)
@@ -99,7 +98,6 @@ def _static(name: str) -> str:
 
 
 def _plotly() -> str:
-    """Plotly's own code for browsers."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())

@@ -34,27 +34,15 @@ _TYPES: Mapping[str, Any] = {
 }
 _OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts"})
 _COLUMNS = [
-    "responses",
-    "response_mask",
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
-    "advantages",
-    "truncated",
-    PREDECESSORS,
-    "weight_version",
-    "last_weight_version",
+    *("responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages"),
+    *("truncated", PREDECESSORS, "weight_version", "last_weight_version"),
 ]
 _HALF = "\ufffd"  # what a token that is a part of a character decodes to
 
 
 @dataclass
 class TokenTexts:
-    """The text that each token adds.
-
-    Attributes:
-        tokenizer: of transformers.
-    """
+    """The text that each token adds, by a tokenizer of transformers."""
 
     tokenizer: Any
 
@@ -125,7 +113,6 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, A
 
 
 def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A row as the page shows it, which is put into its group."""
     if isinstance(row, str):
         raise DataError(row)
     for name, kind in _TYPES.items():
@@ -169,8 +156,6 @@ def _add_tokens(
 
 
 def _per_token(columns: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
-    """Rows of the numbers that tokens are coloured by."""
-
     def less(one: str, other: str) -> Ragged:
         return Ragged(columns[one].values - columns[other].values, columns[one].offsets)
 

@@ -75,7 +75,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
     def handle(self) -> None:
-        """Answer the request of a connection, if it comes and the answer is taken in time."""
         limit = threading.Timer(hosts.REQUEST_S, self._close)
         limit.start()
         try:

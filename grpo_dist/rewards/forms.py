@@ -115,10 +115,6 @@ def _score_sum(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[
 def weighted_sum(parts: Sequence[Part], results: Sequence[RewardResult]) -> dict[str, Any]:
     """Return the sum of the scores that functions gave a response; see weighted.py.
 
-    Args:
-        parts: the functions.
-        results: of each.
-
     Returns:
         score, each function's score under its label, and their extra values as `LABEL.NAME`; `acc` of the first that
         gives it, and `pred` of the first that finds an answer. If a function judges steps also `step_scores`, and its

@@ -138,7 +138,6 @@ def _built_in(data_source: str) -> Callable[..., Any]:
 
 
 def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the components that a module's `declare_components` returns: weights by name."""
     where = f"{PATH_KEY}: declare_components of {declare.__module__}"
     try:
         weights = declare(**reward_kwargs)
@@ -161,7 +160,6 @@ def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> 
 
 
 def _row_needs(function: Callable[..., Any], form: Form, reward_kwargs: Mapping[str, Any]) -> RowNeeds:
-    """Return what a function reads of a row, told by its parameters."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -183,7 +181,6 @@ def _row_needs(function: Callable[..., Any], form: Form, reward_kwargs: Mapping[
 
 
 def _needs_of_all(parts: Sequence[Part]) -> RowNeeds:
-    """Return what the functions of a sum read of a row."""
     needs = [part.function.needs for part in parts]
     taken = [of_part.taken for of_part in needs if of_part.taken is not None]
     return RowNeeds(

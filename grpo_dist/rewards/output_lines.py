@@ -86,7 +86,6 @@ class _Copied:
         self._stream = stream
 
     def write(self, text: str) -> Any:
-        """Write to the stream and the lines."""
         if (lines := _LINES.get()) is not None:
             lines.add(text.encode(errors="replace"))
         return self._stream.write(text)

@@ -36,9 +36,6 @@ class Gang:
 
     Attributes:
         has_moved: whether its weights differ from those of the model folder; then only a checkpoint has them.
-
-    Args:
-        workers: the group's processes.
     """
 
     has_moved = True
@@ -79,7 +76,6 @@ class Gang:
         return DataProtoRef.concat(handles).reorder(np.argsort(np.concatenate(rows)))
 
     def _parts(self, batch: DataProtoRef, columns: Sequence[str]) -> tuple[list[np.ndarray], list[DataProtoRef]]:
-        """The positions of the rows that each group of ranks works on, and these rows."""
         rows = _shares(batch, np.arange(len(batch)), len(self.workers) // self._group_size)
         inputs = batch.select(columns)
         return rows, [inputs.reorder(part) for part in rows]
@@ -90,7 +86,6 @@ class Gang:
         return 1 if self._settings is None else self._settings.model.sequence_parallel_size
 
     def _to_ranks(self, parts: Sequence[T]) -> list[T]:
-        """Return what each rank is given, from what each group is."""
         return [part for part in parts for _ in range(self._group_size)]
 
     def _of_groups(self, answers: Sequence[T]) -> Sequence[T]:
@@ -253,11 +248,6 @@ def take_turns(gangs: Sequence[Gang]) -> None:
 async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:
     """Find or download the model once per node, so that the other processes of the node find it on disk.
 
-    Args:
-        groups: those that load the model.
-        path: of the model.
-        key: the config key that names it.
-
     Raises:
         GrpoDistError: a node does not have the model and cannot download it; the message names the node.
     """
@@ -274,7 +264,6 @@ def rendezvous_host(addresses: Sequence[Address]) -> str:
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_groups: int) -> list[np.ndarray]:
-    """The rows that each group of ranks works on."""
     columns = (batch[name][rows] for name in ("uid", "prompt_length", "response_length"))
     return [rows[part] for part in balance(Lengths(*columns), num_groups)]
 

@@ -117,7 +117,7 @@ class PolicyWorker(Process):
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        import_transformers()
+        import transformers.modeling_utils  # noqa: F401 - slow: now, while the driver still reads the prompts
 
     def open_store(self, host: str) -> int:
         """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
@@ -237,11 +237,6 @@ class PolicyWorker(Process):
 def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
     data = DataProto.from_dict(columns)
     return Label.of(data, ()), data
-
-
-def import_transformers() -> None:
-    """Make the slow import of a policy worker early: while the driver still reads the prompts."""
-    import transformers.modeling_utils  # noqa: F401
 
 
 class TrainedWorker(PolicyWorker):

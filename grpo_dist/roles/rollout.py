@@ -34,13 +34,8 @@ from grpo_dist.runtime.process import Process
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = (
-    "uid",
-    "prompt_length",
-    "response_length",
-    "truncated",
-    "num_turns",
-    "weight_version",
-    "last_weight_version",
+    *("uid", "prompt_length", "response_length", "truncated", "num_turns"),
+    *("weight_version", "last_weight_version"),
 )
 # With an agent loop also these.
 EPISODE_COLUMNS = ("episode_reward",)

@@ -181,7 +181,6 @@ async def _ask_engines(
 
 
 async def _raise_first(group: WorkerGroup, awaited: Iterable[Any]) -> None:
-    """Raise the first error, or the lost rank that caused it."""
     for outcome in awaited:
         if isinstance(outcome, GrpoDistError):
             raise await group.root_cause(outcome)

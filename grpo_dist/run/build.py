@@ -152,7 +152,6 @@ async def start_roles(config: JobConfig, roles: Roles, num_steps: int) -> None:
 
 
 def _start_gangs(config: JobConfig, roles: Roles, num_steps: int) -> list[Coroutine[Any, Any, None]]:
-    """Return what loads each model that ranks hold together."""
     starting = []
     for row in roles_of(config):
         if row.settings:
@@ -162,7 +161,6 @@ def _start_gangs(config: JobConfig, roles: Roles, num_steps: int) -> list[Corout
 
 
 async def _find_models(config: JobConfig, roles: Roles) -> None:
-    """Find or download every model once per node."""
     policy, *_ = models_of(config)
     readers: dict[tuple[str, str], list[WorkerGroup]] = {}
     for row in roles_of(config):
@@ -201,7 +199,6 @@ def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> d
 
 
 def _load(name: str) -> Any:
-    """Return the class or function that a row of a table names."""
     return load_attribute(name, key="a row of plan/roles.py or plan/commands.py")
 
 

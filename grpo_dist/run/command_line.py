@@ -85,7 +85,6 @@ def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Pa
 
 
 def _report(error: GrpoDistError | Interrupted) -> None:
-    """Print what ended the run and where, with the traceback of a worker's exception."""
     kind = "" if isinstance(error, Interrupted) else "error: "
     text = "\n".join([f"{kind}{error}", *(f"  {note}" for note in getattr(error, "__notes__", []))])
     show(f"\n{redact_text(text)}\n", sys.stderr)

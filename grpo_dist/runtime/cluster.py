@@ -93,6 +93,15 @@ def greet(place: tuple[str, int], timeout_s: float) -> None:
             connection.recv(1)
 
 
+def answers(place: tuple[str, int], timeout_s: float) -> bool:
+    """Tell if a service of Ray answers a greeting in time."""
+    try:
+        greet(place, timeout_s)
+    except OSError:
+        return False
+    return True
+
+
 def set_local_environment() -> None:
     """Set what Ray reads when it is imported, so that other machines and users cannot reach a local cluster."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the switch that makes every Ray port bind to 127.0.0.1

@@ -24,7 +24,7 @@ from ray._common.utils import get_default_system_temp_dir
 from ray._private import services, worker
 
 from grpo_dist.errors import ConfigError, GrpoDistError
-from grpo_dist.runtime.cluster import LOCAL, greet, no_cluster
+from grpo_dist.runtime.cluster import LOCAL, answers, no_cluster
 from grpo_dist.supervisor import adopt_orphans
 
 START_ATTEMPTS = 3
@@ -63,7 +63,6 @@ def connect(address: str, num_cpus: int | None) -> str:
 
 
 def _other_token(address: str, error: Exception) -> ConfigError:
-    """The error for a cluster that does not take this process's calls."""
     reason = " ".join(str(error).split())
     return ConfigError(
         f"ray_kwargs.ray_init.address={address}: the cluster refused this run: {reason}\n"
@@ -155,7 +154,7 @@ def watching(on_lost: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception:
-        for what in [what for what, place in places.items() if not _answers(place)][:1]:
+        for what in [what for what, place in places.items() if not answers(place, ANSWER_TIMEOUT_S)][:1]:
             on_lost(what)
         raise
     finally:
@@ -175,7 +174,7 @@ def _start(places: Places, on_lost: Callable[[str], None], period_s: float, ende
         failed = dict.fromkeys(places, 0)
         while not ended.wait(period_s):
             for what, place in places.items():
-                failed[what] = 0 if _answers(place) else failed[what] + 1
+                failed[what] = 0 if answers(place, ANSWER_TIMEOUT_S) else failed[what] + 1
                 if failed[what] == FAILED_CHECKS and not ended.is_set():
                     on_lost(what)
                     return
@@ -204,11 +203,3 @@ def kill_ray() -> None:
             if command.startswith("ray::") or "/ray/" in command:
                 for member in [process, *process.children(recursive=True)]:
                     member.kill()
-
-
-def _answers(place: tuple[str, int]) -> bool:
-    try:
-        greet(place, ANSWER_TIMEOUT_S)
-    except OSError:
-        return False
-    return True

@@ -207,10 +207,6 @@ class WorkerGroup:
         """Call a method with the same arguments on every worker that has a process; values in rank order."""
         return await self.answers(self.submit_all(stage, method, *args))
 
-    async def ask_each(self, stage: str, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on every worker, each with arguments of its own; values in rank order."""
-        return await self.answers([self.submit(rank, stage, method, *a) for rank, a in enumerate(args)])
-
     async def answers(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
         """Wait for calls of ranks that work together; values in the order of `calls`.
 
@@ -245,7 +241,7 @@ class WorkerGroup:
         return list(outcomes)
 
     # The same methods as blocking functions, for code outside the driver's loop.
-    call, call_all, call_each = blocking(ask), blocking(ask_all), blocking(ask_each)
+    call, call_all = blocking(ask), blocking(ask_all)
     gather, settle = blocking(answers), blocking(outcomes)
 
     async def value(self, call: Call) -> Any:

@@ -14,16 +14,12 @@ import traceback
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.call import TRACEBACK_CHARS, Caller, Posted, Request
 from grpo_dist.runtime.event_loop import give, in_background
-
-if TYPE_CHECKING:
-    import ray
-
 
 # After the first answer a worker waits this long for further ones.
 LINGER_S = 0.005
@@ -153,7 +149,8 @@ class Postbox:
                 outcomes = await self.group.value(call)
                 row = 0
                 for outcome in outcomes:
-                    self._deliver(outcome, call.data, row)
+                    if (posted := self._open.pop(outcome.number, None)) is not None:
+                        give(posted.answered, outcome.error or (outcome.answer, call.data, row))
                     row += outcome.rows
                 if not self._open:
                     return
@@ -163,10 +160,6 @@ class Postbox:
             self._fail(list(self._open), error)
         finally:
             self._collecting = False
-
-    def _deliver(self, outcome: Outcome, data: ray.ObjectRef | None, row: int) -> None:
-        if (posted := self._open.pop(outcome.number, None)) is not None:
-            give(posted.answered, outcome.error or (outcome.answer, data, row))
 
     def _fail(self, numbers: Sequence[int], error: GrpoDistError) -> None:
         for number in numbers:

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.runtime.nodes import node_name
 from grpo_dist.runtime.resources import nodes_in_order
 from grpo_dist.supervisor import process_state
 
@@ -82,10 +83,10 @@ def check_shared(run_dir: Path, nodes: Collection[str]) -> None:
         return
     with tempfile.NamedTemporaryFile(prefix="seen_by_all_nodes.", dir=run_dir) as mark:
         answers = ask_nodes(folder_problem, [(node["NodeID"], mark.name) for node in asked], ANSWER_TIMEOUT_S)
-    problems = [f"node {_name(node)} {answer}" for node, answer in zip(asked, answers, strict=True) if answer]
+    problems = [f"node {node_name(node)} {answer}" for node, answer in zip(asked, answers, strict=True) if answer]
     if problems:
         raise ConfigError(
-            f"trainer.default_local_dir={run_dir}: node {_name(here)} made this folder, but {'; '.join(problems)}. "
+            f"trainer.default_local_dir={run_dir}: node {node_name(here)} made this folder, but {'; '.join(problems)}. "
             "Checkpoints and samples are written into it on every node: set a folder on a disk that all nodes share"
         )
 
@@ -95,7 +96,3 @@ def folder_problem(mark: str) -> str:
     if not Path(mark).is_file():
         return "does not see it"
     return "" if os.access(Path(mark).parent, os.W_OK | os.X_OK) else "cannot write into it"
-
-
-def _name(node: Mapping[str, Any]) -> str:
-    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from grpo_dist.errors import ConfigError, GrpoDistError
-from grpo_dist.runtime.cluster import greet
+from grpo_dist.runtime.cluster import answers
 from grpo_dist.runtime.resources import Bundle, amounts, is_placed, machine_sizes, release, requested, reserve
 
 if TYPE_CHECKING:
@@ -68,9 +68,10 @@ class Nodes:
         deadline = time.monotonic() + VERDICT_TIMEOUT_S
         while True:
             nodes = await self._ask(ray.nodes)
-            answers = await asyncio.gather(*(_answers(node) for node in nodes if node["Alive"]))
-            if all(answers) or time.monotonic() > deadline:
-                return {node["NodeID"]: _described(node) for node in nodes if not node["Alive"]}
+            places = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in nodes if node["Alive"]]
+            asked = [asyncio.to_thread(answers, place, CONNECT_TIMEOUT_S) for place in places]
+            if all(await asyncio.gather(*asked)) or time.monotonic() > deadline:
+                return {node["NodeID"]: node_name(node) for node in nodes if not node["Alive"]}
             await asyncio.sleep(POLL_S)
 
     async def reserve_again(self, slots: Sequence[Slot]) -> tuple[list[Any], dict[str, list[Bundle]]]:
@@ -135,9 +136,8 @@ class Nodes:
         return await asyncio.to_thread(question, *arguments)
 
     async def _situation(self) -> str:
-        """Say which machines are lost and which are alive, for messages."""
         nodes = await self._ask(ray.nodes)
-        lost = ", ".join(sorted({_described(node) for node in nodes if not node["Alive"]})) or "none"
+        lost = ", ".join(sorted({node_name(node) for node in nodes if not node["Alive"]})) or "none"
         alive = machine_sizes(node for node in nodes if node["Alive"])
         return f"machines lost: {lost}; alive: {alive}"
 
@@ -155,22 +155,13 @@ class Nodes:
         )
 
 
-def _described(node: Mapping[str, Any]) -> str:
+def node_name(node: Mapping[str, Any]) -> str:
+    """HOST (ADDRESS) of one of Ray's records of nodes, for messages."""
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def _needs(role: str, bundles: Sequence[Bundle]) -> str:
     return amounts((role, bundle.num_cpus, bundle.num_gpus) for bundle in bundles)
-
-
-async def _answers(node: Mapping[str, Any]) -> bool:
-    """Return whether a node answers."""
-    place = node["NodeManagerAddress"], node["NodeManagerPort"]
-    try:
-        await asyncio.to_thread(greet, place, CONNECT_TIMEOUT_S)
-    except OSError:
-        return False
-    return True
 
 
 @dataclass

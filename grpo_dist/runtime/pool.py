@@ -84,9 +84,8 @@ class Pool:
         self.workers, self.restarts, self.replaces = workers, restarts, replaces
         self.settings: list[Any] = [None] * len(workers)
         self.members = [self.new_member(rank) for rank in range(len(workers))]
-        self._loads = np.zeros(
-            len(workers)
-        )  # `Member.load` by rank, as an array for speed: there may be hundreds of workers
+        # `Member.load` by rank, as an array for speed: there may be hundreds of workers
+        self._loads = np.zeros(len(workers))
         self._homes: dict[Hashable, int] = {}
         self._queue: list[Waiting] = []
         self._order = itertools.count()

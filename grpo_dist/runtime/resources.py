@@ -157,7 +157,6 @@ def _works_alone(slot: Slot) -> bool:
 
 
 def _group(wanted: Sequence[Slot], target: str) -> Any:
-    """A placement group with a bundle for each slot, on the node `target` if that has room."""
     resources = [_resources(slot.num_cpus, slot.num_gpus) for slot in wanted]
     return placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=target)
 

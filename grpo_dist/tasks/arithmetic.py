@@ -102,10 +102,10 @@ def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     Raises:
         ValueError: no such split.
     """
-    written = []
-    for row in rows(split, seed=seed):
-        written.append({"prompt": row["prompt"][0]["content"], "completion": worked_answer(*_operands(row))})
-    return written
+    return [
+        {"prompt": row["prompt"][0]["content"], "completion": worked_answer(*_operands(row))}
+        for row in rows(split, seed=seed)
+    ]
 
 
 def worked_answer(a: int, b: int) -> str:

@@ -93,7 +93,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pyte
             engine_settings(path, seed=rank, weight_transport=transport, tensor_model_parallel_size=size)
             for rank, transport in enumerate(TRANSPORTS)
         ]
-        engines = rollout.ask_each("start", "start", [(each,) for each in settings])
+        engines = rollout.answers([rollout.submit(rank, "start", "start", each) for rank, each in enumerate(settings)])
         start_together(Gang(actor).start(policy_settings(path)), engines)
         yield Case(path, actor, rollout, BroadcastTransport(size, TIMEOUT_S))
 

@@ -131,7 +131,7 @@ def agents(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     settings = engine_settings(model, needs_tokenizer=True, agent=loop, **limits)
     stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # which the endpoint does not heed
     with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"} | stores) as group:
-        group.call_each("start", "start", [(settings,)])
+        group.call(0, "start", "start", settings)
         yield group
         group.call_all("shutdown", "shutdown")
 

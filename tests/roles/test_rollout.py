@@ -140,7 +140,7 @@ def agents(local_ray: None, random_models: dict[str, str], tmp_path_factory: pyt
     more = {"seed": 1, "needs_tokenizer": True, "min_group_size": 2}
     settings = [engine_settings(random_models["untied"], agent=loop, **more) for loop in loops]
     with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
-        group.call_each("start", "start", [(each,) for each in settings])
+        group.gather([group.submit(rank, "start", "start", each) for rank, each in enumerate(settings)])
         yield group
         group.call_all("shutdown", "shutdown")
 

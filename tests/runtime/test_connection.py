@@ -185,14 +185,14 @@ def test_one_check_that_fails_is_no_loss(places: dict[str, Service], monkeypatch
     checks: list[bool] = []
     enough, told = threading.Event(), Told()
 
-    def answers(place: object) -> bool:
+    def answers(place: object, timeout_s: float) -> bool:
         checks.append(len(checks) % connection.FAILED_CHECKS == 0)
         if len(checks) > 10 * connection.FAILED_CHECKS:
             enough.set()
         return checks[-1]
 
     monkeypatch.setattr(connection, "ray_places", lambda: {"gcs_server": ("127.0.0.1", 1)})
-    monkeypatch.setattr(connection, "_answers", answers)
+    monkeypatch.setattr(connection, "answers", answers)
     with watching(told):
         assert enough.wait(30)
     assert told.lost == []

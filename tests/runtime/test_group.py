@@ -128,7 +128,8 @@ def is_answered(call: Call) -> bool:
 def test_values_come_in_rank_order(group: WorkerGroup) -> None:
     assert len(group) == 2
     assert group.call_all("add", "add", 5) == [5, 105]
-    assert group.call_each("add", "add", [(1, 0.3), (2,)]) == [1, 102], "rank 0 answers last and stays first"
+    late = [group.submit(0, "add", "add", 1, 0.3), group.submit(1, "add", "add", 2)]
+    assert group.gather(late) == [1, 102], "rank 0 answers last and stays first"
     assert group.call(1, "add", "add", 7) == 107
     calls = [group.submit(1, "add", "add", 1), group.submit(0, "add", "add", 2), group.submit(1, "add", "add", 3)]
     assert group.gather(calls) == [101, 2, 103]

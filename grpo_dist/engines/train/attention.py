@@ -119,7 +119,7 @@ def dense_mask(segments: Tensor) -> Tensor:
 def block_mask(segments: Tensor) -> BlockMask:
     """Return the mask of `dense_mask` in the form of FlexAttention."""
     _, batch, length = segments.shape
-    return _block_mask_maker(segments.device.type)(
+    return _kernel(create_block_mask, segments.device.type)(
         sees(segments), batch, None, length, length, device=str(segments.device), BLOCK_SIZE=FLEX_BLOCK
     )
 
@@ -176,7 +176,7 @@ def flex_attention_forward(
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     # in a layer that is compiled as a whole it is a part of the graph
-    attend = flex_attention if torch.compiler.is_compiling() else _flex_kernel(query.device.type)
+    attend = flex_attention if torch.compiler.is_compiling() else _kernel(flex_attention, query.device.type)
     grouped = query.shape[1] != key.shape[1]
     options: Any = {"block_mask": attention_mask, "scale": scaling, "enable_gqa": grouped}
     # the kernel is named, or rows of fewer than 128 tokens would get another one, which is for decoding
@@ -223,13 +223,8 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
 
 
 @cache
-def _flex_kernel(device: str) -> Any:
-    return compiled_whole(flex_attention) if device == "cuda" else flex_attention
-
-
-@cache
-def _block_mask_maker(device: str) -> Any:
-    return compiled_whole(create_block_mask) if device == "cuda" else create_block_mask
+def _kernel(function: Callable[..., Any], device: str) -> Any:
+    return compiled_whole(function) if device == "cuda" else function
 
 
 def _register(name: str, forward: Callable[..., Any]) -> None:

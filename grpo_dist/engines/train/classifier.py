@@ -130,11 +130,6 @@ def new_head(config: Any, settings: ModelSettings, names: Collection[str]) -> di
     first scores then differ by about 1. As values of a critic these would be noise as large as the returns, so with
     `small_new_head` it is 1 / (hidden_size + 1), as in OpenRLHF. They come from a random generator of their own, so any
     number of ranks draws the same ones.
-
-    Args:
-        config: the model's config.
-        settings: what the model is loaded from.
-        names: of the weights in its files.
     """
     if not settings.num_labels or settings.new_head_seed is None or f"{HEAD}.weight" in names:
         return {}

@@ -141,7 +141,6 @@ class PolicyForward:
         return WHOLE if micro_batch.segments is None else self.sequence_group
 
     def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
-        """The model's outputs at this rank's tokens of a micro-batch."""
         implementation = self.model.config._attn_implementation
         inputs = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens)
         group = self.group_of(micro_batch)

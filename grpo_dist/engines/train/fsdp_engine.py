@@ -252,11 +252,7 @@ class FSDPEngine(FSDPWeights):
     def _finite_metrics(
         self, losses: Sequence[Loss], data: DataProto, plan: Sequence[np.ndarray], then: str
     ) -> dict[str, Metric]:
-        """Read the metrics of a mini-batch, after its last pass: until then the device has work, and nobody waits.
-
-        Raises:
-            TrainingDiverged: on every rank: a loss is not finite.
-        """
+        """Read the metrics of a mini-batch, after its last pass: until then the device has work, and nobody waits."""
         values, metrics = read_metrics(losses)
         bad = next((i for i, value in enumerate(values) if not np.isfinite(value)), None)
         fault = ""

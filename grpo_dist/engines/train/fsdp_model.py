@@ -26,14 +26,14 @@ from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.engines.train.lora import (
     add_lora,
     draw_factors,
-    factor_tensors,
+    factors,
     load_factors,
     lora_hidden,
     merged_parameters,
 )
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
-from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
+from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards, whole
 from grpo_dist.errors import ConfigError
 
 
@@ -167,8 +167,8 @@ def full_parameters(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -
 def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
     """As `full_parameters`, LoRA's factors alone, under the names of adapters in peft's form."""
     free_gathered(model)
-    for name, tensor in factor_tensors(model, dtype):
-        yield name, tensor.to(device)
+    for name, parameter in factors(model):
+        yield name, whole(model.get_parameter(parameter).detach().to(dtype)).to(device)
 
 
 @contextlib.contextmanager

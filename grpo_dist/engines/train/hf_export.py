@@ -127,7 +127,6 @@ def _set_padding(config: Any, tokenizer: Any) -> None:
 
 
 def _write(write: Callable[[Path], None], folder: Path, num_bytes: int) -> None:
-    """Write into a temporary folder, then rename it."""
     temporary = folder.with_name(f"{folder.name}.tmp")
     delete(temporary)
     try:
@@ -187,14 +186,7 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
-    """Write adapter_config.json and adapter_model.safetensors. Collective; see `write_folder`.
-
-    Args:
-        model: with factors.
-        settings: what it was loaded from.
-        folder: where the files go.
-        dtype: of the factors in the file: "fp32" or "bf16".
-        usage: what the folder says of itself; None: nothing.
+    """Write adapter_config.json and adapter_model.safetensors. Collective; takes the arguments of `export_hf_model`.
 
     Raises:
         CheckpointError: on every rank: the files cannot be written.

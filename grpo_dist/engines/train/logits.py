@@ -90,5 +90,4 @@ def logits_gradient(
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits as float32, divided by the temperature."""
     return logits.float() if temperature == 1 else logits.float() / temperature

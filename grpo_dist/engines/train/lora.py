@@ -123,7 +123,6 @@ def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
 
 
 def _is_called(name: str, ends: Iterable[str]) -> bool:
-    """Tell if a module's name ends in one of these, at a dot."""
     return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
@@ -171,12 +170,6 @@ def factors(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name in lora_layers(model):
         for end, factor in ((A, "lora_A"), (B, "lora_B")):
             yield f"{PREFIX}{name}{end}", f"{name}.{factor}.{ADAPTER}.weight"
-
-
-def factor_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name as adapters in peft's form have it, whole factor in `dtype`) one at a time. Collective."""
-    for name, parameter in factors(model):
-        yield name, whole(model.get_parameter(parameter).detach().to(dtype))
 
 
 @contextlib.contextmanager

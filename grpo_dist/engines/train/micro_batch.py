@@ -136,7 +136,6 @@ class _Builder:
         self._num_segments = 0
 
     def add(self, row: int, piece: Sequence[Run]) -> None:
-        """Append the runs of a piece to tensor row `row`."""
         lasts = list(range(self._num_segments, self._num_segments + len(piece)))
         for i in reversed(range(len(piece))):
             if (parent := piece[i].parent) >= 0:

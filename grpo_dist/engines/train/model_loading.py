@@ -29,7 +29,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo
 from transformers.utils import logging as library
 
-from grpo_dist.assets.model_folder import read_header, weight_files
+from grpo_dist.assets.model_folder import read_header, some, weight_files
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import attention_implementation
 from grpo_dist.engines.train.classifier import OUTPUT_LAYER, judging_head, new_head, token_classifier
@@ -38,7 +38,6 @@ from grpo_dist.engines.train.sharded_tensors import local_shard, place
 from grpo_dist.errors import ConfigError, DataError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MOST_NAMED = 3  # weights in a message
 # Conversions that rank by rank give each rank its rows of the result: the first stacks tensors, and each rank leaves
 # out those that it does not hold; the second joins them along another axis than the rows.
 STACK, JOIN = "MergeModulelist", "Concatenate"
@@ -82,7 +81,7 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
         _check_names(report, setting)
         if lost := lost_names(probe, headers):
             raise DataError(
-                f"{setting}: its weights do not come back from the model as they were in the files: {_some(lost)}; "
+                f"{setting}: its weights do not come back from the model as they were in the files: {some(lost)}; "
                 "engines and exported folders would get what they cannot read, so this model cannot be trained here"
             )
         whole_because = _why_whole(probe, shards)
@@ -178,7 +177,7 @@ def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device
     config = _load_config(model, conversions, device)
     report, _ = convert_and_load_state_dict_in_model(model, tensors, config)
     if report.conversion_errors:
-        made = _some(sorted(report.conversion_errors))
+        made = some(sorted(report.conversion_errors))
         raise ValueError(f"{made} cannot be made of the tensors that are there; some are missing or of another shape")
     return model._finalize_model_loading(model, config, report)
 
@@ -254,16 +253,15 @@ def _refusing(settings: ModelSettings) -> Iterator[None]:
 
 
 def _check_names(report: Any, setting: str) -> None:
-    """Check that the files have all weights of the model, in its shapes, and no others."""
     if report.mismatched_keys:
         mismatched = sorted(report.mismatched_keys)
         shapes = [f"{name} {tuple(shape)}, should be {tuple(wanted)}" for name, shape, wanted in mismatched]
-        raise DataError(f"{setting}: the weights are not of the shapes that config.json says: {_some(shapes)}")
+        raise DataError(f"{setting}: the weights are not of the shapes that config.json says: {some(shapes)}")
     if report.missing_keys:
-        raise DataError(f"{setting}: the weights are incomplete: there is no {_some(sorted(report.missing_keys))}")
+        raise DataError(f"{setting}: the weights are incomplete: there is no {some(sorted(report.missing_keys))}")
     if report.unexpected_keys:
         raise DataError(
-            f"{setting}: the model that config.json describes has no {_some(sorted(report.unexpected_keys))}, which "
+            f"{setting}: the model that config.json describes has no {some(sorted(report.unexpected_keys))}, which "
             "the weights have; config and weights do not belong together"
         )
 
@@ -280,15 +278,9 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
     bad_of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(bad_of_ranks, bad)
     if names := sorted({name for of_rank in bad_of_ranks for name in of_rank}):
-        raise DataError(f"{settings.setting}: nan or infinity in the weights: {_some(names)}; the file is damaged")
+        raise DataError(f"{settings.setting}: nan or infinity in the weights: {some(names)}; the file is damaged")
 
 
 def _tied(model: nn.Module) -> list[tuple[str, str]]:
     """Weights that the model's config ties: name, and the name of the one that it is."""
     return list(model.get_expanded_tied_weights_keys(all_submodels=True).items())  # type: ignore[operator]
-
-
-def _some(names: Collection[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more

@@ -59,11 +59,6 @@ class Loss(NamedTuple):
 class Objective:
     """The methods that the engine calls of an objective.
 
-    Args:
-        settings: of the loss.
-        forward: runs the model.
-        reference_head: see `TrainEngine`.
-
     Attributes:
         role: the first part of the names of its metrics.
     """
@@ -82,8 +77,14 @@ class Objective:
         return None
 
     def counts(self, data: DataProto) -> list[float]:
-        """Return this rank's share of the counts that divide the loss; if the first sum is 0, nothing is to train."""
-        raise NotImplementedError
+        """Return this rank's share of what divides the loss: tokens that train, and sequences with at least one.
+
+        If the first one is 0 on all ranks, nothing is to train.
+        """
+        if not len(data):
+            return [0.0, 0.0]
+        mask = data["response_mask"]
+        return [float(mask.values.sum()), float(sum(bool(row.any()) for row in mask.rows()))]
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         """Run the model. Summed over the micro-batches of all ranks, the loss is the mini-batch's."""
@@ -96,12 +97,7 @@ class PolicyObjective(Objective):
     role = "actor"
     settings: ObjectiveSettings
 
-    def counts(self, data: DataProto) -> list[float]:
-        """Tokens that train, and sequences with at least one."""
-        return _tokens_and_sequences(data)
-
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
-        """See `Objective`."""
         settings, values = self.settings, self._values(micro_batch)
         read = {"log_probs": values.log_probs, "entropy": values.entropies, "exact_kl": values.exact_kl}
         computed = {name: micro_batch.to_rows(value) for name, value in read.items() if value is not None}
@@ -138,12 +134,7 @@ class SFTObjective(Objective):
         assert not isinstance(forward, ValueForward), "a causal LM"
         assert forward.temperature == 1, "the loss is that of the model itself, not of one with scaled logits"
 
-    def counts(self, data: DataProto) -> list[float]:
-        """Tokens that train."""
-        return [float(data["response_mask"].values.sum())] if len(data) else [0.0]
-
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
-        """See `Objective`."""
         log_probs = micro_batch.to_rows(self.forward(micro_batch).log_probs)
         loss = supervised_loss(log_probs, micro_batch.response_mask, global_tokens=counts[0])
         return Loss(loss, {"sft/loss": loss})
@@ -211,7 +202,7 @@ class PairObjective(_RewardObjective):
         return [len(data) / 2]
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
-        """See `Objective`. The rows of a pair are side by side, so the k-th chosen belongs to the k-th rejected."""
+        # the rows of a pair are side by side, so the k-th chosen belongs to the k-th rejected
         values, is_response = self._values(micro_batch), micro_batch.response_mask.bool()
         chosen, rejected = (values[is_response & (micro_batch.columns["labels"] == label)] for label in (1, 0))
         return self._result(*pair_loss(chosen, rejected, global_pairs=counts[0]), len(chosen))
@@ -223,7 +214,6 @@ class LabelObjective(_RewardObjective):
     settings: LabelSettings
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
-        """See `Objective`."""
         values, mask = self._values(micro_batch), micro_batch.response_mask
         loss, means = label_loss(values, micro_batch.columns["labels"], mask, global_labels=counts[0])
         return self._result(loss, means, mask.sum())
@@ -235,12 +225,7 @@ class ValueObjective(_HeadObjective):
     role = "critic"
     settings: ValueSettings
 
-    def counts(self, data: DataProto) -> list[float]:
-        """Tokens that train, and sequences with at least one."""
-        return _tokens_and_sequences(data)
-
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
-        """See `Objective`."""
         loss, means = compute_value_loss(
             vpreds=self._values(micro_batch),
             values=micro_batch.columns["values"],
@@ -262,14 +247,6 @@ OBJECTIVES: dict[type[TrainingSettings], type[Objective]] = {
     SFTSettings: SFTObjective,
     ValueSettings: ValueObjective,
 }
-
-
-def _tokens_and_sequences(data: DataProto) -> list[float]:
-    """Tokens that train, and sequences with at least one."""
-    if len(data) == 0:
-        return [0.0, 0.0]
-    mask = data["response_mask"]
-    return [float(mask.values.sum()), float(sum(bool(row.any()) for row in mask.rows()))]
 
 
 def read_metrics(losses: Sequence[Loss]) -> tuple[list[float], dict[str, Metric]]:

@@ -152,7 +152,6 @@ class Offload:
         self.model._apply(at_home)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names of weights and buffers, and them."""
         free_gathered(self.model)  # which would stand in place of the shards
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()

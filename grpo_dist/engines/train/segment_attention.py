@@ -215,7 +215,6 @@ def _parts(members: list[int], length: int, prompt: int) -> list[list[int]]:
 
 
 def _batch(members: list[Run], runs: list[Run]) -> Batch:
-    """Return the batch of segments, each with the tokens of the runs that it sees."""
     starts, lengths = torch.tensor([(run.start, run.length) for run in members]).T.unsqueeze(-1)
     before = [_tokens([runs[number] for number in run.seen or ()]) for run in members]
     seen = torch.tensor([len(tokens) for tokens in before]).unsqueeze(-1)
@@ -229,5 +228,4 @@ def _batch(members: list[Run], runs: list[Run]) -> Batch:
 
 
 def _tokens(runs: list[Run]) -> Tensor:
-    """Numbers of the tokens of runs, int64."""
     return torch.cat([torch.arange(0), *(torch.arange(run.start, run.start + run.length) for run in runs)])

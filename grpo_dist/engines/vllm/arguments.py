@@ -77,7 +77,6 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
 
 
 def _batching(settings: EngineSettings) -> dict[str, Any]:
-    """Return the arguments that say how requests are batched."""
     cpu = settings.device == "cpu"
     chunked = settings.rollout.enable_chunked_prefill and not cpu  # on CPU it crashes requests that carry a seed
     least = 0 if chunked else settings.max_model_len
@@ -90,7 +89,6 @@ def _batching(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _processes(settings: EngineSettings) -> dict[str, Any]:
-    """The engine's workers, and the transport of their weights."""
     args: dict[str, Any] = {
         "tensor_parallel_size": settings.rollout.tensor_model_parallel_size,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -107,7 +105,6 @@ def _processes(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _memory(settings: EngineSettings) -> dict[str, Any]:
-    """The memory of each worker."""
     cpu = settings.device == "cpu"
     gib = settings.rollout.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
     share = settings.rollout.gpu_memory_utilization if gib is None else UNCHECKED_SHARE

@@ -140,7 +140,6 @@ class VLLMEngine:
                 remove(self._segments)  # vLLM may not have come to it yet
 
     def _start_llm(self) -> Any:
-        """Start vLLM and its processes; see `start`."""
         arguments = engine_args(self.settings, folder=self._folder.name)
         local = self.settings.device == "cpu" and self.settings.rollout.tensor_model_parallel_size == 1
         if local and knows_internals():
@@ -149,7 +148,6 @@ class VLLMEngine:
             return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
 
     async def _footprint(self, before: list[GPU]) -> Footprint:
-        """The memory that the engine has taken since `before`."""
         sizes = await self._call(self._llm.collective_rpc("kv_cache_bytes"))
         measured = [size for size in sizes if size is not None]
         after = gpus(self.settings.rollout.tensor_model_parallel_size)
@@ -223,7 +221,6 @@ class VLLMEngine:
 
 
 def _response(output: Any) -> Response:
-    """A vLLM output as a `Response`."""
     versions: list[int] = []
     for span in output.weight_versions or ():
         number = -1 if span.version == "default" else int(span.version)  # before the first sync
@@ -253,7 +250,6 @@ def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> S
 
 
 def _stop_token_ids(model_config: Any) -> list[int]:
-    """End-of-sequence ids that the model's config and generation config name."""
     named = [model_config.hf_text_config.eos_token_id, model_config.try_get_generation_config().get("eos_token_id")]
     ids: list[int] = []
     for value in named:

@@ -69,7 +69,6 @@ class Front:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on."""
         if scope["type"] in ("http", "websocket"):
             settings: FrontSettings = scope["app"].state.args.front
             host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")

@@ -46,6 +46,8 @@ _UNTOUCHED = {
     "repetition_penalty": 1.0,
     "prompt_logprobs": None,
 }
+# How a request asks for them, where that has another name.
+_ASKED_BY = {"structured_outputs": "response_format, or a tool_choice that forces a tool,"}
 
 
 async def openai_app(engine: Any, model_path: str, sample: AppSample, options: Mapping[str, Any]) -> Any:
@@ -84,22 +86,15 @@ class _Client:
         """Limits are the recording's."""
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        """Nothing but generation."""
         return ("generate",)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
-        """Sample, and answer in vLLM's form."""
         if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
             raise RequestRefused("text only: images and embeddings are not recorded")
         for name, usual in _UNTOUCHED.items():
             value = getattr(params, name, usual)
             if value and value != usual and list(value if isinstance(value, list) else [value]) != [usual]:
-                asked = (
-                    "response_format, or a tool_choice that forces a tool,"
-                    if name == "structured_outputs"
-                    else f"{name}"
-                )
-                raise RequestRefused(f"{asked} changes what the policy would sample; leave it out")
+                raise RequestRefused(f"{_ASKED_BY.get(name, name)} changes what the policy would sample; leave it out")
         if (params.logprobs or 0) > 1:
             raise RequestRefused("top_logprobs: only those of sampled tokens are recorded")
         ids = list(prompt["prompt_token_ids"])
@@ -172,7 +167,6 @@ def server_arguments(
 
 
 def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> dict[str, Any]:
-    """The arguments where the command line has none."""
     # the model's own sampling defaults count where no run says how it is sampled
     usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
     engine = engine_args(settings, folder=folder, usual=usual)

@@ -95,7 +95,6 @@ async def serving(
 
 
 async def _answering(url: str, ended: asyncio.Task[None]) -> None:
-    """Wait until the server answers."""
     async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as client:  # of this process itself
         asked = asyncio.create_task(client.get(f"{url}/health"))
         try:
@@ -112,7 +111,6 @@ async def _answering(url: str, ended: asyncio.Task[None]) -> None:
 
 
 def _url(arguments: Namespace) -> str:
-    """Where this machine reaches the server."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(arguments.host, arguments.host)
     return f"http{'s' if arguments.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{arguments.port}"
 

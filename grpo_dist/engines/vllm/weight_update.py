@@ -119,7 +119,6 @@ class WeightUpdater:
         await self._replace([{"version": version}], version)
 
     async def _replace(self, updates: Iterable[dict[str, Any]], version: int) -> None:
-        """Pause, load the updates, set the version and resume."""
         await self.pause()
         if self._asleep:
             await self._call(self._llm.wake_up(["weights"]))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grpo_dist.engines.rendezvous import LOOPBACK, own_ip, refuse_loopback
 from grpo_dist.engines.settings import SENDER, GroupAddress
-from grpo_dist.engines.weights.buckets import Entry, PackedTensors, pack_tensors, unpack
+from grpo_dist.engines.weights.buckets import Entry, pack_tensors, unpack
 from grpo_dist.engines.weights.ipc import SharedMemoryGroup
 from grpo_dist.errors import GrpoDistError, WeightSyncError
 
@@ -171,7 +171,8 @@ def send(group: WeightGroup, tensors: Iterable[tuple[str, Tensor]], *, version: 
         group.forget()
         on_its_way = None
         for packed in pack_tensors(stream, bucket_bytes=bucket_bytes):
-            header = describe(packed)
+            checksum = position_checksum(packed.data)
+            header = Header(packed.number, packed.last, len(packed.data), checksum, packed.entries)
             if on_its_way is not None:
                 group.wait(on_its_way[0])
             group.publish(version, announced, header)
@@ -212,11 +213,6 @@ def receive(group: WeightGroup, *, version: int, load: Callable[[list[tuple[str,
         group.close()
         return Receipt(loaded, fault or _reason(error))
     return Receipt(loaded, fault)
-
-
-def describe(packed: PackedTensors) -> Header:
-    """The header of a bucket."""
-    return Header(packed.number, packed.last, len(packed.data), position_checksum(packed.data), packed.entries)
 
 
 def find_fault(header: Header, number: int, data: Tensor) -> str:
@@ -274,7 +270,6 @@ def _make_group(store: Any, rank: int, device: torch.device, address: GroupAddre
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Within the block the variable is set."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

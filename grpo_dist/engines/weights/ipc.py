@@ -102,7 +102,6 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
 
     def _opened(self, shared: dict[str, Any], target: Tensor) -> Tensor:
-        """Return the bytes of another process's memory."""
         handle, ref_counter_handle, event_handle = (bytes.fromhex(shared[name]) for name in HANDLES)
         opened: Tensor = reductions.rebuild_cuda_tensor(
             tensor_cls=Tensor,
@@ -133,12 +132,7 @@ class CudaMemory:
 
 
 def _outside_of_segments(data: Tensor, conf: str) -> Tensor:
-    """Return the bytes where another process can open them: containers allow it of no expandable segment.
-
-    Args:
-        data: a bucket.
-        conf: the allocator's settings.
-    """
+    """Return the bytes where another process can open them: containers allow it of no expandable segment."""
     plain = EXPANDABLE.sub("expandable_segments:False", conf)
     if plain == conf:
         return data
@@ -176,7 +170,7 @@ class SharedMemoryGroup:
                 "hands weights over in memory that both share"
             )
         self.sends = rank == sender and bool(receivers)
-        self.receives, self._receivers = rank >= address.num_senders, receivers
+        self.receives, self.receivers = rank >= address.num_senders, receivers
         self._peers = {e: here[e] for e in (receivers if rank == sender else [sender])}
         self._count = 0
         self.store = dist.PrefixStore(self.memory.place, store)
@@ -203,10 +197,6 @@ class SharedMemoryGroup:
                 if time.monotonic() > deadline:
                     raise
 
-    def taken_by(self, number: int) -> list[str]:
-        """The keys with which the receivers of a bucket confirm it."""
-        return [f"taken/{number}/{receiver}" for receiver in self._receivers]
-
     def abort(self) -> None:
         """Leave the group; ranks that wait for this one notice."""
         with contextlib.suppress(RuntimeError):
@@ -224,7 +214,7 @@ class Handover:
         """Sender: wait until all receivers have the bucket. Receiver: wait until the bucket is in its own memory."""
         group, bucket = self.group, f"bucket/{self.number}"
         if self.shared is not None:
-            taken = group.taken_by(self.number)
+            taken = [f"taken/{self.number}/{receiver}" for receiver in group.receivers]  # with which they confirm it
             group.wait(taken, limit)
             for key in (bucket, *taken):
                 group.store.delete_key(key)

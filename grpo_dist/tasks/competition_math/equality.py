@@ -211,7 +211,6 @@ def _same_expression(a: Any, b: Any) -> bool:
 
 
 def _exact(value: Any) -> Any:
-    """Return the value with decimals as fractions, worked out."""
     return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)}).doit()
 
 

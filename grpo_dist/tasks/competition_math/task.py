@@ -45,7 +45,6 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_brace(text: str, start: int) -> int | None:
-    """Return where the brace that opens at `start` is closed."""
     depth, position = 0, start
     while position < len(text):
         if text[position] == "\\":

@@ -214,7 +214,7 @@ def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGr
     changes = ({"clear_kv_cache_on_update": False}, {"partial_rollout": False})
     each = [engine_settings(random_models["tied"], **change) for change in changes]
     with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
-        group.call_each("start", "start", [(each[KEPT],), (each[WHOLE],)])
+        group.gather([group.submit(rank, "start", "start", each[rank]) for rank in (KEPT, WHOLE)])
         yield group
         group.call_all("shutdown", "shutdown")
 
