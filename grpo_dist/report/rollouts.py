@@ -138,11 +138,12 @@ def _add_tokens(
     columns, pieces = data.columns(), dict[str, int]()
     ids = data["responses"].rows()
     numbers = _per_token(columns)
+    follows = data[PREDECESSORS].rows() if PREDECESSORS in columns else None
     additions: list[dict[str, Any]] = []
     for i in range(len(responses)):
         added: dict[str, Any] = {name: _short(rows[i]) for name, rows in numbers.items()}
         added["tokens"] = [pieces.setdefault(text, len(pieces)) for text in texts.of(ids[i].tolist())]
-        if PREDECESSORS in columns and len(starts := branch_starts(columns[PREDECESSORS].rows()[i])):
+        if follows is not None and len(starts := branch_starts(follows[i])):
             added["branches"] = starts.tolist()
         if "truncated" in columns and int(columns["truncated"][i]):
             added["truncated"] = True

@@ -125,12 +125,8 @@ class BatchWork(Process):
         """
         data = batch.fetch(with_branches(SAMPLE_COLUMNS, batch.columns))
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
-        masks = data["response_mask"].rows()
-        follows = (
-            data[PREDECESSORS].rows()
-            if PREDECESSORS in data.columns()
-            else [torch.arange(-1, len(m) - 1) for m in masks]
-        )
+        follows = data[PREDECESSORS].rows() if PREDECESSORS in data.columns() else [None] * len(data)
+        written = list(zip(data["responses"].rows(), data["response_mask"].rows(), follows, strict=True))
         advantages = batch.small.get("advantage_mean")
         extras = {name.removeprefix(EXTRA): column for name, column in batch.small.items() if name.startswith(EXTRA)}
         samples = []
@@ -139,7 +135,7 @@ class BatchWork(Process):
             score, failure = float(data["score"][i]), data["failure"][i]
             row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
             row |= {"failure": failure} if failure else {}
-            row |= self._parts(data["responses"].rows()[i], masks[i], follows[i])
+            row |= self._parts(*written[i])
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
             values = {name: float(column[i]) for name, column in extras.items() if name not in row}
             samples.append(row | {name: value for name, value in values.items() if not math.isnan(value)})
@@ -227,9 +223,11 @@ class BatchWork(Process):
         data = DataProto.load(path)
         return {name: np.asarray(data[name]) for name in small}, data
 
-    def _parts(self, response: torch.Tensor, mask: torch.Tensor, follows: torch.Tensor) -> dict[str, list[list[str]]]:
+    def _parts(
+        self, response: torch.Tensor, mask: torch.Tensor, follows: torch.Tensor | None
+    ) -> dict[str, list[list[str]]]:
         """Who wrote which part of a response, if not all of it is the policy's."""
-        begins = branch_starts(follows).tolist()
+        begins = [] if follows is None else branch_starts(follows).tolist()
         if mask.bool().all() and not begins:
             return {}
         starts = sorted({0, *begins, *((mask[1:] != mask[:-1]).nonzero().flatten() + 1).tolist()})
