@@ -156,7 +156,7 @@ class Recording:
         """Where in the tree a call goes on, and what it was asked behind that place."""
         if (parent := call.parent) is None or parent.place is None:
             return None, call.prompt_ids
-        return parent.place, call.prompt_ids[len(parent.prompt_ids) + len(parent.sampled) :]
+        return parent.place, call.prompt_ids[len(parent.token_ids) :]
 
     def _room(self, call: Call) -> int:
         """Return how many tokens of the row are left for what a call samples."""
