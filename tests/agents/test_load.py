@@ -128,7 +128,7 @@ async def play_all(gateway: Gateway) -> tuple[int, Counter[str], dict[str, str],
         else:
             ended_episodes += len(found)
             assert {(e.reward, e.num_turns, bytes(e.prompt_ids), e.row.uid) for e in found} == {
-                (1.0, 1, b"a", f"prompt{index}")
+                (1.0, 2, b"a", f"prompt{index}")
             }
     assert not gateway._sessions, "each has ended"
     return ended_episodes, Counter(error.kind for error in attempts), failed, code
