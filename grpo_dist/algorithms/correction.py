@@ -124,6 +124,20 @@ def read_bounds(threshold: float | str, *, key: str) -> tuple[float | None, floa
     return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
 
 
+def read_weight_bounds(threshold: float | str) -> tuple[float | None, float]:
+    """`read_bounds` of `rollout_is_threshold`, whose upper bound is at least 1, the weight of a token without mismatch.
+
+    YAML reads 0.5_5 as the number 0.55, which is refused here.
+    """
+    key = f"{KEY}.rollout_is_threshold"
+    lower, upper = read_bounds(threshold, key=key)
+    if upper < 1:
+        raise ConfigError(
+            f"{key}={threshold}: the upper bound must be at least 1; two bounds such as 0.5_5.0 need the .0"
+        )
+    return lower, upper
+
+
 def read_rejections(
     rollout_rs: str | None, threshold: float | str | None
 ) -> list[tuple[str, tuple[float | None, float]]]:
@@ -158,7 +172,7 @@ def read_rejections(
 def _importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: float | str) -> Tensor:
     if level not in LEVELS:
         raise ConfigError(f"{KEY}.rollout_is={level}: not one of {', '.join(LEVELS)}")
-    lower, upper = read_bounds(threshold, key=f"{KEY}.rollout_is_threshold")
+    lower, upper = read_weight_bounds(threshold)
     if level == "sequence":
         log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
     weights = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

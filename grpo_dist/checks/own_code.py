@@ -15,7 +15,7 @@ import torch
 from grpo_dist.agents import load_agent_loop
 from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
-from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
+from grpo_dist.algorithms.correction import read_rejections, read_weight_bounds
 from grpo_dist.algorithms.kl import KL, kl_penalty
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
 from grpo_dist.algorithms.settings import ObjectiveSettings
@@ -79,7 +79,7 @@ def resolve_names(config: RunConfig) -> None:
     ADVANTAGE.get(config.algorithm.adv_estimator)
     KL.get(config.algorithm.kl_penalty, "algorithm.kl_penalty")
     correction = config.algorithm.rollout_correction
-    read_bounds(correction.rollout_is_threshold, key=f"{KEY}.rollout_is_threshold")
+    read_weight_bounds(correction.rollout_is_threshold)
     read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)

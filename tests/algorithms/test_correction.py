@@ -4,9 +4,17 @@ import math
 
 import pytest
 import torch
+import yaml
 
 from grpo_dist.algorithms import compute_rollout_correction
-from grpo_dist.algorithms.correction import LEVELS, REJECTIONS, current_weights, read_bounds, read_rejections
+from grpo_dist.algorithms.correction import (
+    LEVELS,
+    REJECTIONS,
+    current_weights,
+    read_bounds,
+    read_rejections,
+    read_weight_bounds,
+)
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import correction, tensors
 from tests.messages import refuses
@@ -196,6 +204,14 @@ def test_bounds_are_read() -> None:
 def test_bounds_that_are_none(text: str) -> None:
     with refuses(ConfigError, "lower_upper"):
         read_bounds(text, key="algorithm.rollout_correction.rollout_is_threshold")
+
+
+def test_two_bounds_that_yaml_takes_for_one_number() -> None:
+    assert read_weight_bounds("0.5_5.0") == (0.5, 5.0)
+    assert read_weight_bounds(1) == (None, 1.0)
+    (found,) = yaml.safe_load("- 0.5_5")
+    with refuses(ConfigError, "rollout_is_threshold=0.55", "0.5_5.0"):
+        read_weight_bounds(found)
 
 
 def test_mistakes_are_named() -> None:

@@ -25,6 +25,7 @@ SIGNALS = ("SIGKILL", "SIGSTOP")
 # Of the commands that train one model; it is validated and saved at every step.
 TRAINING_MOMENTS = ("idle", "updating", "validating", "saving")
 ADAPTER = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=false")
+FRAIL = ("actor_rollout_ref.rollout.agent.default_agent_loop=tests/chaos/frail.py:Frail",)
 PPO = ("recipe=ppo", "algorithm.adv_estimator=gae", "trainer.critic_warmup=1")
 
 
@@ -164,6 +165,24 @@ def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 def test_matrix_of_an_adapter(with_adapter: Outcome, tmp_path: Path, table: list[str], name: str) -> None:
     """An engine that starts again gets the factors in force beside the base model that it loads."""
     strike("rollout", name, tmp_path, table, with_adapter, *ADAPTER)
+
+
+@pytest.fixture(scope="module")
+def with_failures(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """An undisturbed run in which episodes fail and are sampled again."""
+    outcome = train(tmp_path_factory.mktemp("frail") / "run", [], *FRAIL)
+    assert all(row["agent/failures/error"] > 0 for row in outcome.metrics() if row["step"])
+    return outcome
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["driver", "rollout"])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_failing_episodes(
+    with_failures: Outcome, tmp_path: Path, table: list[str], name: str, role: str
+) -> None:
+    """An episode's next attempt has the same seed after a resume, and on an engine that has just started."""
+    strike(role, name, tmp_path, table, with_failures, *FRAIL)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,8 @@ from tests.trainer.recorded import history
 
 pytestmark = pytest.mark.ray
 STREAM = "trainer.stream_mini_batches=true"
-BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode=true"
 PLAIN = (
     "data.val_files=null",
     "trainer.val_before_train=false",
@@ -183,3 +184,18 @@ def test_with_the_samplers_log_probs_as_the_old_ones_results_are_the_same_bit_fo
     rest, resumed = lab.train(tmp_path / "on", STREAM, "trainer.resume_mode=resume_path", folder)
     assert rest == on[1:]
     assert np.array_equal(streamed, resumed)
+
+
+ALSO = {
+    "kl in the reward": ["algorithm.use_kl_in_reward=true"],
+    "rejected tokens": [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"],
+    "sampled ahead": ["trainer.max_staleness=1"],
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("also", ALSO.values(), ids=ALSO)
+def test_so_are_they_beside_what_else_changes_the_targets(tmp_path: Path, lab: Lab, also: list[str]) -> None:
+    (off, weights), (on, streamed) = lab.train(tmp_path / "off", *also), lab.train(tmp_path / "on", STREAM, *also)
+    assert on == off
+    assert np.array_equal(weights, streamed)
