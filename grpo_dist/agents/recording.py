@@ -148,9 +148,9 @@ class Recording:
 
     @property
     def delivered(self) -> float:
-        """The share of all sampled tokens that train."""
+        """The share of all sampled tokens that train; 1 if none was sampled."""
         total = sum(len(call.sampled) for call in self.calls)
-        return sum(len(call.sampled) for call in self.calls if call.place is not None) / max(total, 1)
+        return sum(len(call.sampled) for call in self.calls if call.place is not None) / total if total else 1.0
 
     def _behind(self, call: Call) -> tuple[int | None, list[int]]:
         """Where in the tree a call goes on, and what it was asked behind that place."""

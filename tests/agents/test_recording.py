@@ -72,7 +72,41 @@ def test_all_calls_are_one_row_and_each_sampled_token_is_there_once() -> None:
     assert row.mask == [1, 1, 0, 0, 1, 1, 0, 1, 1]
     assert [call.place for call in found.calls] == [1, 5, 7, 8]
     assert found.delivered == 1
-    assert (recording().tree, recording().delivered) == (None, 0)
+    assert (recording().tree, recording().delivered) == (None, 1)
+
+
+def test_calls_that_sample_nothing_lose_nothing() -> None:
+    """In the middle of a conversation, at a branch of their own, and as all that an episode is."""
+    found = recording()
+    ask(found, [5], [])
+    ask(found, [5, 6], [1])
+    ask(found, [2, 6], [])
+    ask(found, [5, 6, 1, 6], [2, 2])
+    assert found.tree is not None
+    row = found.tree.response
+    assert (row.token_ids, row.mask) == ([6, 1, 2, 6, 6, 2, 2], [0, 1, 0, 0, 0, 1, 1])
+    assert row.predecessors == [-1, 0, -2, 2, 1, 4, 5]
+    assert found.delivered == 1
+    silent = recording()
+    ask(silent, [5], [])
+    assert silent.tree is not None
+    assert (silent.tree.response.token_ids, silent.delivered) == ([], 1)
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["conversation", "branches"])
+def test_each_token_of_an_episode_of_many_calls_is_there(goes_on: bool) -> None:
+    count = 3000
+    sampling = SamplingSettings(1, 1.0, 1.0, -1, 4 * count, 100)
+    found = Recording(sampling, Words(), 5 * count, 9 * count, count)
+    history = [5]
+    for i in range(count):
+        prompt = [*history, 6] if goes_on else [5, *([6] * (i % 7)), 1 + i % 5]
+        ask(found, prompt, [1, 2], is_chat=False)
+        history = [*prompt, 1, 2]
+    assert found.tree is not None
+    assert (sum(found.tree.response.mask or []), found.delivered) == (2 * count, 1)
+    with refuses(RequestRefused, f"{count}", "max_assistant_turns"):
+        ask(found, [5], [1])
 
 
 def test_what_calls_at_the_same_time_sample_beyond_the_room_of_an_episode_is_left_out() -> None:
