@@ -56,10 +56,9 @@ def job_notes(config: JobConfig) -> Iterator[str]:
 
 @between_keys
 def method_rules(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong between the keys of estimators, losses and corrections."""
+    """Yield what is wrong between the keys of estimators and losses."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    estimator, loss, correction = algorithm.adv_estimator, actor.policy_loss.loss_mode, algorithm.rollout_correction
-    own_bypass, reinforce = "<algorithm.rollout_correction.bypass_mode>", correction.loss_type == "reinforce"
+    estimator, loss = algorithm.adv_estimator, actor.policy_loss.loss_mode
     if estimator in GROUP_ADV_ESTIMATORS and config.actor_rollout_ref.rollout.n < 2:
         why = "the estimator compares the responses of one prompt; set rollout.n to 2 or more"
         yield f"<rollout.n>, <algorithm.adv_estimator>: {why}"
@@ -73,12 +72,32 @@ def method_rules(config: RunConfig) -> Iterator[str]:
     if config.critic.enable and estimator in ADV_ESTIMATORS and estimator != "gae":
         why = f"{estimator} reads no values; set the first to null, or the second to gae"
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
+    if actor.top_entropy_quantile < 1 and algorithm.rollout_correction.bypass_mode:
+        keys = "<actor.top_entropy_quantile>, <algorithm.rollout_correction.bypass_mode>"
+        yield f"{keys}: entropies come from the pass that bypass_mode leaves out"
+    if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
+        why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
+        yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
+
+
+@between_keys
+def correction_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong between the keys that correct for the sampler."""
+    loss, correction = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
+    own_bypass, reinforce = "<algorithm.rollout_correction.bypass_mode>", correction.loss_type == "reinforce"
     if correction.bypass_mode and config.rollout_is is not None and not reinforce:
         why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
         yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is>: {why}"
     if correction.bypass_mode and correction.rollout_is_batch_normalize:
         why = "these weights change during the update, so there is no mean over the batch; set one of the two"
         yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is_batch_normalize>: {why}"
+    m2 = "<algorithm.rollout_correction.m2_threshold>"
+    if correction.m2_threshold is not None and correction.bypass_mode:
+        why = "the second moment is that of the whole batch by the log-probs that bypass_mode leaves out"
+        yield f"{m2}, {own_bypass}: {why}; set the first to null, or the second to false"
+    if correction.m2_threshold is not None and loss in SEQUENCE_LOSSES[:2]:
+        why = "the loss has one ratio for the whole sequence; choose another loss_mode, or set the first to null"
+        yield f"{m2}, <actor.policy_loss.loss_mode>: {why}"
     if reinforce and not correction.bypass_mode:
         why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
         yield f"<algorithm.rollout_correction.loss_type>, {own_bypass}: {why}"
@@ -88,11 +107,6 @@ def method_rules(config: RunConfig) -> Iterator[str]:
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
         keys = "<algorithm.rollout_correction.rollout_rs>, <algorithm.rollout_correction.rollout_rs_threshold>"
         yield f"{keys}: set both or none"
-    if actor.top_entropy_quantile < 1 and correction.bypass_mode:
-        yield f"<actor.top_entropy_quantile>, {own_bypass}: entropies come from the pass that bypass_mode leaves out"
-    if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
-        why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
-        yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
 
 
 @between_keys
@@ -191,6 +205,10 @@ def streaming_rules(config: RunConfig) -> Iterator[str]:
         "<algorithm.rollout_correction.rollout_is_batch_normalize>": (
             algorithm.rollout_correction.rollout_is_batch_normalize,
             "false",
+        ),
+        "<algorithm.rollout_correction.m2_threshold>": (
+            algorithm.rollout_correction.m2_threshold is not None,
+            "null",
         ),
         "<rollout.over_sample_rate>": (config.actor_rollout_ref.rollout.over_sample_rate > 0, "0"),
         "<actor.ppo_epochs>": (actor.ppo_epochs > 1, "1"),
@@ -374,6 +392,7 @@ def run_notes(config: RunConfig) -> Iterator[str]:
 
 KEY_RULES = (
     method_rules,
+    correction_rules,
     factor_rules,
     credit_rules,
     gdpo_rules,
