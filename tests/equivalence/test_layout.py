@@ -16,9 +16,9 @@ from tests.ranks import run_ranks
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "seq-mean-token-mean": {"kl_loss_type": "full", "entropy_coeff": 0.0},
-    "seq-mean-token-sum": {"weighted": True, "loss_mode": "gspo"},
+    "seq-mean-token-sum": {"weighted": True, "loss_mode": "gspo", "off_policy_threshold": 0.02},
     "seq-mean-token-sum-norm": {"kl_loss_type": "k3+", "loss_scale_factor": 12.0, "loss_mode": "cispo"},
-    "token-sum": {"loss_mode": "kl_cov", "selects_tokens": True},
+    "token-sum": {"loss_mode": "kl_cov", "selects_tokens": True, "kl_loss_type": "unbiased_k3"},
 }
 MODES = tuple(OBJECTIVES)
 HIDDEN = 32
@@ -32,6 +32,7 @@ def batch() -> DataProto:
     extra = {
         "ref_hidden_states": [rng.normal(size=(length, HIDDEN)) for length in lengths],
         "rollout_is_weights": [rng.uniform(0.5, 2, length) for length in lengths],
+        "rollout_log_probs": [-4.5 + 0.2 * rng.normal(size=length) for length in lengths],
         "selected_tokens": [(rng.random(length) < 0.3) for length in lengths],
     }
     columns = {name: Ragged.from_rows(rows, torch.float32) for name, rows in extra.items()}
