@@ -123,7 +123,7 @@ def current_weights(
 
 
 def second_moment_mask(
-    *, old_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
+    old_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
 ) -> Tensor:
     """Return 0 on the tokens with the largest lambda^2, so many that its mean over the others is at most `threshold`.
 
@@ -144,31 +144,23 @@ def second_moment_mask(
     """
     mask = response_mask.bool()
     log_ratio = bounded_log_ratio(old_log_probs, rollout_log_probs).double().where(mask, 0.0)
-    clipped = mask & (advantages.sign() * log_ratio.sign() > 0)
-    moments = log_ratio.square()
-    ascending = moments[clipped].sort().values
+    moments = log_ratio.square().where(mask & (advantages.sign() * log_ratio.sign() > 0), 0.0)
+    ascending = moments[moments > 0].sort().values
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=mask.device)
     beyond = ascending[means > threshold]  # means of ascending numbers never fall, so these are the largest
-    return torch.ones_like(mask, dtype=torch.float32) if not len(beyond) else (~clipped | (moments < beyond[0])).float()
+    return (moments < beyond[0] if len(beyond) else torch.ones_like(mask)).float()
 
 
 def off_policy_mask(
-    *, log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
+    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
 ) -> Tensor:
     """Return 0 on tokens with a negative advantage of sequences whose mean of log(pi_rollout / pi) is over `threshold`.
 
     Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), whose old policy is the sampler's as it reports
     itself. The mean is over the tokens of a sequence that train: of an episode in all of its branches.
 
-    Args:
-        log_probs: (N, T) float32, nats; the current policy. The mask carries no gradient.
-        rollout_log_probs: (N, T) float32, nats; the sampler's.
-        advantages: (N, T) float32.
-        response_mask: (N, T), 1 on the tokens that train.
-        threshold: the bound, nats per token.
-
-    Returns:
-        (N, T) float32 factors of the token losses, 1 off the mask.
+    Arguments and result are those of `second_moment_mask`, but for `log_probs`, (N, T) float32, nats, of the current
+    policy, to which the mask gives no gradient, and `threshold`, in nats per token.
     """
     mask = response_mask.bool()
     distance = bounded_log_ratio(rollout_log_probs, log_probs.detach()).where(mask, 0.0)
@@ -254,15 +246,6 @@ def _normalised(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     return (weights / mean.clamp_min(1e-8)).where(mask, 1.0)
 
 
-def _divergence(name: str, old: Tensor, rollout: Tensor) -> Tensor:
-    log_ratio = bounded_log_ratio(old, rollout)
-    if name == "k1":
-        return -log_ratio
-    if name == "k2":
-        return 0.5 * log_ratio.square()
-    return log_ratio.exp() - 1 - log_ratio if name == "k3" else kpop(old, rollout)
-
-
 def kpop(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     """The larger of KL(p || q) and KL(q || p) of this token or not, element by element, nats."""
     return torch.maximum(binary_kl(log_probs, other_log_probs), binary_kl(other_log_probs, log_probs))
@@ -272,10 +255,12 @@ def _accepted(
     old: Tensor, rollout: Tensor, mask: Tensor, rejections: list[tuple[str, tuple[float | None, float]]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each name of `rollout_rs` with the tokens that it leaves in the mask."""
-    length = mask.sum(-1, keepdim=True).clamp_min(1)
+    log_ratio, length = bounded_log_ratio(old, rollout), mask.sum(-1, keepdim=True).clamp_min(1)
+    divergence = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1 - log_ratio}
+    divergence["kpop"] = kpop(old, rollout)
     for name, (lower, upper) in rejections:
         scope, k = name.rsplit("_", 1)
-        value = _divergence(k, old, rollout).where(mask, 0.0)
+        value = divergence[k].where(mask, 0.0)
         if scope == "seq_max":
             value = value.amax(-1, keepdim=True)
         elif scope != "token":

@@ -56,13 +56,14 @@ def policy_objective(
     if settings.correction is not None:
         sampler = columns.get("rollout_log_probs", old_log_probs)  # in bypass mode the old log-probs are the sampler's
         read["rollout_is_weights"] = current_weights(log_probs, sampler, mask, settings.correction)
-    kept = _off_policy_mask(read, settings)
-    if kept is not None:
-        read["rollout_is_weights"] = kept * read.get("rollout_is_weights", kept)
-    loss, metrics = compute_policy_loss(read, settings, **counts)
-    metrics["actor/pg_loss"] = loss.detach()
-    if kept is not None:
+    metrics: dict[str, Tensor] = {}
+    if settings.off_policy_threshold is not None:
+        sampler, threshold = columns["rollout_log_probs"], settings.off_policy_threshold
+        kept = off_policy_mask(log_probs, sampler, columns["advantages"], mask, threshold)
+        read["rollout_is_weights"] = kept * read.get("rollout_is_weights", 1)
         metrics["actor/off_policy_masked_fraction"] = masked_mean(1 - kept, mask)
+    loss, own = compute_policy_loss(read, settings, **counts)
+    metrics |= own | {"actor/pg_loss": loss.detach()}
 
     def aggregate(values: Tensor) -> Tensor:
         return agg_loss(values, mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor, **counts)
@@ -84,17 +85,8 @@ def _kl(columns: Mapping[str, Tensor], settings: ObjectiveSettings) -> Tensor:
         return _needed(columns, "exact_kl", asked)
     # masked before the estimator, not after: the gradient of an infinite distance is nan, and 0 * nan is nan
     mask, reference = columns["response_mask"].bool(), _needed(columns, "ref_log_probs", asked)
-    log_probs, reference, old = (
-        values.where(mask, 0.0) for values in (columns["log_probs"], reference, columns["old_log_probs"])
-    )
-    return kl_penalty(name, log_probs, reference, old_log_probs=old)
-
-
-def _off_policy_mask(columns: Mapping[str, Tensor], settings: ObjectiveSettings) -> Tensor | None:
-    if settings.off_policy_threshold is None:
-        return None
-    names = ("log_probs", "rollout_log_probs", "advantages", "response_mask")
-    return off_policy_mask(**{name: columns[name] for name in names}, threshold=settings.off_policy_threshold)
+    log_probs, old = (columns[column].where(mask, 0.0) for column in ("log_probs", "old_log_probs"))
+    return kl_penalty(name, log_probs, reference.where(mask, 0.0), old_log_probs=old)
 
 
 def _needed(columns: Mapping[str, Tensor], name: str, asked: str) -> Tensor:

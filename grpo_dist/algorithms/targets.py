@@ -188,13 +188,7 @@ def _targets(
     if settings.top_entropy_quantile < 1:
         advantages = advantages * high_entropy(columns["old_entropies"], mask, settings.top_entropy_quantile)
     if settings.m2_threshold is not None:
-        kept = second_moment_mask(
-            old_log_probs=old,
-            rollout_log_probs=rollout,
-            advantages=advantages,
-            response_mask=mask,
-            threshold=settings.m2_threshold,
-        )
+        kept = second_moment_mask(old, rollout, advantages, mask, settings.m2_threshold)
         weights = kept if weights is None else weights * kept
         metrics["rollout_corr/m2_masked_fraction"] = float(masked_mean(1 - kept, mask))
     metrics |= _spread("critic/advantages", advantages, mask) | _spread("critic/returns", returns, mask)
