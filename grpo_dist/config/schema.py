@@ -320,6 +320,7 @@ class RunConfig(JobConfig):
             algorithm.use_kl_in_reward
             or (self.rollout_is is not None and correction.rollout_is_batch_normalize)
             or correction.rollout_rs is not None
+            or correction.m2_threshold is not None
             or actor.top_entropy_quantile < 1
             or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
         )

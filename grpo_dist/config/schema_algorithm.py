@@ -39,6 +39,8 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: bool
     rollout_rs: Text | None
     rollout_rs_threshold: PositiveFloat | Text | None
+    m2_threshold: PositiveFloat | None
+    off_policy_mask_threshold: PositiveFloat | None
     bypass_mode: bool
     loss_type: Literal["ppo_clip", "reinforce"]
 

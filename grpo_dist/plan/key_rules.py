@@ -25,6 +25,7 @@ from grpo_dist.plugins.names import (
 from grpo_dist.sizes import ENGINE_LORA_RANKS
 
 _USE_KL = "actor_rollout_ref.actor.use_kl_loss"
+_CORRECTION = "algorithm.rollout_correction"
 
 
 @between_keys
@@ -56,10 +57,9 @@ def job_notes(config: JobConfig) -> Iterator[str]:
 
 @between_keys
 def method_rules(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong between the keys of estimators, losses and corrections."""
+    """Yield what is wrong between the keys of estimators and losses."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    estimator, loss, correction = algorithm.adv_estimator, actor.policy_loss.loss_mode, algorithm.rollout_correction
-    own_bypass, reinforce = "<algorithm.rollout_correction.bypass_mode>", correction.loss_type == "reinforce"
+    estimator, loss = algorithm.adv_estimator, actor.policy_loss.loss_mode
     if estimator in GROUP_ADV_ESTIMATORS and config.actor_rollout_ref.rollout.n < 2:
         why = "the estimator compares the responses of one prompt; set rollout.n to 2 or more"
         yield f"<rollout.n>, <algorithm.adv_estimator>: {why}"
@@ -73,26 +73,39 @@ def method_rules(config: RunConfig) -> Iterator[str]:
     if config.critic.enable and estimator in ADV_ESTIMATORS and estimator != "gae":
         why = f"{estimator} reads no values; set the first to null, or the second to gae"
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
-    if correction.bypass_mode and config.rollout_is is not None and not reinforce:
-        why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
-        yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is>: {why}"
-    if correction.bypass_mode and correction.rollout_is_batch_normalize:
-        why = "these weights change during the update, so there is no mean over the batch; set one of the two"
-        yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is_batch_normalize>: {why}"
-    if reinforce and not correction.bypass_mode:
-        why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
-        yield f"<algorithm.rollout_correction.loss_type>, {own_bypass}: {why}"
-    if reinforce and loss != "vanilla":
-        why = "two losses; leave one of them at its default"
-        yield f"<algorithm.rollout_correction.loss_type>, <actor.policy_loss.loss_mode>: {why}"
-    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
-        keys = "<algorithm.rollout_correction.rollout_rs>, <algorithm.rollout_correction.rollout_rs_threshold>"
-        yield f"{keys}: set both or none"
-    if actor.top_entropy_quantile < 1 and correction.bypass_mode:
-        yield f"<actor.top_entropy_quantile>, {own_bypass}: entropies come from the pass that bypass_mode leaves out"
+    if actor.top_entropy_quantile < 1 and algorithm.rollout_correction.bypass_mode:
+        why = "entropies come from the pass that bypass_mode leaves out"
+        yield f"<actor.top_entropy_quantile>, <{_CORRECTION}.bypass_mode>: {why}"
     if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
+
+
+@between_keys
+def correction_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong between the keys that correct for the sampler."""
+    loss, correction = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
+    own_bypass, reinforce = f"<{_CORRECTION}.bypass_mode>", correction.loss_type == "reinforce"
+    if correction.bypass_mode and config.rollout_is is not None and not reinforce:
+        why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
+        yield f"{own_bypass}, <{_CORRECTION}.rollout_is>: {why}"
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        why = "these weights change during the update, so there is no mean over the batch; set one of the two"
+        yield f"{own_bypass}, <{_CORRECTION}.rollout_is_batch_normalize>: {why}"
+    if correction.m2_threshold is not None and correction.bypass_mode:
+        why = "the second moment is that of the whole batch by the log-probs that bypass_mode leaves out"
+        yield f"<{_CORRECTION}.m2_threshold>, {own_bypass}: {why}; set the first to null, or the second to false"
+    if correction.m2_threshold is not None and loss in SEQUENCE_LOSSES[:2]:
+        why = "the loss has one ratio for the whole sequence; choose another loss_mode, or set the first to null"
+        yield f"<{_CORRECTION}.m2_threshold>, <actor.policy_loss.loss_mode>: {why}"
+    if reinforce and not correction.bypass_mode:
+        why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
+        yield f"<{_CORRECTION}.loss_type>, {own_bypass}: {why}"
+    if reinforce and loss != "vanilla":
+        why = "two losses; leave one of them at its default"
+        yield f"<{_CORRECTION}.loss_type>, <actor.policy_loss.loss_mode>: {why}"
+    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
+        yield f"<{_CORRECTION}.rollout_rs>, <{_CORRECTION}.rollout_rs_threshold>: set both or none"
 
 
 @between_keys
@@ -182,16 +195,15 @@ def streaming_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is known of a batch only when all of it is sampled, while its first mini-batches have trained."""
     algorithm, actor, data = config.algorithm, config.actor_rollout_ref.actor, config.data
     estimator, stream = algorithm.adv_estimator, "<trainer.stream_mini_batches>"
+    correction = algorithm.rollout_correction
     if not config.trainer.stream_mini_batches:
         return
     one_by_one = [name for name in ADV_ESTIMATORS if name not in WHOLE_BATCH_ADV_ESTIMATORS]
     whole = {
         "<algorithm.adv_estimator>": (estimator not in one_by_one, f"one of {', '.join(one_by_one)}"),
         "<algorithm.filter_groups.enable>": (algorithm.filter_groups.enable, "false"),
-        "<algorithm.rollout_correction.rollout_is_batch_normalize>": (
-            algorithm.rollout_correction.rollout_is_batch_normalize,
-            "false",
-        ),
+        f"<{_CORRECTION}.rollout_is_batch_normalize>": (correction.rollout_is_batch_normalize, "false"),
+        f"<{_CORRECTION}.m2_threshold>": (correction.m2_threshold is not None, "null"),
         "<rollout.over_sample_rate>": (config.actor_rollout_ref.rollout.over_sample_rate > 0, "0"),
         "<actor.ppo_epochs>": (actor.ppo_epochs > 1, "1"),
         "<actor.shuffle>": (actor.shuffle, "false"),
@@ -322,11 +334,10 @@ def stopping_rules(config: RunConfig) -> Iterator[str]:
         yield f"<trainer.health.kl.action>, <actor.use_kl_loss>: {why}"
     if health.rollout_mismatch.action == "stop" and bypass:
         why = "this mode computes no log-probs to compare the sampler's with; set the action to off"
-        yield f"<trainer.health.rollout_mismatch.action>, <algorithm.rollout_correction.bypass_mode>: {why}"
+        yield f"<trainer.health.rollout_mismatch.action>, <{_CORRECTION}.bypass_mode>: {why}"
     if health.entropy.action == "stop" and bypass and not config.actor_rollout_ref.actor.entropy_coeff:
         why = "entropy is not known in this mode; set the action to off, or entropy_coeff above 0"
-        keys = "<trainer.health.entropy.action>, <algorithm.rollout_correction.bypass_mode>, <actor.entropy_coeff>"
-        yield f"{keys}: {why}"
+        yield f"<trainer.health.entropy.action>, <{_CORRECTION}.bypass_mode>, <actor.entropy_coeff>: {why}"
 
 
 @between_keys
@@ -361,7 +372,7 @@ def run_notes(config: RunConfig) -> Iterator[str]:
     if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
         key, age = ("max_staleness", f"{stale} updates") if stale else ("stream_mini_batches", "some mini-batches")
         why = f"responses may be {age} old, and nothing corrects for it; set the second to auto"
-        yield f"<trainer.{key}>, <algorithm.rollout_correction.rollout_is>: {why}"
+        yield f"<trainer.{key}>, <{_CORRECTION}.rollout_is>: {why}"
     if rollout.over_sample_rate:
         yield (
             "<rollout.over_sample_rate>: the slowest groups are aborted, so batches are biased towards short "
@@ -374,6 +385,7 @@ def run_notes(config: RunConfig) -> Iterator[str]:
 
 KEY_RULES = (
     method_rules,
+    correction_rules,
     factor_rules,
     credit_rules,
     gdpo_rules,
