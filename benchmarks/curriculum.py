@@ -71,12 +71,17 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         columns = {name: [result[name] for result in results] for name in ("steps", "equal", "tokens")}
         ratios = [mine / its for mine, its in zip(columns["tokens"], first, strict=True)]
         means = {name: statistics.mean(values) for name, values in columns.items()}
-        more = {"+-": _half(columns["tokens"]), "ratio": statistics.mean(ratios), "+- ratio": _half(ratios)}
+        more = {
+            "+-": half_interval(columns["tokens"]),
+            "ratio": statistics.mean(ratios),
+            "+- ratio": half_interval(ratios),
+        }
         table.append({"choice": choice} | means | more)
     return table
 
 
-def _half(values: Sequence[float]) -> float:
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean of 2 to 5 values."""
     return T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 

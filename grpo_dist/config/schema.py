@@ -332,6 +332,19 @@ class RunConfig(JobConfig):
         return self.old_log_probs_from == "update"
 
     @property
+    def filters(self) -> list[str]:
+        """The keys of `rollout` by which the engines sample from less than the trainer's distribution."""
+        rollout = self.actor_rollout_ref.rollout
+        cuts = {
+            "top_p": rollout.top_p < 1,
+            "top_k": rollout.top_k > 0,
+            "min_p": rollout.min_p > 0,
+            "min_tokens": rollout.min_tokens > 0,
+            "bad_words": bool(rollout.bad_words),
+        }
+        return [name for name, cuts_off in cuts.items() if cuts_off]
+
+    @property
     def needs_old_log_probs(self) -> bool:
         """Tell if the actor computes them before the update."""
         return self.old_log_probs_from == "actor"

@@ -375,6 +375,10 @@ class RefConfig(Section):
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig
 
+    def moves_after(self, step: int) -> bool:
+        """Tell if the reference moves towards the policy after a training step."""
+        return self.ref_model_sync_steps > 0 and step % self.ref_model_sync_steps == 0
+
     def weights_dtype(self, default: TrainDtype) -> TrainDtype:
         """Type of the held weights: fp32 where shares of the policy are mixed in, which bf16 would round away."""
         mixes = self.ref_model_sync_steps > 0 and self.ref_model_mixup_alpha < 1

@@ -355,18 +355,10 @@ def run_notes(config: RunConfig) -> Iterator[str]:
         yield "<algorithm.adv_estimator>, <critic.enable>: there is no critic, so all values are 0"
     if config.reward_model.model.path is not None and not config.reward_model.enable:
         yield "<reward_model.model.path>, <reward_model.enable>: this reward model is not asked"
-    cuts = {
-        "top_p": rollout.top_p < 1,
-        "top_k": rollout.top_k > 0,
-        "min_p": rollout.min_p > 0,
-        "min_tokens": rollout.min_tokens > 0,
-        "bad_words": bool(rollout.bad_words),
-    }
-    if cut := [f"<rollout.{name}>" for name, cuts_off in cuts.items() if cuts_off]:
+    if cut := [f"<rollout.{name}>" for name in config.filters]:
         yield (
             f"{', '.join(cut)}: responses are sampled from a truncated distribution, but the trainer's log-probs are "
-            "of the full one; training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction "
-            "corrects for it"
+            "of the full one; mismatch/filters shows the difference, algorithm.rollout_correction corrects for it"
         )
     bypass = config.algorithm.rollout_correction.bypass_mode
     if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
