@@ -120,7 +120,7 @@ class Case:
         calls = [
             self.rollout.submit_for_data(0, "generate", "generate", str(i), p, settings) for i, p in enumerate(prompts)
         ]
-        labels = [label for label, _ in self.rollout.gather(calls)]
+        labels = [label for label, *_ in self.rollout.gather(calls)]
         sampled = DataProtoRef.concat([call.handle(label) for call, label in zip(calls, labels, strict=True)])
         computed = run(Gang(self.actor).compute_log_probs("log_probs", sampled))
         theirs: DataProto = sampled.fetch(("rollout_log_probs",))
