@@ -12,6 +12,7 @@ from grpo_dist.config.field_types import (
     CountOrMinusOne,
     DecayRate,
     Float,
+    HeadDtypeName,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -107,6 +108,7 @@ class ModelConfig(LoraSection):
     enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     enable_activation_offload: Annotated[bool, Resume.FREE]
     lora: LoraSyncConfig
+    head_dtype: Annotated[HeadDtypeName | None, Resume.SHOWN]
     override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
 
     @property

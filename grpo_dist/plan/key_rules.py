@@ -124,6 +124,18 @@ def factor_rules(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
+def head_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what contradicts the type of the output layer."""
+    model = config.actor_rollout_ref.model
+    if "head_dtype" in model.override_config:
+        why = "config.json's entry would change the engines alone; leave it out, and set the second"
+        yield f"<model.override_config>, <model.head_dtype>: {why}"
+    if model.head_dtype and config.actor_rollout_ref.actor.fsdp_config.model_dtype == "bf16":
+        why = "a float32 output layer is that of float32 weights; set the second to fp32, or the first to null"
+        yield f"<model.head_dtype>, <actor.fsdp_config.model_dtype>: {why}"
+
+
+@between_keys
 def credit_rules(config: RunConfig) -> Iterator[str]:
     """Yield why agents cannot have advantages of their own."""
     if config.algorithm.credit != "agent":
@@ -379,6 +391,7 @@ KEY_RULES = (
     method_rules,
     correction_rules,
     factor_rules,
+    head_rules,
     credit_rules,
     gdpo_rules,
     sampling_rules,
