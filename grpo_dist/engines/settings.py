@@ -54,6 +54,7 @@ class ModelSettings:
         sequence_parallel_key: its config key, for messages.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
         layers_key: the key of `layers`, for messages.
+        replays_routes: whether its routers take the experts that the engine has recorded.
     """
 
     model: ModelSection
@@ -76,6 +77,7 @@ class ModelSettings:
     sequence_parallel_key: str = ""
     room: str = ""
     layers_key: str = ""
+    replays_routes: bool = False
 
     @property
     def section(self) -> str:
@@ -149,6 +151,7 @@ class EngineSettings:
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
         min_group_size: fewest episodes that a group of the training may have where others fail; None: all.
+        records_routes: whether responses come with the experts of their tokens (protocol/routes.py).
     """
 
     rollout: RolloutConfig
@@ -167,6 +170,7 @@ class EngineSettings:
     collective_timeout_s: int | None = None
     profile_dir: str | None = None
     min_group_size: int | None = None
+    records_routes: bool = False
 
     @property
     def sleeps(self) -> bool:
@@ -217,6 +221,7 @@ class SamplingSettings:
         min_tokens: fewest tokens of a response.
         stop: texts that end a response; their tokens belong to it.
         bad_words: texts that are never sampled.
+        routes_from: how many tokens of the prompt need no experts recorded: those of an earlier turn.
     """
 
     n: int
@@ -230,6 +235,7 @@ class SamplingSettings:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
+    routes_from: int = 0
 
 
 def choose_layout(*, use_remove_padding: bool, use_prefix_grouper: bool) -> str:
