@@ -60,7 +60,9 @@ FIELDS: dict[str, Field] = {
         "ragged (N, R_i)", "int32", "of episodes: a number of the agent that sampled it, by name; 0: put in", "rollout"
     ),
     "prompt_routes": Field(
-        "ragged (N, P_i, layers, experts)", "uint8 or uint16", "experts of the prompt's tokens (protocol/routes.py)",
+        "ragged (N, P_i, layers, experts)",
+        "uint8 or uint16",
+        "experts of the prompt's tokens (protocol/routes.py)",
         "rollout",
     ),
     "routes": Field(

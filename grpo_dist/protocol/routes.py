@@ -34,9 +34,7 @@ def are_unknown(routes: torch.Tensor) -> torch.Tensor:
     return (routes.int() == torch.iinfo(routes.dtype).max).flatten(-2).all(-1)
 
 
-def route_columns(
-    prompt: int, lengths: Sequence[int], routes: Sequence[np.ndarray | None]
-) -> dict[str, Ragged]:
+def route_columns(prompt: int, lengths: Sequence[int], routes: Sequence[np.ndarray | None]) -> dict[str, Ragged]:
     """Return the columns of the responses to one prompt; {} if nothing was recorded.
 
     The prompt's are those of the first response, so that it does not matter with whom a response shares a pass.

@@ -32,7 +32,9 @@ class RecordingArgs(AsyncEngineArgs):
             ConfigError: the installed vLLM is another one than the one whose internals are known.
         """
         if not knows_internals():
-            raise ConfigError(f"{KEY}=R3: on CPU experts are recorded with vLLM {KNOWN_VERSION}x only; install that one")
+            raise ConfigError(
+                f"{KEY}=R3: on CPU experts are recorded with vLLM {KNOWN_VERSION}x only; install that one"
+            )
         config = super().create_engine_config(*args, **kwargs)
         config.aux_output_config.enable_return_routed_experts = True
         return config
