@@ -129,9 +129,13 @@ def experts_are_recorded(config: RunConfig) -> Iterator[str]:
     if config.replays_routes and rollout.name != ROLLOUT_ENGINES[0]:
         why = f"only the engine {ROLLOUT_ENGINES[0]} records the experts of its tokens; set the first to disabled"
         yield f"<actor.router_replay.mode>, <rollout.name>: {why}"
-    if config.replays_routes and rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
-        why = "vLLM keeps the experts of tokens by the blocks of its prefix cache; leave the second out"
-        yield f"<actor.router_replay.mode>, {_VLLM}.enable_prefix_caching=false: {why}"
+    given = rollout.engine_kwargs.vllm
+    for name, plain in (("enable_prefix_caching", True), ("scheduler_cls", None)):
+        if config.replays_routes and given.get(name) not in (None, plain):
+            why = (
+                "its own scheduler takes experts from vLLM, which keeps them by its prefix cache; leave the second out"
+            )
+            yield f"<actor.router_replay.mode>, {_VLLM}.{name}={shown(given[name])}: {why}"
 
 
 def engine_notes(config: RunConfig) -> Iterator[Problem]:

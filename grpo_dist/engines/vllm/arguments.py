@@ -24,7 +24,7 @@ from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.routed_experts import RecordingArgs
+from grpo_dist.engines.vllm.routed_experts import recording_args
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
@@ -65,16 +65,14 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
         **_memory(settings),
         **adapter_args(settings),
         **profiler_args(settings),
+        **(recording_args(settings.device) if settings.records_routes else {}),
         **(usual or {}),
     }
-    if settings.records_routes and settings.device != "cpu":
-        args["enable_return_routed_experts"] = True
     if settings.model.override_config:
         args["hf_overrides"] = dict(settings.model.override_config)
     own = {name: value for name, value in settings.rollout.engine_kwargs.vllm.items() if value is not None}
-    recorded_by_us = settings.records_routes and settings.device == "cpu"
     try:
-        return (RecordingArgs if recorded_by_us else AsyncEngineArgs)(**args | own)
+        return AsyncEngineArgs(**args | own)
     except TypeError as error:  # an argument that vLLM does not have
         names = ", ".join(own)
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}; given: {names}") from None

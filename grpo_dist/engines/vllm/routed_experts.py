@@ -2,8 +2,8 @@
 
 vLLM keeps them by the blocks of its KV cache, so that tokens of cached prompts have theirs too, and delivers them with
 a request's output: of every token but the last one, each as it was when the token was first computed. Only its newer
-model runner asks the connector, and the build for CPU has the older one: there `record_steps` does. That relies on the
-internals of vLLM 0.32.
+model runner asks the connector, and the build for CPU has the older one: there `RecordingScheduler` and `record_steps`
+do. They rely on the internals of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm import AsyncEngineArgs
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from grpo_dist.engines.vllm.starting import KNOWN_VERSION, knows_internals
 from grpo_dist.errors import ConfigError
@@ -22,22 +23,25 @@ from grpo_dist.protocol.routes import unknown_routes
 KEY = "actor_rollout_ref.actor.router_replay.mode"
 
 
-class RecordingArgs(AsyncEngineArgs):
-    """Arguments of an engine on CPU whose scheduler asks for experts. vLLM would refuse them with its older runner."""
+class RecordingScheduler(Scheduler):
+    """vLLM's scheduler with the part that takes experts from workers: vLLM itself asks for its newer runner first."""
 
-    def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
-        """Make vLLM's config, and then say what it would refuse.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aux_output_connector = AuxOutputSchedulerConnector()
 
-        Raises:
-            ConfigError: the installed vLLM is another one than the one whose internals are known.
-        """
-        if not knows_internals():
-            raise ConfigError(
-                f"{KEY}=R3: on CPU experts are recorded with vLLM {KNOWN_VERSION}x only; install that one"
-            )
-        config = super().create_engine_config(*args, **kwargs)
-        config.aux_output_config.enable_return_routed_experts = True
-        return config
+
+def recording_args(device: str) -> dict[str, Any]:
+    """Return the arguments of an engine that records experts.
+
+    Raises:
+        ConfigError: the installed vLLM is another one than the one whose internals are known.
+    """
+    if device != "cpu":
+        return {"enable_return_routed_experts": True}
+    if not knows_internals():
+        raise ConfigError(f"{KEY}=R3: on CPU experts are recorded with vLLM {KNOWN_VERSION}x only; install that one")
+    return {"scheduler_cls": f"{__name__}.{RecordingScheduler.__name__}"}
 
 
 def record_steps(runner: Any) -> None:
