@@ -127,6 +127,19 @@ def test_an_aborted_request_leaves_the_others_theirs(engines: WorkerGroup, model
     assert_recorded(models[0], generate(engines, PLENTY, PROMPTS, LONG))
 
 
+@pytest.mark.ray
+@pytest.mark.long
+def test_an_engine_of_two_processes(local_ray: None, random_models: dict[str, str], models: Any) -> None:
+    """Both have the same experts; one of them delivers."""
+    settings = engine_settings(random_models["experts"], records_routes=True, tensor_model_parallel_size=2)
+    with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.gather([group.submit(0, "start", "start", settings)])
+        for model, version in zip(models, (0, 1), strict=True):
+            group.gather([send(group, 0, model, version)])
+            assert_recorded(model, generate(group, 0, PROMPTS, sampling(n=4, ignore_eos=True)))
+        group.call_all("shutdown", "shutdown")
+
+
 # --- the steps of the older runner, by hand -------------------------------------------------------------------------
 class Connector:
     """Has what `record_steps` uses of vLLM's."""
