@@ -76,7 +76,7 @@ def test_gradients_reach_the_router() -> None:
     RouterReplay(policy, "model").set(torch.tensor([[[[6, 2], [0, 1]]]]).byte())
     weights = router(hidden)[1]
     weights[0, 0].backward()
-    slope = float(weights[0, 0] * weights[0, 1])
+    slope = (weights[0, 0] * weights[0, 1]).item()
     expected = torch.zeros(NUM_EXPERTS, 32)
     expected[6], expected[2] = slope * hidden[0], -slope * hidden[0]
     torch.testing.assert_close(router.weight.grad, expected)
