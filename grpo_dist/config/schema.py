@@ -232,6 +232,11 @@ class RunConfig(JobConfig):
         return self.actor_rollout_ref.ref.model.path is not None
 
     @property
+    def replays_routes(self) -> bool:
+        """Tell if the policy's passes, and those of its own start, take the experts that the engines have recorded."""
+        return self.actor_rollout_ref.actor.router_replay.mode != "disabled"
+
+    @property
     def actor_is_reference(self) -> bool:
         """Tell if the actor, its LoRA factors switched off, computes the reference's log-probs."""
         return self.needs_reference and not self.needs_reference_workers

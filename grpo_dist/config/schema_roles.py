@@ -48,8 +48,6 @@ from grpo_dist.plugins.names import (
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
-
-
 ALL_LINEAR = "all-linear"  # of `target_modules`
 ADAPTER_KEY = "lora_adapter_path"
 
@@ -148,8 +146,9 @@ class OptimConfig(AdamWConfig):
 
     def warmup_steps(self, total_steps: int) -> int:
         """Return the optimizer steps in which the rate rises; -1 means `lr_warmup_steps_ratio` of all steps."""
-        given = self.lr_warmup_steps
-        return given if given >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
+        return (
+            self.lr_warmup_steps if self.lr_warmup_steps >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
+        )
 
 
 class ShardsConfig(Section):
@@ -215,6 +214,12 @@ class UpdateSection(Section):
         return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
 
 
+class RouterReplayConfig(Section):
+    """`actor_rollout_ref.actor.router_replay`: which experts of a mixture the trainer's passes send tokens to."""
+
+    mode: Literal["disabled", "R3"]
+
+
 class ActorConfig(UpdateSection):
     """`actor_rollout_ref.actor`: the objective and its optimizer."""
 
@@ -234,6 +239,7 @@ class ActorConfig(UpdateSection):
     policy_loss: PolicyLossConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig
+    router_replay: RouterReplayConfig
 
     def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
         """Most tokens of a log-prob pass, as `max_token_len`; the rollout's section is about the actor's passes."""

@@ -55,6 +55,7 @@ class ModelSettings:
         sequence_parallel_key: its config key, for messages.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
         layers_key: the key of `layers`, for messages.
+        replays_routes: whether its routers take the experts that the engine has recorded.
     """
 
     model: ModelSection
@@ -78,6 +79,7 @@ class ModelSettings:
     sequence_parallel_key: str = ""
     room: str = ""
     layers_key: str = ""
+    replays_routes: bool = False
 
     @property
     def section(self) -> str:
@@ -156,6 +158,7 @@ class EngineSettings:
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
         min_group_size: fewest episodes that a group of the training may have where others fail; None: all.
+        records_routes: whether responses come with the experts of their tokens (protocol/routes.py).
     """
 
     rollout: RolloutConfig
@@ -174,6 +177,7 @@ class EngineSettings:
     collective_timeout_s: int | None = None
     profile_dir: str | None = None
     min_group_size: int | None = None
+    records_routes: bool = False
 
     @property
     def sleeps(self) -> bool:
@@ -224,6 +228,7 @@ class SamplingSettings:
         min_tokens: fewest tokens of a response.
         stop: texts that end a response; their tokens belong to it.
         bad_words: texts that are never sampled.
+        routes_from: how many tokens of the prompt need no experts recorded: those of an earlier turn.
     """
 
     n: int
@@ -237,6 +242,7 @@ class SamplingSettings:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
+    routes_from: int = 0
 
 
 def choose_layout(*, use_remove_padding: bool, use_prefix_grouper: bool) -> str:

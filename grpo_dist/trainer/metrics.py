@@ -12,6 +12,7 @@ import numpy as np
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.placement import Placement
+from grpo_dist.protocol.routes import UNKNOWN_ROUTES
 from grpo_dist.roles.reward import EXTRA
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -38,6 +39,9 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
         ZERO_VARIANCE: zero_variance_share(scores, uids),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
+    if UNKNOWN_ROUTES in batch.small:
+        unknown = batch[UNKNOWN_ROUTES].sum() / metrics["perf/total_num_tokens"]
+        metrics["training/router_replay/unknown"] = float(unknown)
     extras = {name: values for name, values in batch.small.items() if name.startswith(EXTRA)}
     means = {f"{name}/mean": float(np.nanmean(v)) for name, v in extras.items() if not np.isnan(v).all()}
     if (delivered := means.pop(f"{EXTRA}delivered_tokens/mean", None)) is not None:  # no value of a reward function's

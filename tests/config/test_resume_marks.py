@@ -55,7 +55,16 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             ),
             *(
                 f"{ROLES}.actor.{name}"
-                for name in ("optim", "policy_loss", "clip", "kl_loss", "loss", "entropy", "ppo_epochs")
+                for name in (
+                    "optim",
+                    "policy_loss",
+                    "clip",
+                    "kl_loss",
+                    "loss",
+                    "entropy",
+                    "ppo_epochs",
+                    "router_replay.",
+                )
             ),
             *(f"{ROLES}.rollout.{name}" for name in ("n", "temperature", "top_", "min_", "stop", "agent.agent_kwargs")),
             *("critic.optim", "critic.cliprange_value", "reward_model.max_length", "reward_model.retrain.optim."),

@@ -52,6 +52,14 @@ def scored(scores: list[float]) -> DataProtoRef:
     return DataProtoRef(small=small | {"uid": np.array(["a"] * rows), "score": values, "reward": values}, num_rows=rows)
 
 
+def test_the_share_of_tokens_without_recorded_experts() -> None:
+    """3 of two rows of 2 tokens each; nothing where nothing is recorded."""
+    batch = scored([1, 2])
+    assert not [name for name in batch_metrics(batch) if "router_replay" in name]
+    batch.small["unknown_routes"] = np.array([1, 2])
+    assert batch_metrics(batch)["training/router_replay/unknown"] == 0.75
+
+
 def test_responses_without_a_score_are_in_no_mean() -> None:
     metrics = batch_metrics(scored([-3, np.nan, -1]))
     assert metrics["critic/score/mean"] == metrics["critic/rewards/mean"] == -2

@@ -33,6 +33,7 @@ from grpo_dist.engines.train.lora import (
 )
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
+from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards, whole
 from grpo_dist.errors import ConfigError
 
@@ -71,7 +72,7 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     """Build what a rank of so many trains, without memory: what is wrong with model and settings shows here.
 
     Raises:
-        ConfigError: LoRA, gradient checkpointing or splitting sequences do not fit the model.
+        ConfigError: LoRA, gradient checkpointing, splitting sequences or recorded experts do not fit the model.
         DataError: there is no usable model at the path.
     """
     unloaded = open_model(settings, device, shards)
@@ -79,6 +80,8 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     check_split(model.config, settings)
     if settings.lora is not None:
         add_lora(model, settings.lora, settings.section, DTYPES[settings.model_dtype])
+    if settings.replays_routes:
+        model.router_replay = RouterReplay(model, settings.setting)
     head = ResponseHead.install(model)
     if settings.head_apart:
         join_float32_head(model, DTYPES[settings.compute_dtype])

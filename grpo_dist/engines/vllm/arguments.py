@@ -24,6 +24,7 @@ from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.routed_experts import recording_args
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
@@ -67,6 +68,7 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
         **_memory(settings),
         **adapter_args(settings),
         **profiler_args(settings),
+        **(recording_args(settings.device) if settings.records_routes else {}),
         **(usual or {}),
     }
     head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
