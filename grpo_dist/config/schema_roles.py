@@ -11,7 +11,6 @@ from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     DecayRate,
-    Float,
     HeadDtypeName,
     Names,
     NonNegativeFloat,
@@ -37,11 +36,11 @@ from grpo_dist.config.field_types import (
     one_of,
 )
 from grpo_dist.config.processor import is_wsl
+from grpo_dist.config.schema_algorithm import PolicyLossConfig
 from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
     LOSS_AGG_MODES,
-    LOSS_MODES,
     ROLLOUT_ENGINES,
     WEIGHT_TRANSPORTS,
 )
@@ -113,18 +112,6 @@ class ModelConfig(LoraSection):
     def sends_factors(self) -> bool:
         """Tell if engines get LoRA's factors alone, not the whole weights with factors merged."""
         return self.trains_factors and not self.lora.merge
-
-
-class PolicyLossConfig(Section):
-    """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
-
-    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
-    clip_cov_ratio: Share
-    clip_cov_lb: Float
-    clip_cov_ub: Float
-    kl_cov_ratio: Share
-    ppo_kl_coef: NonNegativeFloat
-    dro_beta: NonNegativeFloat
 
 
 class AdamWConfig(Section):
