@@ -156,14 +156,6 @@ CORRECTION = "algorithm.rollout_correction"
     ("overrides", "parts"),
     [
         (
-            [f"{CORRECTION}.m2_threshold=0.04", f"{CORRECTION}.bypass_mode=true"],
-            [f"{CORRECTION}.m2_threshold=0.04", f"{CORRECTION}.bypass_mode=true", "null"],
-        ),
-        (
-            [f"{CORRECTION}.m2_threshold=0.04", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
-            [f"{CORRECTION}.m2_threshold=0.04", f"{ACTOR}.policy_loss.loss_mode=geo_mean", "null"],
-        ),
-        (
             [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
             [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
         ),
