@@ -48,9 +48,8 @@ def serve(path: str, dtype: str, records: bool, orders: Any) -> None:
             begun = time.perf_counter()
             groups = await asyncio.gather(*(engine.generate(prompt.tolist(), SAMPLING) for prompt in prompts))
             seconds = time.perf_counter() - begun
-            orders.send(
-                (seconds, [group_batch(str(i), *pair) for i, pair in enumerate(zip(prompts, groups, strict=True))])
-            )
+            rows = zip(prompts, groups, strict=True)
+            orders.send((seconds, [group_batch(str(i), prompt, group or []) for i, (prompt, group) in enumerate(rows)]))
         engine.shutdown()
 
     asyncio.run(run())
