@@ -102,7 +102,9 @@ def main() -> None:
         without, recording = (statistics.median(rates[records]) for records in (False, True))
         print(f"tokens/s without {without:.0f}, recording {recording:.0f}: {recording / without:.3f}", flush=True)
         columns = [data[name].values for name in (PROMPT_ROUTES, ROUTES)]
-        print(f"bytes of experts a token: {sum(c.nbytes for c in columns) / sum(len(c) for c in columns):.0f}", flush=True)
+        print(
+            f"bytes of experts a token: {sum(c.nbytes for c in columns) / sum(len(c) for c in columns):.0f}", flush=True
+        )
         store: Any = open_store(LOOPBACK)
         init_process_group(device="cpu", rank=0, world_size=1, store=store, timeout_s=600)
         settings = model_settings(path, compute_dtype=options.dtype, replays_routes=True)

@@ -11,7 +11,7 @@ from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     DecayRate,
-    Float,
+    HeadDtypeName,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -36,11 +36,11 @@ from grpo_dist.config.field_types import (
     one_of,
 )
 from grpo_dist.config.processor import is_wsl
+from grpo_dist.config.schema_algorithm import PolicyLossConfig
 from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
     LOSS_AGG_MODES,
-    LOSS_MODES,
     ROLLOUT_ENGINES,
     WEIGHT_TRANSPORTS,
 )
@@ -105,24 +105,13 @@ class ModelConfig(LoraSection):
     enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     enable_activation_offload: Annotated[bool, Resume.FREE]
     lora: LoraSyncConfig
+    head_dtype: Annotated[HeadDtypeName | None, Resume.SHOWN]
     override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
 
     @property
     def sends_factors(self) -> bool:
         """Tell if engines get LoRA's factors alone, not the whole weights with factors merged."""
         return self.trains_factors and not self.lora.merge
-
-
-class PolicyLossConfig(Section):
-    """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
-
-    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
-    clip_cov_ratio: Share
-    clip_cov_lb: Float
-    clip_cov_ub: Float
-    kl_cov_ratio: Share
-    ppo_kl_coef: NonNegativeFloat
-    dro_beta: NonNegativeFloat
 
 
 class AdamWConfig(Section):
@@ -380,6 +369,10 @@ class RefConfig(Section):
     ref_model_sync_steps: CountOrMinusOne
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig
+
+    def moves_after(self, step: int) -> bool:
+        """Tell if the reference moves towards the policy after a training step."""
+        return self.ref_model_sync_steps > 0 and step % self.ref_model_sync_steps == 0
 
     def weights_dtype(self, default: TrainDtype) -> TrainDtype:
         """Type of the held weights: fp32 where shares of the policy are mixed in, which bf16 would round away."""

@@ -38,6 +38,7 @@ class ModelSettings:
         model_dtype: of the weights that train, and of those that a frozen model holds: "fp32" or "bf16", as is
             `compute_dtype`.
         compute_dtype: of passes.
+        head_dtype: "fp32": the output layer is held and multiplied in it; None: in the types of the rest.
         reshard_after_forward: whether gathered weights are freed after each layer's forward pass.
         optimizer_offload: whether the optimizer's states are in CPU memory between the phases of a step.
         shares_gpu: whether processes of other roles are on the same GPU.
@@ -64,6 +65,7 @@ class ModelSettings:
     path: str
     model_dtype: str
     compute_dtype: str
+    head_dtype: str | None = None
     reshard_after_forward: bool = True
     optimizer_offload: bool = False
     shares_gpu: bool = False
@@ -95,6 +97,11 @@ class ModelSettings:
         than that of passes.
         """
         return self.model_dtype if self.lora is None else self.compute_dtype
+
+    @property
+    def head_apart(self) -> bool:
+        """Tell if the output layer is in float32 beside other weights that are, or compute, in another type."""
+        return self.head_dtype == "fp32" and {self.base_dtype, self.compute_dtype} != {"fp32"}
 
     @property
     def sends_factors(self) -> bool:

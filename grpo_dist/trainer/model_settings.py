@@ -33,6 +33,7 @@ def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSetti
         path=model.path,
         model_dtype=model.held,
         compute_dtype=model.compute,
+        head_dtype=model.head,
         reshard_after_forward=reshards(config, row),
         optimizer_offload=offloads_optimizer(config, row),
         shares_gpu=bool(place.sharing),
