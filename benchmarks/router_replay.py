@@ -48,10 +48,8 @@ def serve(path: str, dtype: str, records: bool, orders: Any) -> None:
             begun = time.perf_counter()
             groups = await asyncio.gather(*(engine.generate(prompt.tolist(), SAMPLING) for prompt in prompts))
             seconds = time.perf_counter() - begun
-            pairs = zip(prompts, groups, strict=True)
-            orders.send(
-                (seconds, [group_batch(str(i), prompt, group or []) for i, (prompt, group) in enumerate(pairs)])
-            )
+            rows = zip(prompts, groups, strict=True)
+            orders.send((seconds, [group_batch(str(i), prompt, group or []) for i, (prompt, group) in enumerate(rows)]))
         engine.shutdown()
 
     asyncio.run(run())
@@ -102,16 +100,18 @@ def main() -> None:
         path = random_model("Qwen3Moe", Path(folder), head_dim=32, **EXPERTS)
         rates, data = sampled(path, options.dtype, options.rounds)
         without, recording = (statistics.median(rates[records]) for records in (False, True))
-        print(f"tokens/s without {without:.0f}, recording {recording:.0f}: {recording / without:.3f}")
+        print(f"tokens/s without {without:.0f}, recording {recording:.0f}: {recording / without:.3f}", flush=True)
         columns = [data[name].values for name in (PROMPT_ROUTES, ROUTES)]
-        print(f"bytes of experts a token: {sum(c.nbytes for c in columns) / sum(len(c) for c in columns):.0f}")
+        print(
+            f"bytes of experts a token: {sum(c.nbytes for c in columns) / sum(len(c) for c in columns):.0f}", flush=True
+        )
         store: Any = open_store(LOOPBACK)
         init_process_group(device="cpu", rank=0, world_size=1, store=store, timeout_s=600)
         settings = model_settings(path, compute_dtype=options.dtype, replays_routes=True)
         engine = FSDPEngine(settings, device="cpu", temperature=SAMPLING.temperature)
         free = DataProto({name: column for name, column in data.batch.items() if name not in (PROMPT_ROUTES, ROUTES)})
-        print(f"KL, routers choose:   {mismatch(engine, free)}")
-        print(f"KL, experts replayed: {mismatch(engine, data)}")
+        print(f"KL, routers choose:   {mismatch(engine, free)}", flush=True)
+        print(f"KL, experts replayed: {mismatch(engine, data)}", flush=True)
         torch.distributed.destroy_process_group()
 
 
