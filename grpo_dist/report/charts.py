@@ -113,7 +113,7 @@ CHARTS = (
     Chart(
         "Sampler against trainer, by cause",
         "KL, nats per token",
-        tuple((f"mismatch/{cause}", cause.replace("_", " ")) for cause in ("old_weights", "filters", "rest")),
+        tuple((f"mismatch/{cause}", cause.replace("_", " ")) for cause in ("old_weights", "routes", "filters", "rest")),
         "What each adds to rollout_corr/kl; the rest are types and kernels.",
     ),
     Chart(

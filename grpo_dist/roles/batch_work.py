@@ -114,11 +114,14 @@ class BatchWork(Process):
         """The metrics of `algorithms.correction`, from the old log-probs that the update returned."""
         return compute_rollout_correction(**_log_probs(batch), **correction)[2]
 
-    def mismatch_by_cause(self, batch: DataProtoRef, newest: np.ndarray | None, filtered: bool) -> dict[str, float]:
+    def mismatch_by_cause(
+        self, batch: DataProtoRef, newest: np.ndarray | None, lacks_routes: np.ndarray | None, filtered: bool
+    ) -> dict[str, float]:
         """See `algorithms.mismatch`; `newest` (N,) are the weights that a row's old log-probs are of."""
         versions = None if newest is None else batch.fetch(("weight_versions",))["weight_versions"].to_padded(0)
         stale = None if versions is None else versions < torch.as_tensor(newest)[:, None]
-        return mismatch_by_cause(**_log_probs(batch), is_stale=stale, filtered=filtered)
+        lacks = None if lacks_routes is None else torch.as_tensor(lacks_routes)
+        return mismatch_by_cause(**_log_probs(batch), is_stale=stale, lacks_routes=lacks, filtered=filtered)
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.

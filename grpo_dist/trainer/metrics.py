@@ -84,19 +84,24 @@ def staleness_metrics(
 
 def mismatch_causes(
     config: RunConfig, batch: DataProtoRef, weight_version: int
-) -> tuple[np.ndarray | None, bool] | None:
+) -> tuple[np.ndarray | None, np.ndarray | None, bool] | None:
     """Why sampler and trainer may differ in a trained batch; None: for one reason only, or it was not measured.
 
     Returns:
-        ((N,) versions of the weights that each row's old log-probs are of, or None if all tokens are of these;
-        whether the sampler's distribution is cut). In a batch of several parts all but the first have newer weights
-        than any engine.
+        ((N,) versions of the weights that each row's old log-probs are of, or None if all tokens are of these; (N,)
+        which rows have tokens without recorded experts, or None if none are replayed; whether the sampler's
+        distribution is cut). In a batch of several parts all but the first have newer weights than any engine.
     """
     if config.old_log_probs_from == "rollout" or "old_log_probs" not in batch.columns:
         return None
+    newest = lacks_routes = None
     if config.trainer.samples_during_updates:
-        return weight_version + (_part(batch, config.parts_per_step) > 0), bool(config.filters)
-    return (None, True) if config.filters else None
+        newest = weight_version + (_part(batch, config.parts_per_step) > 0)
+    if UNKNOWN_ROUTES in batch.small:
+        lacks_routes = batch[UNKNOWN_ROUTES] > 0
+    if newest is None and lacks_routes is None and not config.filters:
+        return None
+    return newest, lacks_routes, bool(config.filters)
 
 
 def _part(batch: DataProtoRef, num_parts: int) -> np.ndarray:

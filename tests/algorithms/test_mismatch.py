@@ -23,6 +23,18 @@ def test_old_weights_are_what_their_tokens_have_more() -> None:
     assert causes == {"mismatch/rest": pytest.approx(0.3), "mismatch/old_weights": pytest.approx(0.1)}
 
 
+def test_routes_are_what_sequences_without_all_of_them_have_more() -> None:
+    """The second sequence lacks some: of current weights 0.2 nats in the first, 0.3 with the second, 0.4 with all."""
+    causes = mismatch_by_cause(**COLUMNS, is_stale=STALE, lacks_routes=torch.tensor([False, True]))
+    assert causes == {
+        "mismatch/rest": pytest.approx(0.2),
+        "mismatch/routes": pytest.approx(0.1),
+        "mismatch/old_weights": pytest.approx(0.1),
+    }
+    alone = mismatch_by_cause(**COLUMNS, lacks_routes=torch.tensor([True, True]))
+    assert alone == {"mismatch/rest": 0.0, "mismatch/routes": pytest.approx(0.4)}
+
+
 def test_filters_are_the_mean_ratio() -> None:
     kept = sum(math.exp(-x) for x in (0.1, 0.3, 0.4, 0.5, 0.7)) / 5
     causes = mismatch_by_cause(**COLUMNS, is_stale=STALE, filtered=True)

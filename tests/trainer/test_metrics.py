@@ -90,8 +90,15 @@ def test_why_sampler_and_trainer_may_differ(overrides: list[str], newest: list[i
     """By weights of version 5; of two mini-batches the second one's are newer than any engine's."""
     batch = trained(["a", "a", "b", "b"])
     config = load_config(["data.train_batch_size=16", *overrides])[0]
-    versions, cut = mismatch_causes(config, batch, 5) or (None, None)
-    assert (None if versions is None else versions.tolist(), cut) == (newest, filtered)
+    versions, lacking, cut = mismatch_causes(config, batch, 5) or (None, None, None)
+    assert (None if versions is None else versions.tolist(), lacking, cut) == (newest, None, filtered)
+
+
+def test_rows_with_tokens_without_recorded_experts() -> None:
+    batch = trained(["a", "a", "b"])
+    batch.small["unknown_routes"] = np.array([0, 3, 0])
+    newest, lacking, filtered = mismatch_causes(load_config([])[0], batch, 5) or ("", np.array([]), "")
+    assert (newest, lacking.tolist(), filtered) == (None, [False, True, False], False)  # type: ignore[union-attr]
 
 
 def test_one_reason_is_not_split() -> None:
