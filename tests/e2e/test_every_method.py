@@ -68,6 +68,8 @@ CASES = [
         f"{CORRECTION}.rollout_rs_threshold=2.0",
     ],
     [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"],
+    [f"{CORRECTION}.m2_threshold=0.04", f"{CORRECTION}.off_policy_mask_threshold=0.5"],
+    [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.off_policy_mask_threshold=0.5"],
     ["algorithm.filter_groups.enable=true", "algorithm.mask_truncated_responses=true"],
     [f"{ACTOR}.top_entropy_quantile=0.2"],
     ["actor_rollout_ref.ref.ref_model_sync_steps=1", f"{ACTOR}.kl_loss_type=full"],
