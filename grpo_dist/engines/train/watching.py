@@ -1,4 +1,4 @@
-"""What each operation of the trainer's model gives, and what rounding does to it, for a comparison with the sampler's."""
+"""What each operation of the trainer's model gives, and what rounding does to it, to compare it with the sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each operation of vLLM's model gives, for a comparison with the trainer's, and tokens that the engine is led along.
+"""What each operation of vLLM's model gives, to compare it with the trainer, and tokens that the engine is led along.
 
 The outputs have the names of transformers' modules: fused projections are taken apart, and the residual stream after a
 layer is the sum that vLLM takes in the next norm. `rope.q` and `rope.k` are what enters the attention.
@@ -19,7 +19,7 @@ _LAYER = re.compile(r"layers\.\d+$")
 
 
 class Watching:
-    """The part of `WorkerExtension` that watches the model. One request at a time is watched, of an engine of one GPU."""
+    """The part of `WorkerExtension` that watches the model, while a request is alone in the engine."""
 
     model_runner: Any
     _seen: defaultdict[str, list[Tensor]]
@@ -43,7 +43,7 @@ class Watching:
             sampler.sample = led
 
     def watched(self) -> bytes:
-        """End that; returns what `torch.save` makes of the outputs by name: (tokens, F) each, in the order of tokens."""
+        """End that; returns what `torch.save` makes of the outputs by name, (tokens, F) each."""
         for hook in self._hooks:
             hook.remove()
         vars(self.model_runner.sampler).pop("sample", None)
@@ -65,11 +65,13 @@ class Watching:
         parent, _, leaf = name.rpartition(".")
         parts, sizes = packed.get(leaf, []), getattr(getattr(module, "base_layer", module), "output_sizes", [])
         outputs = {name: first}
+        if leaf == "act_fn":  # with the product behind it
+            return
         if leaf == "attn":
             outputs = {f"{parent}.rope.q": inputs[0], f"{parent}.rope.k": inputs[1], f"{parent}.attention": first}
         elif leaf == "logits_processor":
             outputs = {"lm_head": first}
-        elif len(parts) == len(sizes) and parts:
+        elif parts and len(parts) == len(sizes) and sum(sizes) == first.shape[-1]:
             names = (f"{parent}.{part}" for part in parts)
             outputs = dict(zip(names, first.split(sizes, -1), strict=True))
         for key, values in outputs.items():
