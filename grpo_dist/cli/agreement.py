@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any
 
 from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.algorithms.agreement import Operation
-from grpo_dist.algorithms.kl import k3
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import some
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.asking import NO_ANSWERS, PROMPTS, Asker, given_prompts
 from grpo_dist.cli.trained import TrainedModel, base_of, engine_for, find_trained, named_checkpoint
+from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import ENGINE_KEY, rollout_engine
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
@@ -64,18 +65,22 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _compare(model: TrainedModel, checkpoint: Path | None, options: argparse.Namespace) -> dict[str, Any]:
     """Start both ends and return the certificate."""
-    from grpo_dist.trainer.replay import policy_engine  # Ray: seconds
-
     at_start = (
         model if checkpoint is None else base_of(model)
     )  # the checkpoint has what was trained, LoRA's factors too
     config, settings = at_start.config, _engine_settings(at_start)
-    engine = rollout_engine(settings.rollout.name)(settings)
+    source, asked = _recorded(checkpoint, options) or ("", [])
+    if not asked:
+        source, prompts = _prompts(model, options)
+    engine: Any = rollout_engine(settings.rollout.name)(settings)
     if not hasattr(engine, "watched"):
         raise ConfigError(f"{ENGINE_KEY}={settings.rollout.name}: this engine cannot be watched; set it to vllm")
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     sampling = replace(sampling_settings(config)[0], seed=config.trainer.seed, max_tokens=options.max_tokens)
-    source, asked = _asked(Asker(model, engine, tokenizer, sampling), checkpoint, options)
+    asked = asked or [Asked(ids) for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
+    warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
+    from grpo_dist.trainer.replay import policy_engine  # Ray: seconds
+
     show(f"starting an engine and a trainer on {settings.device}\n", sys.stderr)
     with policy_engine(config, device=settings.device) as trainer:
         if checkpoint is not None:
@@ -118,21 +123,24 @@ def _engine_settings(model: TrainedModel) -> EngineSettings:
     return replace(settings, rollout=rollout, model=policy if policy.sends_factors else settings.model)
 
 
-def _asked(asker: Asker, checkpoint: Path | None, options: argparse.Namespace) -> tuple[str, list[Asked]]:
-    """Return which tokens are compared, in words, and the tokens: a run's, unless prompts are given."""
-    config = asker.model.config
-    if not options.prompts and checkpoint is not None and (recorded := _recorded(checkpoint, options)) is not None:
-        return recorded
+def _prompts(model: TrainedModel, options: argparse.Namespace) -> tuple[str, list[Prompt]]:
+    """Return whose prompts are asked, in words, and the prompts."""
     if options.prompts:
-        prompts, _ = given_prompts(asker.model, options.prompts)
-    else:
-        prompts = read_prompts(config, "data.val_files", config.data.val_files, options.n, NO_ANSWERS)
-    source = "sampled for " + ("--prompts" if options.prompts else "data.val_files")
-    return source, [Asked(ids) for _, ids in asker.token_ids(prompts[: options.n])]
+        return "sampled for --prompts", given_prompts(model, options.prompts)[0][: options.n]
+    files = model.config.data.val_files
+    if not files:
+        raise ConfigError(f"no prompts: {model.name} has no data.val_files; give --prompts")
+    return "sampled for data.val_files", read_prompts(model.config, "data.val_files", files, options.n, NO_ANSWERS)
 
 
-def _recorded(checkpoint: Path, options: argparse.Namespace) -> tuple[str, list[Asked]] | None:
-    """Return responses of the step behind a checkpoint, else of the newest; None: there are none without branches."""
+def _recorded(checkpoint: Path | None, options: argparse.Namespace) -> tuple[str, list[Asked]] | None:
+    """Return responses of the step behind a checkpoint, else of the newest.
+
+    Returns:
+        None: prompts are given, or no responses without branches are recorded.
+    """
+    if checkpoint is None or options.prompts:
+        return None
     files = {int(path.stem): path for path in (checkpoint.parent / ROLLOUTS).glob("*.parquet") if path.stem.isdecimal()}
     if not files:
         return None
@@ -159,18 +167,18 @@ def _recorded(checkpoint: Path, options: argparse.Namespace) -> tuple[str, list[
 def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any]:
     """Return what was measured, for the certificate."""
     row, position, token = agreement.places[agreement.worst]
-    kl, first, recorded = agreement.kl, agreement.first, agreement.recorded
+    kl, first = agreement.kl, agreement.first
     by_layer: dict[str, list[Operation]] = {}
     for each in agreement.operations:
         layer = _LAYER.fullmatch(each.name)
         by_layer.setdefault(layer[1] if layer else each.name, []).append(each)
     largest = {name: max(members, key=lambda each: each.largest) for name, members in by_layer.items()}
     return {
-        "responses": 1 + max(row for row, _, _ in agreement.places),
+        "responses": len({row for row, _, _ in agreement.places}),
         "num_tokens": len(agreement.places),
         "limit": limit,
         "kl": kl,
-        "recorded_kl": None if recorded is None else float(k3(recorded, agreement.trainer).mean()),
+        "recorded_kl": agreement.recorded_kl,
         "worst_token": {
             "response": row,
             "position": position,

@@ -66,7 +66,15 @@ class Agreement:
     @property
     def kl(self) -> float:
         """KL(sampler || trainer) by k3, nats per token."""
-        return float(k3(self.sampler, self.trainer).mean())
+        return self._kl_of(self.sampler)
+
+    @property
+    def recorded_kl(self) -> float | None:
+        """Likewise KL(recorded || trainer)."""
+        return None if self.recorded is None else self._kl_of(self.recorded)
+
+    def _kl_of(self, sampler: Tensor) -> float:
+        return float(k3(sampler.double(), self.trainer.double()).mean())  # in float32 it is 0 below 1e-7
 
     @property
     def worst(self) -> int:
@@ -110,16 +118,16 @@ async def compare(sampler: Any, trainer: FSDPEngine, asked: Sequence[Asked], sam
             if n < len(output) - 1 or theirs[name].shape[1] != output.shape[1]:  # a last token is no input of a sampler
                 unseen[name] = None
                 continue
-            pair = (distances(name, others[name][:n], output[:n]) for others in (theirs, wobbled))
-            apart[name].append((*pair,))  # type: ignore[arg-type]
+            difference, wobble = (distances(name, other[name][:n], output[:n]) for other in (theirs, wobbled))
+            apart[name].append((difference, wobble))
         mask = torch.tensor(one.mask or [True] * len(response.token_ids))
         places += [(row, i, response.token_ids[i]) for i in mask.nonzero().flatten().tolist()]
         recorded = [] if one.log_probs is None else [torch.tensor(one.log_probs)]
         log_probs.append(tuple(each[mask] for each in (theirs[LOG_PROBS][:, 0], own[LOG_PROBS][:, 0], *recorded)))
-    operations = [
-        operation(name, *(torch.cat(parts) for parts in zip(*pairs, strict=True)), coarser)  # type: ignore[arg-type]
-        for name, pairs in apart.items()
-    ]
+    operations = []
+    for name, pairs in apart.items():
+        differences, wobbles = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        operations.append(operation(name, differences, wobbles, coarser))
     columns = (torch.cat(parts) for parts in zip(*log_probs, strict=True))
     return Agreement(operations, list(unseen), places, *columns)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.protocol import DataProto
+
+
+# Modules that are parts of an operation: the sampler computes them with what follows, or in one product.
+_PART = re.compile(r"\b(act_fn|rotary_emb|base_layer|lora_\w+)\b")
 
 
 def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[str, Tensor]:
@@ -34,6 +39,7 @@ def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[st
     hooks = [
         module.register_forward_hook(functools.partial(watch.note_module, name))
         for name, module in engine.model.named_modules()
+        if not _PART.search(name)
     ]
     try:
         if kernel is not None:

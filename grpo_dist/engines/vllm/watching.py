@@ -65,8 +65,6 @@ class Watching:
         parent, _, leaf = name.rpartition(".")
         parts, sizes = packed.get(leaf, []), getattr(getattr(module, "base_layer", module), "output_sizes", [])
         outputs = {name: first}
-        if leaf == "act_fn":  # with the product behind it
-            return
         if leaf == "attn":
             outputs = {f"{parent}.rope.q": inputs[0], f"{parent}.rope.k": inputs[1], f"{parent}.attention": first}
         elif leaf == "logits_processor":
