@@ -1,7 +1,7 @@
 """A process that calls `grpo-dist agreement` twice, and plants faults while the engines of a call are there.
 
-python -m tests.cli.planted_faults FOLDER MODEL: FOLDER/run is a run with LoRA, MODEL a mixture of experts. What was found is
-written to FOLDER/found.json.
+python -m tests.cli.planted_faults FOLDER MODEL: FOLDER/run is a run with LoRA, MODEL a mixture of experts. What was
+found is written to FOLDER/found.json.
 """
 
 from __future__ import annotations

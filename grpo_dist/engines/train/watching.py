@@ -15,7 +15,6 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.protocol import DataProto
 
-
 # Modules that are parts of an operation: the sampler computes them with what follows, or in one product.
 _PART = re.compile(r"\b(act_fn|rotary_emb|base_layer|lora_\w+)\b")
 
