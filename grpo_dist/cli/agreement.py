@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.algorithms.agreement import Operation
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import some
@@ -152,7 +151,8 @@ def _recorded(checkpoint: Path | None, options: argparse.Namespace) -> tuple[str
     if "predecessors" in data.columns():
         return None
     data, most = data.slice(0, min(options.n, len(data))), options.max_tokens
-    same = set(data["weight_versions"].values.tolist()) <= {read_state(checkpoint).weight_version, NO_VERSION}
+    sampled_by = {held for held in data["weight_versions"].values.tolist() if held >= 0}
+    same = sampled_by <= {read_state(checkpoint).weight_version}
     names = ("prompts", "responses", "weight_versions", "rollout_log_probs")
     asked = [
         Asked(prompt, response[:most], [held >= 0 for held in by[:most]], log_probs[:most] if same else None)
