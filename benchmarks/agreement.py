@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
@@ -28,26 +31,40 @@ def compare(path: str, threads: int) -> list[dict[str, Any]]:
 
 
 def _compare(path: str, threads: int, dtype: str) -> dict[str, Any]:
-    engine = spawn("rollout", RolloutWorker, (), threads, max_concurrency=1000)
-    run(RolloutGroup(engine).start([engine_settings(path, dtype=DTYPES[dtype])]))
-    sampled = _sample(engine, _prompts(path))
-    rank = spawn("ref", PolicyWorker, (0, 1), threads)
-    trainer = Gang(rank)
-    run(trainer.start(_policy_settings(path, threads, dtype)))
-    computed = run(trainer.compute_log_probs("log_probs", sampled))
-    of_engine = sampled.fetch(("rollout_log_probs",))["rollout_log_probs"].values
-    of_trainer = computed.fetch(("ref_log_probs",))["ref_log_probs"].values
-    kill([engine, rank])
+    of_engine, of_trainer = log_probs(path, threads, sampler=dtype, trainer=dtype)
     difference = (of_engine.exp() - of_trainer.exp()).abs()
     return {
         "type": dtype,
-        "responses": len(sampled),
+        "responses": PROMPTS * N,
         "tokens": len(difference),
         "mean |p_vllm - p_trainer|": float(difference.mean()),
         "max": float(difference.max()),
         "mean p_vllm": float(of_engine.exp().mean()),
         "mean log p_vllm - log p_trainer": float((of_engine - of_trainer).mean()),
     }
+
+
+def log_probs(path: str, threads: int, *, sampler: str, trainer: str, head: str | None = None) -> tuple[Tensor, Tensor]:
+    """(log-probs of sampled tokens by an engine, by a trainer rank), each with the model in a type of its own.
+
+    Args:
+        path: of the model.
+        threads: of each.
+        sampler: "fp32" or "bf16"; the same of `trainer`, whose weights are float32.
+        head: `actor_rollout_ref.model.head_dtype`.
+    """
+    engine = spawn("rollout", RolloutWorker, (), threads, max_concurrency=1000)
+    settings = engine_settings(path, dtype=DTYPES[sampler])
+    run(RolloutGroup(engine).start([replace(settings, model=settings.model.replaced(head_dtype=head))]))
+    sampled = _sample(engine, _prompts(path))
+    rank = spawn("ref", PolicyWorker, (0, 1), threads)
+    gang = Gang(rank)
+    run(gang.start(_policy_settings(path, threads, trainer, head)))
+    computed = run(gang.compute_log_probs("log_probs", sampled))
+    of_engine = sampled.fetch(("rollout_log_probs",))["rollout_log_probs"].values
+    of_trainer = computed.fetch(("ref_log_probs",))["ref_log_probs"].values
+    kill([engine, rank])
+    return of_engine, of_trainer
 
 
 def _prompts(path: str) -> list[TokenizedPrompt]:
@@ -73,13 +90,13 @@ def _sample(engine: WorkerGroup, prompts: Sequence[TokenizedPrompt]) -> DataProt
         number = each.prompt.index
         sampling = SamplingSettings(N, 1.0, 1.0, -1, RESPONSE_LENGTH, number, ignore_eos=True)
         calls.append(engine.submit_for_data(0, "generate", "generate", str(number), each.token_ids, sampling))
-    labels = [label for label, _ in engine.gather(calls)]
+    labels = [label for label, *_ in engine.gather(calls)]
     return DataProtoRef.concat([call.handle(label) for call, label in zip(calls, labels, strict=True)])
 
 
-def _policy_settings(path: str, threads: int, dtype: str) -> PolicySettings:
+def _policy_settings(path: str, threads: int, dtype: str, head: str | None) -> PolicySettings:
     return PolicySettings(
-        model=model_settings(path, compute_dtype=dtype),
+        model=model_settings(path, compute_dtype=dtype, head_dtype=head),
         device="cpu",
         num_threads=threads,
         temperature=1.0,

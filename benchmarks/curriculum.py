@@ -61,14 +61,28 @@ def run(choice: str, seed: int) -> dict[str, Any]:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each choice the means, with half the width of the 95 % interval of the mean of tokens."""
-    table = []
+    """For each choice the means, and that of its tokens by those of the first choice with the same seed.
+
+    Behind `tokens` and `ratio` stands half the width of the 95 % interval of the mean.
+    """
+    table, first = [], [float(result["tokens"]) for result in runs if result["choice"] == runs[0]["choice"]]
     for choice in dict.fromkeys(result["choice"] for result in runs):
         results = [result for result in runs if result["choice"] == choice]
         columns = {name: [result[name] for result in results] for name in ("steps", "equal", "tokens")}
-        half = T_95[len(results)] * statistics.stdev(columns["tokens"]) / len(results) ** 0.5
-        table.append({"choice": choice} | {name: statistics.mean(c) for name, c in columns.items()} | {"+-": half})
+        ratios = [mine / its for mine, its in zip(columns["tokens"], first, strict=True)]
+        means = {name: statistics.mean(values) for name, values in columns.items()}
+        more = {
+            "+-": half_interval(columns["tokens"]),
+            "ratio": statistics.mean(ratios),
+            "+- ratio": half_interval(ratios),
+        }
+        table.append({"choice": choice} | means | more)
     return table
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean of 2 to 5 values."""
+    return T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 
 if __name__ == "__main__":

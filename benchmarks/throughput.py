@@ -70,7 +70,7 @@ def engine_settings(path: str, *, dtype: str = "float32", longest: int = 128, **
     roles = load_config([])[0].actor_rollout_ref
     limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192, "kv_cache_memory_gib": 1.0}
     rollout = roles.rollout.replaced(enforce_eager=True, enable_chunked_prefill=False, **limits)
-    return EngineSettings(rollout, roles.model.replaced(path=path), "cpu", dtype, longest, seed=0, **changes)
+    return EngineSettings(rollout, roles.model.replaced(path=path), "cpu", dtype, longest, longest, seed=0, **changes)
 
 
 def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **options: Any) -> WorkerGroup:

@@ -44,6 +44,7 @@ MODELS = {
 }  # fmt: skip
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
+FLOAT32_HEAD = f"{MODEL}.head_dtype=fp32"
 NO_CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing=false"
 OFFLOAD = f"{MODEL}.enable_activation_offload=true"
 N, PROMPT, RESPONSE, LONG = 8, 512, 1024, 32768
@@ -100,6 +101,10 @@ CELLS = {
         "Qwen3-8B", 1, (*ONE_BY_ONE, OFFLOAD, f"{MODEL}.lora_rank=32"), response=LONG),
     "32B, 16 GPUs, 32k, activations offloaded": Cell("Qwen3-32B", 16, (*ONE_BY_ONE, OFFLOAD), response=LONG),
     "8B, reference on 2 GPUs, 32k": Cell("Qwen3-8B", 2, ONE_BY_ONE, role="ref", response=LONG),
+    "0.6B, 1 GPU, output layer in fp32": Cell("Qwen3-0.6B", 1, (FLOAT32_HEAD,)),
+    "8B, 4 GPUs, output layer in fp32": Cell("Qwen3-8B", 4, (FLOAT32_HEAD,)),
+    "8B, 1 GPU, LoRA, output layer in fp32": Cell("Qwen3-8B", 1, (f"{MODEL}.lora_rank=32", FLOAT32_HEAD)),
+    "1.7B, reference on 1 GPU, output layer in fp32": Cell("Qwen3-1.7B", 1, (FLOAT32_HEAD,), role="ref"),
     "8B, reference on 2 GPUs that split": Cell("Qwen3-8B", 2, _split(1, ref=2), role="ref"),
 }  # fmt: skip
 QUICK = ("0.6B, 1 GPU", "1.7B, reference on 1 GPU")

@@ -155,7 +155,7 @@ def branching_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:
         rows.append(follows)
     masks = [(rng.random(18) < 0.7) & (row != -length - 1) for row, length in zip(rows, prompts, strict=True)]
     noise = [rng.normal(size=18) for _ in rows]
-    floats = {"old_log_probs": -4.5, "ref_log_probs": -4.4, "advantages": 0.0}
+    floats = {"old_log_probs": -4.5, "ref_log_probs": -4.4, "rollout_log_probs": -4.5, "advantages": 0.0}
     columns: dict[str, Any] = {
         "prompts": data["prompts"],
         "responses": Ragged.from_rows(parts, torch.int32),

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import Recording, derived_seed
-from grpo_dist.agents.token_tree import NO_VERSION
+from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes
 from grpo_dist.agents.turns import Turns, finite
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -127,7 +127,7 @@ class Episode:
         self.metrics: dict[str, float] = {}
         self.failure: str | None = None
         self.failure_kind = "failed"
-        self.attempt, self.turns = attempt, Turns()
+        self.attempt, self.turns, self._routes = attempt, Turns(), TokenRoutes()
         self.template_kwargs = dict(template_kwargs or {})
         self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
         self._max_episode_len = max_episode_len or max_model_len
@@ -204,10 +204,11 @@ class Episode:
             return Turn("", (), None, True)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         limit = min(self.room, max_tokens or self.room)
-        sampling = self._turn_sampling(limit, stops)
+        context = self._context()
+        sampling = self._turn_sampling(limit, stops, len(context))
         self._busy = True
         try:
-            response = await self._sample(self._context(), sampling)
+            response = await self._sample(context, sampling)
         finally:
             self._busy = False
         if response is None:
@@ -216,10 +217,10 @@ class Episode:
         self.truncated = self.truncated or (response.truncated and limit == self.room)
         self.turns.spans.append((len(self.token_ids), len(self.token_ids) + len(response.token_ids), agent_name))
         self._extend(response.token_ids, 1, response.log_probs, response.weight_versions)
+        self._routes.add(response.routes, len(self.token_ids) - 1, self._predecessors)
         is_ended = response.stop is None and not response.truncated
         self._end_id = response.token_ids[-1] if is_ended and response.token_ids else None
-        text = self._decode(response.token_ids)
-        return Turn(text, tuple(response.token_ids), response.stop, response.truncated)
+        return Turn(self._decode(response.token_ids), tuple(response.token_ids), response.stop, response.truncated)
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
@@ -258,7 +259,7 @@ class Episode:
         self.prompt_ids = tree.prompt_ids
         self._longest = min(self._sampling.max_tokens, self._max_model_len - len(self.prompt_ids))
         self.token_ids, self._log_probs, self._weight_versions = row.token_ids, row.log_probs, row.weight_versions
-        self._mask, self._predecessors = row.mask or [], row.predecessors or []
+        self._mask, self._predecessors, self._routes = row.mask or [], row.predecessors or [], tree.routes
         self.num_turns = len(calls)
         ends = [(call, 0 if call.place is None else call.place + 1) for call in calls]
         self.turns.spans = [(max(end - len(call.sampled), 0), end, call.agent_name) for call, end in ends]
@@ -356,23 +357,22 @@ class Episode:
                 "more (data.max_response_length): await episode.generate() at least once"
             )
         return Response(
-            self.token_ids,
-            self._log_probs,
-            self.truncated,
-            self._weight_versions,
+            *(self.token_ids, self._log_probs, self.truncated, self._weight_versions),
             mask=self._mask,
             num_turns=self.num_turns,
             predecessors=self._predecessors,
+            routes=self._routes.column(len(self.prompt_ids), len(self.token_ids)),
         )
 
-    def _turn_sampling(self, limit: int, stop: tuple[str, ...]) -> SamplingSettings:
+    def _turn_sampling(self, limit: int, stop: tuple[str, ...], length: int) -> SamplingSettings:
         """How to sample a turn. The first one has the attempt's seed; later ones follow it."""
         whole, seed = self._sampling, self._seed
         if seed is not None and self.num_turns:
             seed = derived_seed(f"{seed}/{self.num_turns}".encode())
         least = min(max(whole.min_tokens - len(self.token_ids), 0), limit)
         stops = tuple(dict.fromkeys((*stop, *whole.stop)))
-        return replace(whole, n=1, max_tokens=limit, min_tokens=least, seed=seed, stop=stops)
+        known = length - self._routes.num_new(len(self.token_ids) - 1, self._predecessors, length)
+        return replace(whole, n=1, max_tokens=limit, min_tokens=least, seed=seed, stop=stops, routes_from=known)
 
     @property
     def _seed(self) -> int | None:

@@ -128,9 +128,10 @@ class Recording:
         limit = min(room, max_tokens or room)
         call.capped = limit < room
         stops = tuple(dict.fromkeys((*stop, *self.sampling.stop)))
-        return call, replace(
-            self.sampling, n=1, max_tokens=limit, min_tokens=0, seed=self._seed(call.prompt_ids), stop=stops
-        )
+        place, asked = self._behind(call)
+        known = 0 if self.tree is None else self.tree.known_routes(asked, place, len(call.prompt_ids))
+        changes: dict[str, Any] = {"seed": self._seed(call.prompt_ids), "stop": stops, "routes_from": known}
+        return call, replace(self.sampling, n=1, max_tokens=limit, min_tokens=0, **changes)
 
     def end(self, call: Call, response: Response | None) -> None:
         """A call has ended; without a response it was aborted, and is forgotten."""

@@ -7,27 +7,33 @@ pi_rollout of each token (clamped to +-20), two remedies, alone or together:
         truncated at `rollout_is_threshold` = C          TIS (Yao et al. 2025)
         zero outside "lower_upper"                       IcePop (Ring-1T, arXiv 2510.18855)
     rejection (`rollout_rs`)            tokens or whole sequences leave the mask; a comma-separated list of
-        token_k1|k2|k3                  each token by its own divergence
+        token_k1|k2|k3|kpop             each token by its own divergence
         seq_sum_k1|k2|k3                the sequence by the sum over its tokens
         seq_mean_k1|k2|k3               by the mean: with k1 the geometric mean of the ratios is bounded
         seq_max_k2|k3                   by its worst token
 
 k1 = -lambda is bounded by ratios pi_rollout / pi_old, the inverse of the weights ("0.5_2.0"; one number C > 1 means 1/C
-to C); k2 = lambda^2 / 2 and k3 = e^lambda - 1 - lambda are bounded above by one number. Option names and formulas are
-verl's (`algorithm.rollout_correction`).
+to C); k2 = lambda^2 / 2, k3 = e^lambda - 1 - lambda and kpop are bounded above by one number. kpop is the larger of the
+KLs, one way and the other, of this token or not under both policies (KPop, ringtech.notion.site/kpop). Other option
+names and formulas are verl's (`algorithm.rollout_correction`).
+
+Two more masks depend on the advantage; what they leave out still counts in the loss's mean, as in their papers:
+
+    `second_moment_mask`    M2PO: tokens of the batch, decided before the update, once there are advantages
+    `off_policy_mask`       DeepSeek-V3.2: sequences, decided by the policy as it trains
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.masking import MAX_LOG_RATIO, bounded_log_ratio, masked_mean
+from grpo_dist.algorithms.masking import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, masked_mean
 from grpo_dist.errors import BatchError, ConfigError
 
 KEY = "algorithm.rollout_correction"
@@ -36,6 +42,7 @@ REJECTIONS = (
     *(f"{what}_{k}" for what in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
     "seq_max_k2",
     "seq_max_k3",
+    "token_kpop",
 )
 
 
@@ -73,9 +80,12 @@ def compute_rollout_correction(
     old, rollout = (values.float().where(mask, 0.0) for values in (old_log_probs, rollout_log_probs))
     log_ratio = bounded_log_ratio(old, rollout)
     metrics = _diagnostics(old, rollout, log_ratio, mask)
-    kept = _reject(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+    kept = mask.clone()
+    for name, accepted in _accepted(old, rollout, mask, read_rejections(rollout_rs, rollout_rs_threshold)):
+        kept &= accepted
+        metrics[f"rollout_corr/{name}_masked_fraction"] = float(masked_mean((~accepted).float(), mask))
     if rollout_rs:
-        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp_min(1))
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = float(masked_mean((~kept).float(), mask))
     weights = None
     if rollout_is is not None:
         weights = _importance_weights(old - rollout, mask, rollout_is, rollout_is_threshold)
@@ -110,6 +120,52 @@ def current_weights(
         **config,
     )
     return kept.float() if weights is None else weights * kept
+
+
+def second_moment_mask(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
+) -> Tensor:
+    """Return 0 on the tokens with the largest lambda^2, so many that its mean over the others is at most `threshold`.
+
+    M2PO (arXiv 2510.01161, algorithm 1). Only tokens that PPO's clip could hold count and may get 0: those that sampler
+    and trainer differ on in the direction of their advantage. The paper takes the policy as it trains, here it is the
+    old one, as in AReaL (which looks at no advantage): the mean is over all tokens of the batch, and the same for all
+    mini-batches. Tokens as far apart as the nearest that gets 0 get it too, so that the order of rows changes nothing.
+
+    Args:
+        old_log_probs: (N, T) float32, nats; the trainer's.
+        rollout_log_probs: (N, T) float32, nats; the sampler's.
+        advantages: (N, T) float32.
+        response_mask: (N, T), 1 on the tokens that train.
+        threshold: the bound, nats^2; 0.04 in the paper.
+
+    Returns:
+        (N, T) float32 factors of the token losses, 1 off the mask.
+    """
+    mask = response_mask.bool()
+    log_ratio = bounded_log_ratio(old_log_probs, rollout_log_probs).double().where(mask, 0.0)
+    moments = log_ratio.square().where(mask & (advantages.sign() * log_ratio.sign() > 0), 0.0)
+    ascending = moments[moments > 0].sort().values
+    means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=mask.device)
+    beyond = ascending[means > threshold]  # means of ascending numbers never fall, so these are the largest
+    return (moments < beyond[0] if len(beyond) else torch.ones_like(mask)).float()
+
+
+def off_policy_mask(
+    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
+) -> Tensor:
+    """Return 0 on tokens with a negative advantage of sequences whose mean of log(pi_rollout / pi) is over `threshold`.
+
+    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556), whose old policy is the sampler's as it reports
+    itself. The mean is over the tokens of a sequence that train: of an episode in all of its branches.
+
+    Arguments and result are those of `second_moment_mask`, but for `log_probs`, (N, T) float32, nats, of the current
+    policy, to which the mask gives no gradient, and `threshold`, in nats per token.
+    """
+    mask = response_mask.bool()
+    distance = bounded_log_ratio(rollout_log_probs, log_probs.detach()).where(mask, 0.0)
+    mean = distance.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+    return 1 - (mask & (advantages < 0) & (mean > threshold)).float()
 
 
 def read_bounds(threshold: float | str, *, key: str) -> tuple[float | None, float]:
@@ -190,22 +246,28 @@ def _normalised(weights: Tensor, mask: Tensor, level: str) -> Tensor:
     return (weights / mean.clamp_min(1e-8)).where(mask, 1.0)
 
 
-def _reject(log_ratio: Tensor, mask: Tensor, rollout_rs: str | None, threshold: float | str | None) -> Tensor:
-    kept = mask.clone()
+def kpop(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """The larger of KL(p || q) and KL(q || p) of this token or not, element by element, nats."""
+    return torch.maximum(binary_kl(log_probs, other_log_probs), binary_kl(other_log_probs, log_probs))
+
+
+def _accepted(
+    old: Tensor, rollout: Tensor, mask: Tensor, rejections: list[tuple[str, tuple[float | None, float]]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each name of `rollout_rs` with the tokens that it leaves in the mask."""
+    log_ratio, length = bounded_log_ratio(old, rollout), mask.sum(-1, keepdim=True).clamp_min(1)
     divergence = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1 - log_ratio}
-    length = mask.sum(-1, keepdim=True).clamp_min(1)
-    for name, (lower, upper) in read_rejections(rollout_rs, threshold):
+    divergence["kpop"] = kpop(old, rollout)
+    for name, (lower, upper) in rejections:
         scope, k = name.rsplit("_", 1)
         value = divergence[k].where(mask, 0.0)
         if scope == "seq_max":
             value = value.amax(-1, keepdim=True)
         elif scope != "token":
             value = value.sum(-1, keepdim=True) / (length if scope == "seq_mean" else 1)
-        if lower is not None:  # k1: the bounds are ratios pi_rollout / pi_old
-            kept &= (value >= math.log(lower)) & (value <= math.log(upper))
-        else:
-            kept &= value <= upper
-    return kept
+        below = value <= (upper if lower is None else math.log(upper))
+        # k1: the bounds are ratios pi_rollout / pi_old
+        yield name, (below if lower is None else below & (value >= math.log(lower))).expand_as(mask)
 
 
 def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:

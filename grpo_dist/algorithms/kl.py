@@ -9,6 +9,7 @@ joschu.net/blog/kl-approx.html), with d = log p - log q:
     k2 (mse)          d^2 / 2          the gradient of the KL
     k3 (low_var_kl)   e^-d + d - 1     unbiased in value and low in variance; its gradient is biased
     NAME+             that of NAME     the gradient of k2, straight through
+    unbiased_k3       rho k3           the gradient of the KL, also of what p_old sampled; rho = p / p_old
 
 or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...).
 Multiply by the mask before reducing. `KLController` holds the coefficient of the KL penalty in the reward, fixed or
@@ -28,7 +29,7 @@ from grpo_dist.algorithms.masking import bounded_log_ratio
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.plugins.registry import Registry
 
-KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
+KL: Registry[Callable[..., Tensor]] = Registry(
     "KL estimator",
     "actor_rollout_ref.actor.kl_loss_type",
     ("log_probs", "ref_log_probs"),
@@ -64,6 +65,19 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.clamp(log_ratio.exp() - log_ratio - 1, -MAX_K3, MAX_K3)
 
 
+@KL.register("unbiased_k3")
+def unbiased_k3(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return rho k3 with the gradient of both factors, rho = p / p_old. DeepSeek-V3.2 (arXiv 2512.02556).
+
+    With d = log p - log q that gradient is rho (k3 + 1 - e^-d) = rho d times that of log p, which is rho times k2's. It
+    is taken from there: the terms in e^-d, which cancel, would leave rounding, and where k3's value is bounded a wrong
+    sign. In the paper, where the old policy has sampled, it is unbiased; here, where the sampler differs, it is with
+    the sampler's log-probs as the old ones.
+    """
+    ratio = bounded_log_ratio(log_probs, old_log_probs).exp().detach()
+    return ratio * _with_gradient_of_k2(k3(log_probs.detach(), ref_log_probs), log_probs, ref_log_probs)
+
+
 @KL.register("full")
 def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """Sum over the vocabulary of p (log p - log q): exact, and so is its gradient. (..., V) -> (...) float32."""
@@ -72,23 +86,34 @@ def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (log_p.exp() * difference).sum(-1)
 
 
-def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, key: str = KL.key) -> Tensor:
+def kl_penalty(
+    name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Tensor | None = None, key: str = KL.key
+) -> Tensor:
     """Per-token KL by the estimator called `name`, float32.
 
     Args:
         name: a name or alias of the table above, with or without `+`, or `pkg.module:function`.
         log_probs: (N, T) log-probs of the sampled tokens, nats; for `full` (..., V) logits or log-softmax.
         ref_log_probs: the same of the reference.
+        old_log_probs: the same of the old policy, for unbiased_k3.
         key: the config key that names it, for messages.
     """
     if log_probs.shape != ref_log_probs.shape:
         raise BatchError(f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} differ")
     log_probs, ref_log_probs = log_probs.float(), ref_log_probs.float()
+    if name == "unbiased_k3":
+        if old_log_probs is None:
+            raise ConfigError(f"{key}={name}: there is no policy that moves away from the old one here; use k3")
+        return unbiased_k3(log_probs, ref_log_probs, old_log_probs.float())
     if not name.endswith("+"):
         return KL.get(name, key)(log_probs, ref_log_probs)
-    if name == "full+":
-        raise ConfigError(f"{key}=full+: the gradient of full is exact already; use full")
-    value, with_gradient = KL.get(name[:-1], key)(log_probs.detach(), ref_log_probs), k2(log_probs, ref_log_probs)
+    if name in ("full+", "unbiased_k3+"):
+        raise ConfigError(f"{key}={name}: the gradient of {name[:-1]} is that of the KL already; use {name[:-1]}")
+    return _with_gradient_of_k2(KL.get(name[:-1], key)(log_probs.detach(), ref_log_probs), log_probs, ref_log_probs)
+
+
+def _with_gradient_of_k2(value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    with_gradient = k2(log_probs, ref_log_probs)
     return value + with_gradient - with_gradient.detach()
 
 

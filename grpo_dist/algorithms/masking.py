@@ -72,3 +72,14 @@ MAX_LOG_RATIO = 20.0
 def bounded_log_ratio(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     """The first less the second, element by element, nats; between -20 and 20."""
     return torch.clamp(log_probs - other_log_probs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# Keeps log(1 - p) finite for a token that is all but certain.
+PROB_EPS = 1e-8
+
+
+def binary_kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """KL(p || q) of this token or not, p log(p / q) + (1 - p) log((1 - p) / (1 - q)), from log p and log q; nats."""
+    rest, other_rest = -torch.expm1(log_probs), -torch.expm1(other_log_probs)
+    own = log_probs.exp() * bounded_log_ratio(log_probs, other_log_probs)
+    return own + rest * torch.log((rest + PROB_EPS) / (other_rest + PROB_EPS))

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.algorithms.aggregate import agg_loss
-from grpo_dist.algorithms.correction import current_weights
+from grpo_dist.algorithms.correction import current_weights, off_policy_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
@@ -56,14 +56,20 @@ def policy_objective(
     if settings.correction is not None:
         sampler = columns.get("rollout_log_probs", old_log_probs)  # in bypass mode the old log-probs are the sampler's
         read["rollout_is_weights"] = current_weights(log_probs, sampler, mask, settings.correction)
-    loss, metrics = compute_policy_loss(read, settings, **counts)
-    metrics["actor/pg_loss"] = loss.detach()
+    metrics: dict[str, Tensor] = {}
+    if settings.off_policy_threshold is not None:
+        sampler, threshold = columns["rollout_log_probs"], settings.off_policy_threshold
+        kept = off_policy_mask(log_probs, sampler, columns["advantages"], mask, threshold)
+        read["rollout_is_weights"] = kept * read.get("rollout_is_weights", 1)
+        metrics["actor/off_policy_masked_fraction"] = masked_mean(1 - kept, mask)
+    loss, own = compute_policy_loss(read, settings, **counts)
+    metrics |= own | {"actor/pg_loss": loss.detach()}
 
     def aggregate(values: Tensor) -> Tensor:
         return agg_loss(values, mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor, **counts)
 
     if actor.use_kl_loss:
-        kl = _kl(columns, settings)
+        kl = _kl(read, settings)
         loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)
     if actor.entropy_coeff:
@@ -79,7 +85,8 @@ def _kl(columns: Mapping[str, Tensor], settings: ObjectiveSettings) -> Tensor:
         return _needed(columns, "exact_kl", asked)
     # masked before the estimator, not after: the gradient of an infinite distance is nan, and 0 * nan is nan
     mask, reference = columns["response_mask"].bool(), _needed(columns, "ref_log_probs", asked)
-    return kl_penalty(name, columns["log_probs"].where(mask, 0.0), reference.where(mask, 0.0))
+    log_probs, old = (columns[column].where(mask, 0.0) for column in ("log_probs", "old_log_probs"))
+    return kl_penalty(name, log_probs, reference.where(mask, 0.0), old_log_probs=old)
 
 
 def _needed(columns: Mapping[str, Tensor], name: str, asked: str) -> Tensor:

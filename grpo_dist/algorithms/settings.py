@@ -17,6 +17,7 @@ class ObjectiveSettings:
         weighted: whether the batch has importance weights for the sampler's policy.
         selects_tokens: whether the policy loss treats some tokens in another way.
         correction: options of `algorithms.correction.current_weights`, or None: no such weights.
+        off_policy_threshold: of `algorithms.correction.off_policy_mask`, or None: no such mask.
         on_policy: the old log-probs are those of the forward pass that trains, without gradient.
     """
 
@@ -24,6 +25,7 @@ class ObjectiveSettings:
     weighted: bool = False
     selects_tokens: bool = False
     correction: Mapping[str, Any] | None = None
+    off_policy_threshold: float | None = None
     on_policy: bool = False
 
     @property
@@ -45,7 +47,8 @@ class ObjectiveSettings:
             "ref_log_probs": self.actor.use_kl_loss and not self.exact_kl,
             "ref_hidden_states": self.exact_kl,
             "rollout_is_weights": self.weighted,
-            "rollout_log_probs": self.on_policy and self.correction is not None,
+            "rollout_log_probs": (self.on_policy and self.correction is not None)
+            or self.off_policy_threshold is not None,
             "selected_tokens": self.selects_tokens,
         }
         return tuple(name for name, wanted in optional.items() if wanted)

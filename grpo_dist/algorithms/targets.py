@@ -4,7 +4,8 @@ response_mask        less truncated responses (`mask_truncated`), rejected ones 
                      a score, with which no other response is compared
 token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`); distill: no scores
 advantages, returns  by the estimator; advantages are 0 on tokens of low entropy (`top_entropy_quantile`)
-rollout_is_weights   importance weights against the sampler (`rollout_correction`)
+rollout_is_weights   importance weights against the sampler (`rollout_correction`); 0 where the second moment of the
+                     log-ratios is too large (`m2_threshold`)
 selected_tokens      what clip_cov and kl_cov treat apart
 """
 
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
-from grpo_dist.algorithms.correction import compute_rollout_correction
+from grpo_dist.algorithms.correction import compute_rollout_correction, second_moment_mask
 from grpo_dist.algorithms.kl import kl_penalty
+from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import token_selection
 from grpo_dist.plugins.names import SCORELESS_ADV_ESTIMATORS
 
@@ -36,6 +38,7 @@ class TargetSettings:
         options: its options (norm_adv_by_std_in_grpo, gamma, ...).
         kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
         rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
+        m2_threshold: of `algorithms.correction.second_moment_mask`; None: no such mask.
         old_log_probs_from: whose log-probs are the old ones. "actor": the actor's, computed before the update.
             "rollout": the sampler's; corrections, if any, are the objective's. "update": those of the update to come,
             so that nothing here may need them.
@@ -52,6 +55,7 @@ class TargetSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     kl_penalty: str | None = None
     rollout_correction: Mapping[str, Any] = field(default_factory=dict)
+    m2_threshold: float | None = None
     old_log_probs_from: Literal["actor", "rollout", "update"] = "actor"
     mask_truncated: bool = False
     top_entropy_quantile: float = 1.0
@@ -183,6 +187,10 @@ def _targets(
     )
     if settings.top_entropy_quantile < 1:
         advantages = advantages * high_entropy(columns["old_entropies"], mask, settings.top_entropy_quantile)
+    if settings.m2_threshold is not None:
+        kept = second_moment_mask(old, rollout, advantages, mask, settings.m2_threshold)
+        weights = kept if weights is None else weights * kept
+        metrics["rollout_corr/m2_masked_fraction"] = float(masked_mean(1 - kept, mask))
     metrics |= _spread("critic/advantages", advantages, mask) | _spread("critic/returns", returns, mask)
     if settings.critic:
         metrics |= _critic_metrics(columns["values"], returns, mask)

@@ -215,7 +215,7 @@ def _advantages(batch: MadeUpBatch, settings: TargetSettings) -> None:
 def _policy_loss(batch: MadeUpBatch, settings: ObjectiveSettings) -> None:
     columns = {"log_probs": batch.log_probs, "advantages": batch.advantages, "response_mask": batch.mask}
     columns["old_log_probs"] = batch.log_probs.detach() if settings.on_policy else batch.old_log_probs
-    if settings.weighted or settings.correction is not None:
+    if settings.weighted or settings.correction is not None or settings.off_policy_threshold is not None:
         columns["rollout_is_weights"] = torch.ones_like(batch.mask)
     compute_policy_loss(columns, settings, global_tokens=batch.mask.sum(), global_sequences=len(batch.mask))
 

@@ -229,6 +229,7 @@ TimedStage = Literal[
     "profile",
 ]
 TrainDtypeName = Annotated[TrainDtype, _alias(_TRAIN_NAMES)]
+HeadDtypeName = Annotated[Literal["fp32"], _alias(_TRAIN_NAMES)]
 EIGHT_BIT, NEEDS_TORCHAO = "AdamW8bit", "needs torchao: pip install 'torchao>=0.18,<0.19' (the extra torchao)"
 OptimizerName = Annotated[Literal["AdamW", "AdamW8bit"], _alias({"_AdamW": "AdamW"})]  # _AdamW: torchao's
 RolloutDtypeName = Annotated[RolloutDtype, _alias(_ENGINE_NAMES)]

@@ -232,6 +232,11 @@ class RunConfig(JobConfig):
         return self.actor_rollout_ref.ref.model.path is not None
 
     @property
+    def replays_routes(self) -> bool:
+        """Tell if the policy's passes, and those of its own start, take the experts that the engines have recorded."""
+        return self.actor_rollout_ref.actor.router_replay.mode != "disabled"
+
+    @property
     def actor_is_reference(self) -> bool:
         """Tell if the actor, its LoRA factors switched off, computes the reference's log-probs."""
         return self.needs_reference and not self.needs_reference_workers
@@ -320,6 +325,7 @@ class RunConfig(JobConfig):
             algorithm.use_kl_in_reward
             or (self.rollout_is is not None and correction.rollout_is_batch_normalize)
             or correction.rollout_rs is not None
+            or correction.m2_threshold is not None
             or actor.top_entropy_quantile < 1
             or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
         )
@@ -329,6 +335,19 @@ class RunConfig(JobConfig):
     def on_policy(self) -> bool:
         """Tell if the old log-probs are the update's own."""
         return self.old_log_probs_from == "update"
+
+    @property
+    def filters(self) -> list[str]:
+        """The keys of `rollout` by which the engines sample from less than the trainer's distribution."""
+        rollout = self.actor_rollout_ref.rollout
+        cuts = {
+            "top_p": rollout.top_p < 1,
+            "top_k": rollout.top_k > 0,
+            "min_p": rollout.min_p > 0,
+            "min_tokens": rollout.min_tokens > 0,
+            "bad_words": bool(rollout.bad_words),
+        }
+        return [name for name, cuts_off in cuts.items() if cuts_off]
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -1,4 +1,4 @@
-"""The section `algorithm`: see schema.py."""
+"""The sections `algorithm` and `actor_rollout_ref.actor.policy_loss`: see schema.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_dist.config.field_types import (
     Text,
     builtin_or_custom,
 )
-from grpo_dist.plugins.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES
+from grpo_dist.plugins.names import ADV_ESTIMATORS, LOSS_MODES, SAMPLED_KL_TYPES
 
 
 class KLCtrlConfig(Section):
@@ -39,6 +39,8 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: bool
     rollout_rs: Text | None
     rollout_rs_threshold: PositiveFloat | Text | None
+    m2_threshold: PositiveFloat | None
+    off_policy_mask_threshold: PositiveFloat | None
     bypass_mode: bool
     loss_type: Literal["ppo_clip", "reinforce"]
 
@@ -69,3 +71,15 @@ class AlgorithmConfig(Section):
     mask_truncated_responses: bool
     min_group_size: Count | None
     credit: Literal["episode", "agent"]
+
+
+class PolicyLossConfig(Section):
+    """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
+
+    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
+    clip_cov_ratio: Share
+    clip_cov_lb: Float
+    clip_cov_ub: Float
+    kl_cov_ratio: Share
+    ppo_kl_coef: NonNegativeFloat
+    dro_beta: NonNegativeFloat

@@ -11,7 +11,7 @@ from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     DecayRate,
-    Float,
+    HeadDtypeName,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -36,19 +36,17 @@ from grpo_dist.config.field_types import (
     one_of,
 )
 from grpo_dist.config.processor import is_wsl
+from grpo_dist.config.schema_algorithm import PolicyLossConfig
 from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
     LOSS_AGG_MODES,
-    LOSS_MODES,
     ROLLOUT_ENGINES,
     WEIGHT_TRANSPORTS,
 )
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
-
-
 ALL_LINEAR = "all-linear"  # of `target_modules`
 ADAPTER_KEY = "lora_adapter_path"
 
@@ -107,24 +105,13 @@ class ModelConfig(LoraSection):
     enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     enable_activation_offload: Annotated[bool, Resume.FREE]
     lora: LoraSyncConfig
+    head_dtype: Annotated[HeadDtypeName | None, Resume.SHOWN]
     override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
 
     @property
     def sends_factors(self) -> bool:
         """Tell if engines get LoRA's factors alone, not the whole weights with factors merged."""
         return self.trains_factors and not self.lora.merge
-
-
-class PolicyLossConfig(Section):
-    """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
-
-    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
-    clip_cov_ratio: Share
-    clip_cov_lb: Float
-    clip_cov_ub: Float
-    kl_cov_ratio: Share
-    ppo_kl_coef: NonNegativeFloat
-    dro_beta: NonNegativeFloat
 
 
 class AdamWConfig(Section):
@@ -146,8 +133,9 @@ class OptimConfig(AdamWConfig):
 
     def warmup_steps(self, total_steps: int) -> int:
         """Return the optimizer steps in which the rate rises; -1 means `lr_warmup_steps_ratio` of all steps."""
-        given = self.lr_warmup_steps
-        return given if given >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
+        return (
+            self.lr_warmup_steps if self.lr_warmup_steps >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
+        )
 
 
 class ShardsConfig(Section):
@@ -213,6 +201,12 @@ class UpdateSection(Section):
         return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
 
 
+class RouterReplayConfig(Section):
+    """`actor_rollout_ref.actor.router_replay`: which experts of a mixture the trainer's passes send tokens to."""
+
+    mode: Literal["disabled", "R3"]
+
+
 class ActorConfig(UpdateSection):
     """`actor_rollout_ref.actor`: the objective and its optimizer."""
 
@@ -232,6 +226,7 @@ class ActorConfig(UpdateSection):
     policy_loss: PolicyLossConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig
+    router_replay: RouterReplayConfig
 
     def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
         """Most tokens of a log-prob pass, as `max_token_len`; the rollout's section is about the actor's passes."""
@@ -374,6 +369,10 @@ class RefConfig(Section):
     ref_model_sync_steps: CountOrMinusOne
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig
+
+    def moves_after(self, step: int) -> bool:
+        """Tell if the reference moves towards the policy after a training step."""
+        return self.ref_model_sync_steps > 0 and step % self.ref_model_sync_steps == 0
 
     def weights_dtype(self, default: TrainDtype) -> TrainDtype:
         """Type of the held weights: fp32 where shares of the policy are mixed in, which bf16 would round away."""

@@ -21,6 +21,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import described, load_attribute, wrong_return
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from grpo_dist.engines.train.durable_files import FileDigest
@@ -49,6 +50,8 @@ class Response:
         mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
         num_turns: how often the policy was sampled for it.
         predecessors: the token that each one follows, see protocol/branches.py; None: it has no branches.
+        routes: the experts of its tokens, and before them of the prompt's (protocol/routes.py), of which the first ones
+            may be missing; None: they are not recorded.
     """
 
     token_ids: list[int]
@@ -59,6 +62,7 @@ class Response:
     mask: list[int] | None = None
     num_turns: int = 1
     predecessors: list[int] | None = None
+    routes: np.ndarray | None = None
 
 
 class RequestRefused(ValueError):

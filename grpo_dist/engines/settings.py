@@ -38,6 +38,7 @@ class ModelSettings:
         model_dtype: of the weights that train, and of those that a frozen model holds: "fp32" or "bf16", as is
             `compute_dtype`.
         compute_dtype: of passes.
+        head_dtype: "fp32": the output layer is held and multiplied in it; None: in the types of the rest.
         reshard_after_forward: whether gathered weights are freed after each layer's forward pass.
         optimizer_offload: whether the optimizer's states are in CPU memory between the phases of a step.
         shares_gpu: whether processes of other roles are on the same GPU.
@@ -54,6 +55,7 @@ class ModelSettings:
         sequence_parallel_key: its config key, for messages.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
         layers_key: the key of `layers`, for messages.
+        replays_routes: whether its routers take the experts that the engine has recorded.
     """
 
     model: ModelSection
@@ -63,6 +65,7 @@ class ModelSettings:
     path: str
     model_dtype: str
     compute_dtype: str
+    head_dtype: str | None = None
     reshard_after_forward: bool = True
     optimizer_offload: bool = False
     shares_gpu: bool = False
@@ -76,6 +79,7 @@ class ModelSettings:
     sequence_parallel_key: str = ""
     room: str = ""
     layers_key: str = ""
+    replays_routes: bool = False
 
     @property
     def section(self) -> str:
@@ -93,6 +97,11 @@ class ModelSettings:
         than that of passes.
         """
         return self.model_dtype if self.lora is None else self.compute_dtype
+
+    @property
+    def head_apart(self) -> bool:
+        """Tell if the output layer is in float32 beside other weights that are, or compute, in another type."""
+        return self.head_dtype == "fp32" and {self.base_dtype, self.compute_dtype} != {"fp32"}
 
     @property
     def sends_factors(self) -> bool:
@@ -149,6 +158,7 @@ class EngineSettings:
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
         min_group_size: fewest episodes that a group of the training may have where others fail; None: all.
+        records_routes: whether responses come with the experts of their tokens (protocol/routes.py).
     """
 
     rollout: RolloutConfig
@@ -167,6 +177,7 @@ class EngineSettings:
     collective_timeout_s: int | None = None
     profile_dir: str | None = None
     min_group_size: int | None = None
+    records_routes: bool = False
 
     @property
     def sleeps(self) -> bool:
@@ -217,6 +228,7 @@ class SamplingSettings:
         min_tokens: fewest tokens of a response.
         stop: texts that end a response; their tokens belong to it.
         bad_words: texts that are never sampled.
+        routes_from: how many tokens of the prompt need no experts recorded: those of an earlier turn.
     """
 
     n: int
@@ -230,6 +242,7 @@ class SamplingSettings:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
+    routes_from: int = 0
 
 
 def choose_layout(*, use_remove_padding: bool, use_prefix_grouper: bool) -> str:

@@ -12,19 +12,19 @@ from grpo_dist.config.problems import between_keys
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.sampler_rules import correction_rules, streaming_rules
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     GROUP_ADV_ESTIMATORS,
     OVERLONG_PENALTY,
     REWARD_MODEL_FUNCTION,
     SEQUENCE_LOSSES,
-    TOKEN_SELECTING_LOSSES,
-    WHOLE_BATCH_ADV_ESTIMATORS,
     parse_code,
 )
 from grpo_dist.sizes import ENGINE_LORA_RANKS
 
 _USE_KL = "actor_rollout_ref.actor.use_kl_loss"
+_CORRECTION = "algorithm.rollout_correction"
 
 
 @between_keys
@@ -56,10 +56,9 @@ def job_notes(config: JobConfig) -> Iterator[str]:
 
 @between_keys
 def method_rules(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong between the keys of estimators, losses and corrections."""
+    """Yield what is wrong between the keys of estimators and losses."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    estimator, loss, correction = algorithm.adv_estimator, actor.policy_loss.loss_mode, algorithm.rollout_correction
-    own_bypass, reinforce = "<algorithm.rollout_correction.bypass_mode>", correction.loss_type == "reinforce"
+    estimator, loss = algorithm.adv_estimator, actor.policy_loss.loss_mode
     if estimator in GROUP_ADV_ESTIMATORS and config.actor_rollout_ref.rollout.n < 2:
         why = "the estimator compares the responses of one prompt; set rollout.n to 2 or more"
         yield f"<rollout.n>, <algorithm.adv_estimator>: {why}"
@@ -73,23 +72,9 @@ def method_rules(config: RunConfig) -> Iterator[str]:
     if config.critic.enable and estimator in ADV_ESTIMATORS and estimator != "gae":
         why = f"{estimator} reads no values; set the first to null, or the second to gae"
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
-    if correction.bypass_mode and config.rollout_is is not None and not reinforce:
-        why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
-        yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is>: {why}"
-    if correction.bypass_mode and correction.rollout_is_batch_normalize:
-        why = "these weights change during the update, so there is no mean over the batch; set one of the two"
-        yield f"{own_bypass}, <algorithm.rollout_correction.rollout_is_batch_normalize>: {why}"
-    if reinforce and not correction.bypass_mode:
-        why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
-        yield f"<algorithm.rollout_correction.loss_type>, {own_bypass}: {why}"
-    if reinforce and loss != "vanilla":
-        why = "two losses; leave one of them at its default"
-        yield f"<algorithm.rollout_correction.loss_type>, <actor.policy_loss.loss_mode>: {why}"
-    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
-        keys = "<algorithm.rollout_correction.rollout_rs>, <algorithm.rollout_correction.rollout_rs_threshold>"
-        yield f"{keys}: set both or none"
-    if actor.top_entropy_quantile < 1 and correction.bypass_mode:
-        yield f"<actor.top_entropy_quantile>, {own_bypass}: entropies come from the pass that bypass_mode leaves out"
+    if actor.top_entropy_quantile < 1 and algorithm.rollout_correction.bypass_mode:
+        why = "entropies come from the pass that bypass_mode leaves out"
+        yield f"<actor.top_entropy_quantile>, <{_CORRECTION}.bypass_mode>: {why}"
     if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
@@ -108,6 +93,18 @@ def factor_rules(config: RunConfig) -> Iterator[str]:
     if model.sends_factors and model.targets_output_layer:
         why = "engines get no factors of the output layer; leave lm_head out, or set the second to true"
         yield f"<model.target_modules>, <model.lora.merge>: {why}"
+
+
+@between_keys
+def head_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what contradicts the type of the output layer."""
+    model = config.actor_rollout_ref.model
+    if "head_dtype" in model.override_config:
+        why = "config.json's entry would change the engines alone; leave it out, and set the second"
+        yield f"<model.override_config>, <model.head_dtype>: {why}"
+    if model.head_dtype and config.actor_rollout_ref.actor.fsdp_config.model_dtype == "bf16":
+        why = "a float32 output layer is that of float32 weights; set the second to fp32, or the first to null"
+        yield f"<model.head_dtype>, <actor.fsdp_config.model_dtype>: {why}"
 
 
 @between_keys
@@ -175,36 +172,6 @@ def sampling_rules(config: RunConfig) -> Iterator[str]:
     if val.do_sample and val.temperature == 0:
         why = "sampling needs a positive temperature; for greedy set do_sample=false"
         yield f"<rollout.val_kwargs.do_sample>, <rollout.val_kwargs.temperature>: {why}"
-
-
-@between_keys
-def streaming_rules(config: RunConfig) -> Iterator[str]:
-    """Yield what is known of a batch only when all of it is sampled, while its first mini-batches have trained."""
-    algorithm, actor, data = config.algorithm, config.actor_rollout_ref.actor, config.data
-    estimator, stream = algorithm.adv_estimator, "<trainer.stream_mini_batches>"
-    if not config.trainer.stream_mini_batches:
-        return
-    one_by_one = [name for name in ADV_ESTIMATORS if name not in WHOLE_BATCH_ADV_ESTIMATORS]
-    whole = {
-        "<algorithm.adv_estimator>": (estimator not in one_by_one, f"one of {', '.join(one_by_one)}"),
-        "<algorithm.filter_groups.enable>": (algorithm.filter_groups.enable, "false"),
-        "<algorithm.rollout_correction.rollout_is_batch_normalize>": (
-            algorithm.rollout_correction.rollout_is_batch_normalize,
-            "false",
-        ),
-        "<rollout.over_sample_rate>": (config.actor_rollout_ref.rollout.over_sample_rate > 0, "0"),
-        "<actor.ppo_epochs>": (actor.ppo_epochs > 1, "1"),
-        "<actor.shuffle>": (actor.shuffle, "false"),
-        "<actor.top_entropy_quantile>": (actor.top_entropy_quantile < 1, "1"),
-        "<actor.policy_loss.loss_mode>": (actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES, "vanilla"),
-    }
-    for key, (needs_all, other) in whole.items():
-        if needs_all:
-            why = "that takes the whole batch, of which parts are still sampled when others train; set the first to"
-            yield f"{key}, {stream}: {why} {other}, or the second to false"
-    if data.train_batch_size == actor.ppo_mini_batch_size:
-        why = "the batch is one mini-batch, and trains when all of it is there; set the second to a part of the first"
-        yield f"<data.train_batch_size>, <actor.ppo_mini_batch_size>, {stream}: {why}, or the last to false"
 
 
 @between_keys
@@ -322,11 +289,10 @@ def stopping_rules(config: RunConfig) -> Iterator[str]:
         yield f"<trainer.health.kl.action>, <actor.use_kl_loss>: {why}"
     if health.rollout_mismatch.action == "stop" and bypass:
         why = "this mode computes no log-probs to compare the sampler's with; set the action to off"
-        yield f"<trainer.health.rollout_mismatch.action>, <algorithm.rollout_correction.bypass_mode>: {why}"
+        yield f"<trainer.health.rollout_mismatch.action>, <{_CORRECTION}.bypass_mode>: {why}"
     if health.entropy.action == "stop" and bypass and not config.actor_rollout_ref.actor.entropy_coeff:
         why = "entropy is not known in this mode; set the action to off, or entropy_coeff above 0"
-        keys = "<trainer.health.entropy.action>, <algorithm.rollout_correction.bypass_mode>, <actor.entropy_coeff>"
-        yield f"{keys}: {why}"
+        yield f"<trainer.health.entropy.action>, <{_CORRECTION}.bypass_mode>, <actor.entropy_coeff>: {why}"
 
 
 @between_keys
@@ -344,24 +310,16 @@ def run_notes(config: RunConfig) -> Iterator[str]:
         yield "<algorithm.adv_estimator>, <critic.enable>: there is no critic, so all values are 0"
     if config.reward_model.model.path is not None and not config.reward_model.enable:
         yield "<reward_model.model.path>, <reward_model.enable>: this reward model is not asked"
-    cuts = {
-        "top_p": rollout.top_p < 1,
-        "top_k": rollout.top_k > 0,
-        "min_p": rollout.min_p > 0,
-        "min_tokens": rollout.min_tokens > 0,
-        "bad_words": bool(rollout.bad_words),
-    }
-    if cut := [f"<rollout.{name}>" for name, cuts_off in cuts.items() if cuts_off]:
+    if cut := [f"<rollout.{name}>" for name in config.filters]:
         yield (
             f"{', '.join(cut)}: responses are sampled from a truncated distribution, but the trainer's log-probs are "
-            "of the full one; training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction "
-            "corrects for it"
+            "of the full one; mismatch/filters shows the difference, algorithm.rollout_correction corrects for it"
         )
     bypass = config.algorithm.rollout_correction.bypass_mode
     if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
         key, age = ("max_staleness", f"{stale} updates") if stale else ("stream_mini_batches", "some mini-batches")
         why = f"responses may be {age} old, and nothing corrects for it; set the second to auto"
-        yield f"<trainer.{key}>, <algorithm.rollout_correction.rollout_is>: {why}"
+        yield f"<trainer.{key}>, <{_CORRECTION}.rollout_is>: {why}"
     if rollout.over_sample_rate:
         yield (
             "<rollout.over_sample_rate>: the slowest groups are aborted, so batches are biased towards short "
@@ -374,7 +332,9 @@ def run_notes(config: RunConfig) -> Iterator[str]:
 
 KEY_RULES = (
     method_rules,
+    correction_rules,
     factor_rules,
+    head_rules,
     credit_rules,
     gdpo_rules,
     sampling_rules,

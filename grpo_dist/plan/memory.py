@@ -78,6 +78,7 @@ class Rank:
         device: "cpu" or "cuda".
         held: of a stored weight that trains, and of each of a model that does not.
         compute: of a number in forward and backward passes.
+        head: of a weight of the output layer, held and in passes; 0: those of the others.
         shards: ranks that hold one copy of the weights together.
         reshards: whether gathered weights are freed after each layer.
         trained: number of parameters that are trained: all, or LoRA's; 0: the role has no optimizer.
@@ -92,6 +93,7 @@ class Rank:
     device: Device
     held: int
     compute: int
+    head: int = 0
     shards: int = 1
     reshards: bool = True
     trained: int = 0
@@ -109,9 +111,13 @@ class Rank:
     @property
     def weights(self) -> float:
         """The rank's shard of the weights, which beside LoRA's factors are held in the type of passes."""
-        if not self.trained or self.trains_all:
-            return self.shape.num_parameters * self.held / self.shards
-        return (self.shape.num_parameters * self.compute + self.trained * self.held) / self.shards
+        base = self.held if not self.trained or self.trains_all else self.compute
+        of_factors = 0 if not self.trained or self.trains_all else self.trained * self.held
+        return (self.shape.num_parameters * base + self.head_beyond(base) + of_factors) / self.shards
+
+    def head_beyond(self, size: int) -> float:
+        """What the output layer takes beyond weights of that size."""
+        return float(self.shape.output_layer * max(self.head - size, 0))
 
     @property
     def step(self) -> Parts:
@@ -134,9 +140,12 @@ class Rank:
         """
         if self.shards > 1:
             resharded = self.shape.root + 2.0 * self.shape.layer
-            return (resharded if self.reshards else self.shape.num_parameters) * self.compute
+            weights = resharded if self.reshards else self.shape.num_parameters
+            return weights * self.compute + self.head_beyond(self.compute)
         frozen = self.shape.num_parameters * (self.held != self.compute)
-        return float((self.trained or frozen) * self.compute)
+        whole = not self.trained or self.trains_all
+        copies = self.trained or frozen
+        return copies * self.compute + (self.head_beyond(self.compute) if copies and whole else 0.0)
 
     def inputs(self, tokens: int) -> float:
         """Hidden states, which are the inputs of a layer."""
@@ -149,9 +158,10 @@ class Rank:
         return float(tokens * self.compute * (attention + 4 * shape.width + 2 * shape.copies))
 
     def logits(self, tokens: int) -> float:
-        """A chunk of logits and its softmax, in float32."""
+        """A chunk of logits and its softmax, in float32, and hidden states that become float32 for an output layer."""
         rows = max(1, CHUNK_LOGITS[self.device] // self.shape.vocabulary) if self.shape.output_layer else 0
-        return 2 * 4.0 * min(rows, tokens) * self.shape.vocabulary
+        states = self.shape.hidden if self.head > self.compute else 0
+        return 2 * 4.0 * min(rows, tokens) * (self.shape.vocabulary + states)
 
     def saved_on_cpu(self, tokens: int) -> float:
         """Activations that wait in CPU memory; a pinned block's size is a power of two."""
@@ -229,6 +239,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         config.device,
         held=DTYPE_BYTES[model.compute if factors and update is None else model.held],
         compute=DTYPE_BYTES[model.compute],
+        head=DTYPE_BYTES[model.head] if model.head else 0,
         shards=fsdp.num_shards(ranks),
         reshards=reshards(config, row),
         trained=0 if update is None else factors or shape.num_parameters,
@@ -243,7 +254,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     states, optimizer = rank.weights + rank.step["optimizer"], rank.kept["optimizer"]
     waiting = rank.weights * (not fsdp.param_offload) + optimizer
     written = rank.weights + rank.step["optimizer"] * STATE_BYTES["AdamW"] / rank.state
-    largest_tensor = 2 * shape.vocabulary * shape.hidden * rank.compute  # cast, and gathered
+    largest_tensor = 2 * shape.vocabulary * shape.hidden * max(rank.compute, rank.head)  # cast, and gathered
     host = {
         "process": PROCESS_GIB[config.device] * GIB,
         "offloaded": (states - waiting) * (config.device == "cuda"),
@@ -276,7 +287,8 @@ def _tokens(config: JobConfig, row: Role, limits: Pass) -> int:
 def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     rollout, place = config.actor_rollout_ref.rollout, placement(config)
     size, cache = DTYPE_BYTES[rollout.resolved_dtype(config.default_dtype)], _kv_cache_gib(config)
-    weights = shape.num_parameters * size / place.tensor_parallel
+    head = 4 if config.actor_rollout_ref.model.head_dtype else size
+    weights = (shape.num_parameters * size + shape.output_layer * (head - size)) / place.tensor_parallel
     states = {"weights": weights, "KV cache": (cache or 0.0) * GIB}
     parts = {} if cache else {"KV cache of one sequence": config.max_model_len * _kv_bytes(config, shape)}
     if config.device == "cuda":

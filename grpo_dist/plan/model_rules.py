@@ -155,6 +155,9 @@ def _experts_are_trained_as_asked(config: RunConfig, entries: Mapping[str, Any])
             "be used; name attention layers, such as q_proj and v_proj, or all-linear, or train all weights with "
             "lora_rank=0"
         )
+    if config.replays_routes and not num_experts(text):
+        why = "the model has no experts, by its config.json; set the first to disabled"
+        yield f"<actor.router_replay.mode>, <model.path>: {why}"
     if config.actor_rollout_ref.model.sends_factors and config.device == "cpu" and num_experts(text):
         yield "<model.lora.merge>, <model.path>: vLLM cannot compute experts with adapters on CPU; set merge=true"
 

@@ -205,7 +205,7 @@ def _processes(config: JobConfig, row: Role) -> str:
         rollout = config.actor_rollout_ref.rollout
         return (
             f"{_many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
-            f"{rollout.resolved_dtype(config.default_dtype)}, "
+            f"{rollout.resolved_dtype(config.default_dtype)}{_head(config.actor_rollout_ref.model.head_dtype)}, "
             f"deterministic={shown(rollout.resolved_deterministic(place.device))}"
         )
     if row.model is None:
@@ -220,7 +220,11 @@ def _processes(config: JobConfig, row: Role) -> str:
     if row.trains and lora_of(config, model) is not None:
         dtypes = f"factors {model.held}, weights and compute {model.compute}"
     path = "" if model.key == models_of(config)[0].key else model.path
-    return ", ".join(filter(None, (ranks, dtypes, path, model.remark)))
+    return ", ".join(filter(None, (ranks, f"{dtypes}{_head(model.head)}", path, model.remark)))
+
+
+def _head(dtype: str | None) -> str:
+    return f", output layer {dtype}" if dtype else ""
 
 
 def _machine_rows(config: JobConfig) -> Rows:

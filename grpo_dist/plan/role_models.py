@@ -27,6 +27,7 @@ class Model:
         path: the value of that key.
         held: the type that weights are held in.
         compute: the type that passes compute in.
+        head: the type of the output layer; None: that of the rest.
         longest: tokens of the longest sequence that it reads; 0: it is not held against that.
         lengths: the keys that decide it.
         override_config: entries of its config.json that the run changes; None: it has no such key.
@@ -45,6 +46,7 @@ class Model:
     path: str
     held: str
     compute: str
+    head: str | None = None
     longest: int = 0
     lengths: tuple[str, ...] = ()
     override_config: Mapping[str, Any] | None = None
@@ -100,6 +102,7 @@ def policy(config: RunConfig) -> Model:
         roles.model.path,
         fsdp.model_dtype,
         fsdp.resolved_dtype(config.default_dtype),
+        head=roles.model.head_dtype,
         longest=0 if unchecked else config.max_model_len,
         lengths=_lengths(config),
         override_config=roles.model.override_config,
@@ -138,13 +141,14 @@ def reference(config: RunConfig) -> Model:
     ref, policy, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     held, compute = ref.weights_dtype(config.default_dtype), ref.fsdp_config.resolved_dtype(config.default_dtype)
     if ref.model.path is None:
-        return Model("reference", POLICY_KEY, policy.path, held, compute, built=False)
+        return Model("reference", POLICY_KEY, policy.path, held, compute, policy.head_dtype, built=False)
     return Model(
         "teacher",
         TEACHER_KEY,
         ref.model.path,
         held,
         compute,
+        policy.head_dtype,
         longest=config.max_model_len,
         lengths=_lengths(config),
         override_config=ref.model.override_config,

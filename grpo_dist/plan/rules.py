@@ -29,7 +29,7 @@ from grpo_dist.plan.memory_rules import memory_notes
 from grpo_dist.plan.model_rules import experts_stay_frozen, models_take_it
 from grpo_dist.plan.placement_rules import PLACEMENT_RULES, Rule, ranks_are_divided, roles_fit_on_the_gpus
 from grpo_dist.plan.roles import models_of
-from grpo_dist.plugins.names import parse_code
+from grpo_dist.plugins.names import ROLLOUT_ENGINES, parse_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CODE = (*UPDATE, f"{_ROLLOUT}.name", f"{_ROLLOUT}.agent.default_agent_loop", "data.sampler.class_path")
@@ -122,6 +122,22 @@ def seeded_samples_are_not_drafted(config: RunConfig) -> Iterator[Problem]:
         yield Problem(text, (given.partition("=")[0], deterministic))
 
 
+@between_keys
+def experts_are_recorded(config: RunConfig) -> Iterator[str]:
+    """Yield why the engines cannot record the experts that the trainer is to replay."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.replays_routes and rollout.name != ROLLOUT_ENGINES[0]:
+        why = f"only the engine {ROLLOUT_ENGINES[0]} records the experts of its tokens; set the first to disabled"
+        yield f"<actor.router_replay.mode>, <rollout.name>: {why}"
+    given = rollout.engine_kwargs.vllm
+    for name, plain in (("enable_prefix_caching", True), ("scheduler_cls", None)):
+        if config.replays_routes and given.get(name) not in (None, plain):
+            why = (
+                "its own scheduler takes experts from vLLM, which keeps them by its prefix cache; leave the second out"
+            )
+            yield f"<actor.router_replay.mode>, {_VLLM}.{name}={shown(given[name])}: {why}"
+
+
 def engine_notes(config: RunConfig) -> Iterator[Problem]:
     """Notes on arguments that change what is sampled."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
@@ -143,6 +159,7 @@ RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES,
     vllm_arguments_are_no_keys_of_the_config,
     seeded_samples_are_not_drafted,
+    experts_are_recorded,
     models_take_it,
     files_exist,
     model_folders_exist,

@@ -30,7 +30,7 @@ ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", 
 WHOLE_BATCH_ADV_ESTIMATORS = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores
 SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
-KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "full")
+KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "unbiased_k3", "full")
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 LOSS_MODES = (
     "vanilla",

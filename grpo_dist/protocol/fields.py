@@ -59,6 +59,18 @@ FIELDS: dict[str, Field] = {
     "agent_ids": Field(
         "ragged (N, R_i)", "int32", "of episodes: a number of the agent that sampled it, by name; 0: put in", "rollout"
     ),
+    "prompt_routes": Field(
+        "ragged (N, P_i, layers, experts)",
+        "uint8 or uint16",
+        "experts of the prompt's tokens (protocol/routes.py)",
+        "rollout",
+    ),
+    "routes": Field(
+        "ragged (N, R_i, layers, experts)", "uint8 or uint16", "experts of the response's tokens, likewise", "rollout"
+    ),
+    "unknown_routes": Field(
+        "(N,)", "int64", "tokens whose experts were not recorded, of those that another one follows", "rollout"
+    ),
     "token_level_scores": Field(
         "ragged (N, R_i)", "float32", "raw reward; an outcome reward is on the last trained token", "reward"
     ),

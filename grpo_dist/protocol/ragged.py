@@ -17,7 +17,7 @@ class Ragged:
     """N rows of L_i values each.
 
     Attributes:
-        values: (sum L_i,), or (sum L_i, H) with H numbers per entry; any dtype.
+        values: (sum L_i,), or (sum L_i, ...) with several numbers per entry; any dtype.
         offsets: (N + 1,) int64; row i is values[offsets[i] : offsets[i + 1]].
     """
 

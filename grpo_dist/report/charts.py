@@ -111,6 +111,12 @@ CHARTS = (
         "The same tokens by the engine and by the trainer: small, and not growing.",
     ),
     Chart(
+        "Sampler against trainer, by cause",
+        "KL, nats per token",
+        tuple((f"mismatch/{cause}", cause.replace("_", " ")) for cause in ("old_weights", "filters", "rest")),
+        "What each adds to rollout_corr/kl; the rest are types and kernels.",
+    ),
+    Chart(
         "Staleness",
         "updates",
         (("staleness/mean", "mean"), ("staleness/max", "oldest")),

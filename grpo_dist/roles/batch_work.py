@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.correction import compute_rollout_correction
+from grpo_dist.algorithms.mismatch import mismatch_by_cause
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
@@ -111,9 +112,13 @@ class BatchWork(Process):
 
     def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
         """The metrics of `algorithms.correction`, from the old log-probs that the update returned."""
-        names = ("old_log_probs", "rollout_log_probs", "response_mask")
-        data = batch.fetch(names)
-        return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names}, **correction)[2]
+        return compute_rollout_correction(**_log_probs(batch), **correction)[2]
+
+    def mismatch_by_cause(self, batch: DataProtoRef, newest: np.ndarray | None, filtered: bool) -> dict[str, float]:
+        """See `algorithms.mismatch`; `newest` (N,) are the weights that a row's old log-probs are of."""
+        versions = None if newest is None else batch.fetch(("weight_versions",))["weight_versions"].to_padded(0)
+        stale = None if versions is None else versions < torch.as_tensor(newest)[:, None]
+        return mismatch_by_cause(**_log_probs(batch), is_stale=stale, filtered=filtered)
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
@@ -272,3 +277,9 @@ def _write_rows(rows: Sequence[Mapping[str, Any]], path: str, without: str) -> N
             f"cannot write {target}: {error}. Free disk space, set trainer.default_local_dir to another folder, or "
             f"{without}"
         ) from error
+
+
+def _log_probs(batch: DataProtoRef) -> dict[str, Any]:
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    data = batch.fetch(names)
+    return {name: data[name].to_padded(0) for name in names}

@@ -28,6 +28,7 @@ from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import with_branches
+from grpo_dist.protocol.routes import with_routes
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
@@ -170,13 +171,18 @@ class PolicyWorker(Process):
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         try:
             with smaller_passes(limits, ranks=ranks):
-                data = rows.fetch(with_branches((*SEQUENCE_COLUMNS, "uid"), rows.columns))
+                data = rows.fetch(self._sequences(rows))
                 computed = compute(data, tuple(plain), **limits.sizes)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({plain[name]: values for name, values in computed.items()})
+
+    def _sequences(self, rows: DataProtoRef, more: Iterable[str] = ()) -> tuple[str, ...]:
+        """Name the columns of a pass: the sequences, and `more`."""
+        names = with_branches((*SEQUENCE_COLUMNS, *more, "uid"), rows.columns)
+        return with_routes(names, rows.columns) if self.settings.model.replays_routes else names
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
@@ -261,7 +267,7 @@ class TrainedWorker(PolicyWorker):
         """
         limits, ranks = self.settings.update, self.settings.model.sequence_parallel_size
         assert limits is not None, "it trains"
-        data = rows.fetch(with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), rows.columns))
+        data = rows.fetch(self._sequences(rows, objective.columns))
         results = []
         for number, mini_batch in enumerate(mini_batches):
             try:

@@ -146,6 +146,13 @@ class RewardPool(Pool):
         inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
         return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", inputs, correction)
 
+    async def mismatch_by_cause(
+        self, batch: DataProtoRef, newest: np.ndarray | None, filtered: bool
+    ) -> dict[str, float]:
+        """Metrics that say why rollout and training policy differ."""
+        inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs", "weight_versions"))
+        return await self._ask_any("rollout_diagnostics", "mismatch_by_cause", inputs, newest, filtered)
+
     async def read_samples(
         self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]
     ) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from grpo_dist.keeper import watch
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.protocol.routes import UNKNOWN_ROUTES, count_unknown, route_columns
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.roles.reward import Task
 from grpo_dist.runtime.batch_ref import Label
@@ -91,14 +92,14 @@ class RolloutWorker(Mailbox, Process):
             except AgentError as error:
                 return (None, self.engine.load, [*failed, error]), None
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
-            label = Label.of(data, (*SMALL_COLUMNS, *EPISODE_COLUMNS))
+            label = Label.of(data, (*_small(data), *EPISODE_COLUMNS))
             return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
         responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
         if responses is None:
             return (None, self.engine.load, failed), None
         check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, SMALL_COLUMNS), self.engine.load, failed), data
+        return (Label.of(data, _small(data)), self.engine.load, failed), data
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]
@@ -170,6 +171,10 @@ class RolloutWorker(Mailbox, Process):
         self.engine.shutdown()
 
 
+def _small(data: DataProto) -> tuple[str, ...]:
+    return (*SMALL_COLUMNS, UNKNOWN_ROUTES) if UNKNOWN_ROUTES in data.batch else SMALL_COLUMNS
+
+
 def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> DataProto:
     """The responses to one prompt as a batch. Sampled tokens train, the end-of-sequence token among them."""
     lengths = [len(response.token_ids) for response in responses]
@@ -179,7 +184,7 @@ def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> 
         for r, mask in zip(responses, masks, strict=True)
     ]
     n = len(responses)
-    return DataProto.from_dict(
+    data = DataProto.from_dict(
         {
             "prompts": Ragged.from_rows([prompt] * n, torch.int32),
             "responses": Ragged.from_rows([r.token_ids for r in responses], torch.int32),
@@ -195,6 +200,21 @@ def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> 
         },
         {"uid": [uid] * n},
     )
+    return data.union(DataProto.from_dict(_routes(len(prompt), responses, lengths, masks)))
+
+
+def _routes(
+    prompt: int, responses: Sequence[Response], lengths: Sequence[int], masks: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """The columns of recorded experts; {} if none were recorded."""
+    columns = route_columns(prompt, lengths, [response.routes for response in responses])
+    if not columns:
+        return {}
+    follows = []
+    for response, mask in zip(responses, masks, strict=True):
+        own = np.arange(-1, len(mask) - 1) if response.predecessors is None else np.asarray(response.predecessors)
+        follows.append(own[: np.flatnonzero(mask)[-1:].sum() + 1])
+    return {**columns, UNKNOWN_ROUTES: count_unknown(columns, follows)}
 
 
 def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:

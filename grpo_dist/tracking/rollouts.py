@@ -15,10 +15,11 @@ from grpo_dist.errors import DiskError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.fields import EXTRA, FIELDS
 from grpo_dist.protocol.parquet import write_parquet
+from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
 from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER
 
-# Hidden states are a thousand times larger than all the rest, and can be computed again.
-_NOT_WRITTEN = frozenset({"ref_hidden_states"})
+# Much larger than all the rest: hidden states, which can be computed again, and recorded experts.
+_NOT_WRITTEN = frozenset({"ref_hidden_states", PROMPT_ROUTES, ROUTES})
 
 
 def is_recorded(column: str) -> bool:

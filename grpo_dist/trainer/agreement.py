@@ -12,12 +12,14 @@ from torch import Tensor
 
 from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, first_difference, operation
 from grpo_dist.algorithms.kl import k3
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.watching import watched
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.routes import route_columns
 from grpo_dist.trainer.rollout.job import group_seed
 
 
@@ -109,7 +111,7 @@ async def compare(sampler: Any, trainer: FSDPEngine, asked: Sequence[Asked], sam
         seeded = replace(sampling, n=1, seed=group_seed(sampling.seed or 0, 0, row))
         response, theirs = await sampler.watched(one.prompt, seeded, one.response)
         theirs[LOG_PROBS] = torch.tensor(response.log_probs).unsqueeze(1)
-        data = _row(one.prompt, response.token_ids)
+        data = _row(one.prompt, response)
         if row == 0:  # which compares layouts first
             trainer.compute_log_probs(data, micro_batch_size=1)
         own, wobbled = watched(trainer, data), watched(trainer, data, torch.finfo(coarser).eps)
@@ -132,6 +134,8 @@ async def compare(sampler: Any, trainer: FSDPEngine, asked: Sequence[Asked], sam
     return Agreement(operations, list(unseen), places, *columns)
 
 
-def _row(prompt: list[int], response: list[int]) -> DataProto:
-    columns = {"prompts": prompt, "responses": response, "response_mask": [1] * len(response)}
-    return DataProto.from_dict({name: Ragged.from_rows([ids], torch.int32) for name, ids in columns.items()})
+def _row(prompt: list[int], response: Response) -> DataProto:
+    ids = response.token_ids
+    tokens = {"prompts": prompt, "responses": ids, "response_mask": [1] * len(ids)}
+    columns = {name: Ragged.from_rows([values], torch.int32) for name, values in tokens.items()}
+    return DataProto.from_dict(columns | route_columns(len(prompt), [len(ids)], [response.routes]))

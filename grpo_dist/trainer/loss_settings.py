@@ -7,6 +7,9 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
+# Keys of algorithm.rollout_correction that say how weights and masks are made, wherever that is.
+CORRECTION = {"rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"}
+
 
 def target_settings(config: RunConfig) -> TargetSettings:
     """Return what advantages, corrections and targets are computed with, before the loss."""
@@ -16,8 +19,9 @@ def target_settings(config: RunConfig) -> TargetSettings:
         adv_estimator=absolute(algorithm.adv_estimator),
         options=dict(algorithm),
         kl_penalty=absolute(algorithm.kl_penalty) if algorithm.use_kl_in_reward else None,
-        rollout_correction=correction.model_dump(exclude={"bypass_mode", "loss_type"})
+        rollout_correction=correction.model_dump(include={*CORRECTION, "rollout_is_batch_normalize"})
         | {"rollout_is": config.rollout_is},
+        m2_threshold=correction.m2_threshold,
         old_log_probs_from=config.old_log_probs_from,
         mask_truncated=algorithm.mask_truncated_responses,
         top_entropy_quantile=actor.top_entropy_quantile,
@@ -34,7 +38,8 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
     reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
     in_loss = correction.bypass_mode and (reinforce or correction.rollout_rs)
     in_loss = in_loss or (config.on_policy and config.rollout_is is not None)
-    bounds = correction.model_dump(include={"rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"})
+    bounds = correction.model_dump(include=CORRECTION)
+    weighted = config.rollout_is is not None or correction.m2_threshold is not None
     loss_mode = "gpg" if reinforce else absolute(actor.policy_loss.loss_mode)  # -A log pi, weighted
     return ObjectiveSettings(
         actor.replaced(
@@ -42,9 +47,10 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
             kl_loss_type=absolute(actor.kl_loss_type),
             loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
         ),
-        weighted=config.rollout_is is not None and not (correction.bypass_mode or config.on_policy),
+        weighted=weighted and not (correction.bypass_mode or config.on_policy),
         selects_tokens=actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES,
         correction={"rollout_is": config.rollout_is, **bounds} if in_loss else None,
+        off_policy_threshold=correction.off_policy_mask_threshold,
         on_policy=config.on_policy,
     )
 

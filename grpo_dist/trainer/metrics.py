@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.placement import Placement
+from grpo_dist.protocol.routes import UNKNOWN_ROUTES
 from grpo_dist.roles.reward import EXTRA
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -37,6 +39,9 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
         ZERO_VARIANCE: zero_variance_share(scores, uids),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
+    if UNKNOWN_ROUTES in batch.small:
+        unknown = batch[UNKNOWN_ROUTES].sum() / metrics["perf/total_num_tokens"]
+        metrics["training/router_replay/unknown"] = float(unknown)
     extras = {name: values for name, values in batch.small.items() if name.startswith(EXTRA)}
     means = {f"{name}/mean": float(np.nanmean(v)) for name, v in extras.items() if not np.isnan(v).all()}
     if (delivered := means.pop(f"{EXTRA}delivered_tokens/mean", None)) is not None:  # no value of a reward function's
@@ -66,8 +71,7 @@ def staleness_metrics(
         )
     metrics: dict[str, float] = {}
     if num_parts > 1:
-        group = np.cumsum(np.append(False, batch["uid"][1:] != batch["uid"][:-1]))
-        ahead = ages * num_parts + group * num_parts // (group[-1] + 1)
+        ahead = ages * num_parts + _part(batch, num_parts)
         mean = float(np.average(ahead, weights=batch["response_length"]))
         metrics = {"staleness/mini_batches/mean": mean, "staleness/mini_batches/max": float(ahead.max())}
     if not max_staleness:
@@ -76,6 +80,28 @@ def staleness_metrics(
     shares = {f"staleness/share/{age}": float((ages == age).mean()) for age in range(max_staleness + 1)}
     spread = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
     return metrics | spread | shares | {"staleness/spanning": float(spanning.mean())}
+
+
+def mismatch_causes(
+    config: RunConfig, batch: DataProtoRef, weight_version: int
+) -> tuple[np.ndarray | None, bool] | None:
+    """Why sampler and trainer may differ in a trained batch; None: for one reason only, or it was not measured.
+
+    Returns:
+        ((N,) versions of the weights that each row's old log-probs are of, or None if all tokens are of these;
+        whether the sampler's distribution is cut). In a batch of several parts all but the first have newer weights
+        than any engine.
+    """
+    if config.old_log_probs_from == "rollout" or "old_log_probs" not in batch.columns:
+        return None
+    if config.trainer.samples_during_updates:
+        return weight_version + (_part(batch, config.parts_per_step) > 0), bool(config.filters)
+    return (None, True) if config.filters else None
+
+
+def _part(batch: DataProtoRef, num_parts: int) -> np.ndarray:
+    group = np.cumsum(np.append(False, batch["uid"][1:] != batch["uid"][:-1]))
+    return group * num_parts // (group[-1] + 1)
 
 
 class IdleShares:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
@@ -32,6 +33,7 @@ def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSetti
         path=model.path,
         model_dtype=model.held,
         compute_dtype=model.compute,
+        head_dtype=model.head,
         reshard_after_forward=reshards(config, row),
         optimizer_offload=offloads_optimizer(config, row),
         shares_gpu=bool(place.sharing),
@@ -44,6 +46,7 @@ def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSetti
         sequence_parallel_key=f"{row.section}.ulysses_sequence_parallel_size",
         room=_room(row, model),
         layers_key=updates,
+        replays_routes=isinstance(config, RunConfig) and config.replays_routes and model.key == POLICY_KEY,
     )
 
 

@@ -31,6 +31,7 @@ from grpo_dist.plan.roles import ROLES, models_of
 from grpo_dist.protocol import DataProto, metric_values
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.protocol.routes import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.roles.gang import averaged
 from grpo_dist.roles.reward import RewardWorker, Task
@@ -172,7 +173,8 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     """
     config = recorded.config
     objective = objective_settings(config)
-    if missing := [name for name in objective.columns if name not in recorded.data.columns()]:
+    needed = (*objective.columns, *((ROUTES,) if config.replays_routes else ()))
+    if missing := [name for name in needed if name not in recorded.data.columns()]:
         raise ConfigError(f"{recorded.run_dir}: the update needs {', '.join(missing)}, which no run records")
     checkpoint = weights_before(recorded)
     with policy_engine(config, _num_steps(config)) as engine:

@@ -221,6 +221,7 @@ def engine_settings(
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
         profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),
         min_group_size=config.algorithm.min_group_size,
+        records_routes=config.replays_routes,
     )
 
 

@@ -38,7 +38,13 @@ from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
-from grpo_dist.trainer.metrics import batch_metrics, num_devices, performance_metrics, staleness_metrics
+from grpo_dist.trainer.metrics import (
+    batch_metrics,
+    mismatch_causes,
+    num_devices,
+    performance_metrics,
+    staleness_metrics,
+)
 from grpo_dist.trainer.profiler import StepProfiler
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.rollout.job import describe_failures, episode_metrics, group_seed
@@ -150,7 +156,7 @@ class GRPOTrainer(TrainingLoop):
                 self.record_validation()  # of the last step, while the engines still hold its weights
                 self.sync_weights()  # the engines now hold the new policy
                 self.sample_ahead()  # and may sample for one more step
-                if self.reference_is_due():
+                if self.roles.ref is not None and self.config.actor_rollout_ref.ref.moves_after(self.step + 1):
                     self.sync_reference()  # iterative GRPO: so does the reference, or some of it
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
@@ -347,21 +353,17 @@ class GRPOTrainer(TrainingLoop):
         if self.step == self.total_steps and self.save_is_due():
             self.save()  # again, with its figures
 
-    def reference_is_due(self) -> bool:
-        """Tell if the reference moves after the step that is being finished."""
-        every = self.config.actor_rollout_ref.ref.ref_model_sync_steps
-        return self.roles.ref is not None and every > 0 and (self.step + 1) % every == 0
-
     @blocking
     async def measure(self, batch: DataProtoRef) -> None:
         """Turn the step's batch and timings into metrics."""
         self.metrics |= batch_metrics(batch)
         if self.config.on_policy and "old_log_probs" in batch.columns:  # else the policy stood still
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
+        if why := mismatch_causes(self.config, batch, self.weight_version - 1):
+            self.metrics |= await self.roles.reward.mismatch_by_cause(batch, *why)
         engines = self.roles.rollout.num_ready
         self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=num_devices(self.place, engines))
-        self.metrics |= self.order.metrics()
-        self.metrics["training/epoch"] = self.order.epoch
+        self.metrics |= self.order.metrics() | {"training/epoch": self.order.epoch}
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)

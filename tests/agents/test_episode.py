@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from grpo_dist.agents import Episode, Row
@@ -53,6 +56,25 @@ def test_what_is_sampled_trains_and_what_is_put_in_does_not() -> None:
     assert response.weight_versions == [8] * 4 + [NO_VERSION] + [9] * 2
     assert (response.num_turns, response.truncated) == (2, False)
     assert [bytes(prompt) for prompt, _ in writer.asked] == [b"Q:", b"Q:1+1=2"], "the policy reads what was put in"
+
+
+def test_a_turn_brings_the_experts_of_what_is_new() -> None:
+    """The engine numbers the tokens that it computes; of the second turn it is asked for those from the `=` on."""
+    counted, asked = itertools.count(), []
+    writer = Writer("1+1=3", "!")
+
+    async def sample(prompt: list[int], sampling: SamplingSettings) -> Response | None:
+        response = await writer.sample(prompt, sampling)
+        asked.append(sampling.routes_from)
+        rows = [*itertools.islice(counted, len(prompt) + len(response.token_ids) - 1 - sampling.routes_from), 255]
+        return replace(response, routes=np.array(rows, np.uint8)[:, None, None])
+
+    episode = make(writer)
+    episode.connect(sample)
+    response = play(episode, call_and_answer)
+    assert asked == [0, 5], "Q:1+1= but for its last token"
+    assert response.routes is not None
+    assert response.routes[:, 0, 0].tolist() == [*range(8), 255]
 
 
 def test_seeds_depend_on_sample_and_turn_alone() -> None:

@@ -11,9 +11,12 @@ from grpo_dist.algorithms.correction import (
     LEVELS,
     REJECTIONS,
     current_weights,
+    kpop,
+    off_policy_mask,
     read_bounds,
     read_rejections,
     read_weight_bounds,
+    second_moment_mask,
 )
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import correction, tensors
@@ -94,6 +97,11 @@ def test_metrics_of_the_weights_mean_what_they_mean_in_verl() -> None:
         ("seq_max_k2", 0.97, [[1, 1, 1], [1, 0, 0]]),
         ("seq_max_k3", 1.6, [[0, 0, 0], [1, 0, 0]]),
         ("token_k2,seq_max_k3", "0.5,2", [[1, 1, 0], [1, 0, 0]]),
+        ("token_kpop", 0.1, [[1, 1, 0], [1, 0, 0]]),  # 0.0444, 0.0207 and 0.3112: see below
+        ("token_kpop", 0.03, [[0, 1, 0], [1, 0, 0]]),
+        ("token_kpop", 0.02, [[0, 0, 0], [1, 0, 0]]),
+        ("token_kpop,token_k1", "0.1,1.5", [[0, 0, 0], [1, 0, 0]]),
+        ("token_k1,token_k1", "1.5,8", [[0, 0, 0], [1, 0, 0]]),
     ],
 )
 def test_rejection(name: str, threshold: float | str, expected: list) -> None:
@@ -105,7 +113,7 @@ def test_weights_and_rejection_are_verls() -> None:
     golden = correction()
     inputs = tensors(golden["inputs"])
     names = {case["name"] for case in golden["cases"]}
-    assert names >= {*REJECTIONS, *LEVELS}
+    assert names >= {*REJECTIONS, *LEVELS} - {"token_kpop"}  # which verl has not
     for case in golden["cases"]:
         weights, mask, metrics = compute_rollout_correction(**inputs, **case["config"])
         expected = case["outputs"]
@@ -121,6 +129,74 @@ def test_the_share_of_rejected_tokens_is_reported() -> None:
     assert (
         correct(rollout_rs="seq_sum_k1", rollout_rs_threshold=3.9)[2]["rollout_corr/rollout_rs_masked_fraction"] == 0.75
     )
+
+
+def test_kpop_is_the_larger_of_two_binary_kls() -> None:
+    """0.05 against 0.1: 0.05 ln 1/2 + 0.95 ln 95/90 = 0.0167 one way, 0.1 ln 2 + 0.9 ln 90/95 = 0.0207 the other."""
+    by_hand = [0.2 * math.log(2) + 0.8 * math.log(8 / 9), 0.1 * math.log(2) + 0.9 * math.log(90 / 95)]
+    by_hand += [0.4 * math.log(4) + 0.6 * math.log(2 / 3), 0.0]
+    found = kpop(OLD, ROLLOUT)[MASK > 0]
+    torch.testing.assert_close(found, torch.tensor(by_hand), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(kpop(ROLLOUT, OLD)[MASK > 0], found)
+
+
+def test_kpop_stays_finite_for_tokens_that_one_of_both_is_sure_of() -> None:
+    sure, never = torch.tensor([0.0, 0.0, -1e-7]), torch.tensor([-1.0, -200.0, -math.inf])
+    assert kpop(sure, never).isfinite().all()
+    assert kpop(sure, sure).tolist() == [0, 0, 0]
+
+
+def test_each_name_reports_what_it_leaves_out() -> None:
+    """Of four tokens kpop rejects the one of ratio 4, k1 the three whose ratios are not 1, together they reject 3."""
+    _, _, metrics = correct(rollout_rs="token_kpop,token_k1", rollout_rs_threshold="0.1,1.5")
+    found = [metrics[f"rollout_corr/{name}_masked_fraction"] for name in ("token_kpop", "token_k1", "rollout_rs")]
+    assert found == [0.25, 0.75, 0.75]
+
+
+def m2(advantages: list[list[float]], threshold: float, **changes: torch.Tensor) -> list[list[float]]:
+    columns = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK} | changes
+    return second_moment_mask(**columns, advantages=torch.tensor(advantages), threshold=threshold).tolist()
+
+
+def test_the_second_moment_is_bounded_by_the_tokens_that_are_farthest() -> None:
+    """With A > 0 the tokens of ratio 2 and 4 count: ln(2)^2 = 0.480 and ln(4)^2 = 1.922, in the mean 1.201."""
+    up = [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    assert m2(up, 1.21) == [[1, 1, 1], [1, 1, 1]]
+    assert m2(up, 1.19) == [[1, 1, 0], [1, 1, 1]]
+    assert m2(up, 0.47) == [[0, 1, 0], [1, 1, 1]], "0.5 goes against its advantage and stays"
+    assert m2([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]], 0.47) == [[1, 0, 1], [1, 1, 1]]
+    assert m2([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]], 1.0) == [[1, 1, 0], [1, 1, 1]], "without an advantage none counts"
+
+
+def test_tokens_as_far_as_the_nearest_that_is_left_out_are_too() -> None:
+    """ln(2)^2 twice and ln(1.1)^2 = 0.009: two of them have a mean of 0.245, all three 0.323."""
+    old = ROLLOUT + torch.tensor([[2.0, 1.1, 2.0], [1.0, 1.0, 1.0]]).log()
+    up = [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    assert m2(up, 0.33, old_log_probs=old) == [[1, 1, 1], [1, 1, 1]]
+    assert m2(up, 0.30, old_log_probs=old) == [[0, 1, 0], [1, 1, 1]]
+
+
+def test_no_token_that_counts_is_no_second_moment() -> None:
+    assert m2([[1.0] * 3] * 2, 1e-6, response_mask=MASK * 0) == [[1, 1, 1], [1, 1, 1]]
+    assert m2([[-1.0, 0.0, -1.0], [0.0] * 3], 1e-6) == [[1, 1, 1], [1, 1, 1]]
+
+
+def left(advantages: list[list[float]], threshold: float, log_probs: torch.Tensor) -> list[list[float]]:
+    columns = {"log_probs": log_probs, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
+    found = off_policy_mask(**columns, advantages=torch.tensor(advantages), threshold=threshold)
+    assert not found.requires_grad
+    return found.tolist()
+
+
+def test_off_policy_sequences_with_a_negative_advantage_are_left_out() -> None:
+    """Ratios pi_rollout / pi of 2, 0.5 and 4: their mean logarithm is ln(4) / 3 = 0.462."""
+    policy, down = (ROLLOUT - RATIOS.log()).requires_grad_(), [[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]]
+    assert left(down, 0.46, policy) == [[0, 0, 0], [1, 1, 1]]
+    assert left(down, 0.47, policy) == [[1, 1, 1], [1, 1, 1]]
+    assert left(down, 0.1, OLD) == [[1, 1, 1], [1, 1, 1]], "a policy that has moved towards them"
+    assert left([[1.0, -1.0, 0.0], [-1.0] * 3], 0.46, policy) == [[1, 0, 1], [1, 1, 1]]
+    nothing = torch.full((2, 3), math.nan).where(MASK == 0, ROLLOUT - 1)
+    assert left(down, 0.5, nothing) == [[0, 0, 0], [0, 1, 1]], "what is off the mask does not count"
 
 
 def test_current_weights_are_zero_on_rejected_tokens() -> None:
@@ -197,6 +273,7 @@ def test_bounds_are_read() -> None:
     assert read_bounds("0.5_5", key="k") == (0.5, 5.0)
     assert read_rejections("token_k1, seq_max_k2", "2,0.1") == [("token_k1", (0.5, 2.0)), ("seq_max_k2", (None, 0.1))]
     assert len(read_rejections(",".join(REJECTIONS), 1.1)) == len(REJECTIONS)
+    assert read_rejections("token_kpop", 0.1) == [("token_kpop", (None, 0.1))]
     assert read_rejections(None, None) == []
 
 
@@ -226,5 +303,7 @@ def test_mistakes_are_named() -> None:
         correct(rollout_rs="token_k1")
     with refuses(ConfigError, "token_k2", "one upper"):
         correct(rollout_rs="token_k2", rollout_rs_threshold="0.1_0.2")
+    with refuses(ConfigError, "token_kpop", "one upper"):
+        correct(rollout_rs="token_kpop", rollout_rs_threshold="0.1_0.2")
     with refuses(BatchError, "rollout_log_probs"):
         compute_rollout_correction(old_log_probs=OLD, rollout_log_probs=ROLLOUT[:1], response_mask=MASK)

@@ -85,6 +85,53 @@ def test_k3_is_the_exact_kl_on_average() -> None:
     torch.testing.assert_close((p * kl_penalty("k1", p.log()[None], q.log()[None])[0]).sum(), expected)
 
 
+def softmax_gradient(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the mean gradient of an estimator over what an old policy samples, the gradient of the KL), in logits."""
+    logits = torch.tensor([0.4, -0.3, 1.1], requires_grad=True)
+    old, q = torch.tensor([0.5, 0.2, 0.3]).log(), torch.tensor([0.25, 0.6, 0.15]).log()
+    log_probs = torch.log_softmax(logits, -1)
+    (old.exp() * kl_penalty(name, log_probs, q, old_log_probs=old)).sum().backward(retain_graph=True)
+    assert logits.grad is not None
+    (exact,) = torch.autograd.grad(kl_penalty("full", log_probs, q), logits)
+    return logits.grad, exact
+
+
+def test_unbiased_k3_has_the_gradient_of_the_kl_wherever_the_samples_are_from() -> None:
+    found, exact = softmax_gradient("unbiased_k3")
+    torch.testing.assert_close(found, exact)
+    assert exact.abs().max() > 0.1
+    for biased in ("k1", "k2", "k3", "k3+"):
+        assert (softmax_gradient(biased)[0] - exact).abs().max() > 0.01, biased
+
+
+def test_unbiased_k3_by_hand() -> None:
+    """p = 0.5, q = 0.25, p_old = 0.4: 1.25 (0.5 + ln 2 - 1), and the gradient 1.25 ln 2."""
+    p, q, old = (torch.tensor([[x]]).log() for x in (0.5, 0.25, 0.4))
+    kl = kl_penalty("unbiased_k3", p.requires_grad_(), q, old_log_probs=old)
+    kl.sum().backward()
+    assert kl.item() == pytest.approx(1.25 * (0.5 + math.log(2) - 1))
+    assert p.grad.item() == pytest.approx(1.25 * math.log(2))
+
+
+@pytest.mark.parametrize("distance", [-15.0, -2.0, -0.1, 0.0, 0.3, 4.0, 15.0])
+def test_its_gradient_is_that_of_the_formula(distance: float) -> None:
+    """In float64, ratio and k3 differentiated as they stand; in float32 the terms in e^-d would leave rounding."""
+    p = torch.tensor([[-3.0]], dtype=torch.float64, requires_grad=True)
+    q, old = p.detach() - distance, torch.tensor([[-2.6]], dtype=torch.float64)
+    (p - old).exp().mul((q - p).exp() - (q - p) - 1).sum().backward()
+    found = p.detach().float().requires_grad_()
+    kl_penalty("unbiased_k3", found, q, old_log_probs=old).sum().backward()
+    assert found.grad.item() == pytest.approx(p.grad.item(), rel=1e-5, abs=1e-9)
+
+
+def test_unbiased_k3_needs_a_policy_that_moves() -> None:
+    """In the reward there is none."""
+    with refuses(ConfigError, "algorithm.kl_penalty=unbiased_k3", "use k3"):
+        kl_penalty("unbiased_k3", torch.zeros(1, 1), torch.zeros(1, 1), key="algorithm.kl_penalty")
+    with refuses(ConfigError, "kl_loss_type=unbiased_k3+", "use unbiased_k3"):
+        kl_penalty("unbiased_k3+", torch.zeros(1, 1), torch.zeros(1, 1))
+
+
 def test_k3_stays_finite() -> None:
     log_probs = torch.tensor([[-500.0]], requires_grad=True)
     kl = kl_penalty("k3", log_probs, torch.tensor([[0.0]]))

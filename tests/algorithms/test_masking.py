@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from grpo_dist.algorithms.masking import bounded_log_ratio, masked_mean, masked_whiten, token_entropy, token_log_probs
+from grpo_dist.algorithms.masking import (
+    binary_kl,
+    bounded_log_ratio,
+    masked_mean,
+    masked_whiten,
+    token_entropy,
+    token_log_probs,
+)
 
 
 def test_log_prob_and_entropy_by_hand() -> None:
@@ -32,6 +39,13 @@ def test_whitening_by_hand_and_of_equal_values() -> None:
     found = masked_whiten(values, torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
     torch.testing.assert_close(found, torch.tensor([[-(0.5**0.5), 0.0], [0.5**0.5, 0.0]]))
     assert masked_whiten(torch.full((7, 3), 0.1), torch.ones(7, 3)).abs().max() < 1e-10
+
+
+def test_the_kl_of_a_token_or_not_by_hand() -> None:
+    """0.5 against 0.25: 0.5 ln 2 + 0.5 ln 2/3; a sure token against 0.25: ln 4."""
+    p, q = torch.tensor([0.5, 1.0, 0.25]).log(), torch.tensor([0.25, 0.25, 0.25]).log()
+    expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(4), 0.0]
+    torch.testing.assert_close(binary_kl(p, q), torch.tensor(expected))
 
 
 def test_the_ratio_is_bounded_on_both_sides() -> None:

@@ -98,6 +98,37 @@ def test_bypass_weighs_by_the_policy_as_it_trains() -> None:
     torch.testing.assert_close(log_probs.grad, expected)
 
 
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_off_policy_sequences_are_left_out_and_count(on_policy: bool) -> None:
+    """The second response is 0.6 nats from the sampler: without its policy loss (-1 - 1) / 3; its KL stays."""
+    sampler = torch.tensor([[0.0, 0.0], [-0.4, -9.0]])
+    columns = COLUMNS | {"rollout_log_probs": sampler}
+    columns = without(columns, "old_log_probs") if on_policy else columns
+    for weights in ({}, {"rollout_is_weights": torch.full(SHAPE, 0.5)}):
+        share = 0.5 if weights else 1.0
+        options: dict[str, Any] = {"on_policy": on_policy, "entropy_coeff": 0.0, "kl_loss_coef": 0.3}
+        loss, metrics = objective(columns | weights, off_policy_threshold=0.5, **options)
+        assert loss.item() == pytest.approx(-share * 2 / 3 + 0.3 * 0.5)
+        assert metrics["actor/off_policy_masked_fraction"].item() == pytest.approx(1 / 3)
+        loss, metrics = objective(columns | weights, off_policy_threshold=0.7, **options)
+        assert loss.item() == pytest.approx(share / 3 + 0.3 * 0.5)
+        assert metrics["actor/off_policy_masked_fraction"].item() == 0
+
+
+def test_the_unbiased_kl_takes_the_old_policy_of_the_loss() -> None:
+    """k3 of distance 0.5 is e^-0.5 - 0.5, times e^0.2; on policy the ratio is 1, and has its gradient."""
+    options: dict[str, Any] = {"kl_loss_type": "unbiased_k3", "kl_loss_coef": 3.0, "entropy_coeff": 0.0}
+    value = math.exp(-0.5) - 0.5
+    _, metrics = objective(COLUMNS | {"old_log_probs": torch.full(SHAPE, -1.2)}, **options)
+    assert metrics["actor/kl_loss"].item() == pytest.approx(math.exp(0.2) * value)
+    log_probs = torch.full(SHAPE, -1.0, requires_grad=True)
+    columns = without(COLUMNS, "old_log_probs") | {"log_probs": log_probs, "advantages": torch.zeros(SHAPE)}
+    loss, metrics = objective(columns, on_policy=True, **options)
+    assert metrics["actor/kl_loss"].item() == pytest.approx(value)
+    loss.backward()
+    torch.testing.assert_close(log_probs.grad, 0.5 * COLUMNS["response_mask"])
+
+
 LOSSES = sorted(POLICY_LOSS.names())
 READ = (*without(COLUMNS, "response_mask"), "rollout_is_weights", "selected_tokens")
 

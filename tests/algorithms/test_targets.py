@@ -123,6 +123,22 @@ def test_correction_weighs_and_rejects() -> None:
     assert out["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0]], "the products are e^-1 and e^-1.5"
 
 
+def test_tokens_beyond_the_second_moment_get_weight_0() -> None:
+    """Advantages 0.5 and -0.5, lambda -0.5 on all five tokens: the three of the second response go its way."""
+    settings = TargetSettings("grpo", PLAIN, m2_threshold=0.2)
+    out, metrics = compute_targets(COLUMNS, settings, **ROWS)
+    assert out["rollout_is_weights"][MASK == 1].tolist() == [1, 1, 0, 0, 0]
+    assert torch.equal(out["response_mask"], MASK.float()), "they still count"
+    assert metrics["rollout_corr/m2_masked_fraction"] == pytest.approx(0.6)
+    weigh = TargetSettings("grpo", PLAIN, m2_threshold=0.2, rollout_correction={"rollout_is": "token"})
+    weighed, _ = compute_targets(COLUMNS, weigh, **ROWS)
+    expected = [math.exp(-0.5), math.exp(-0.5), 0, 0, 0]
+    assert weighed["rollout_is_weights"][MASK == 1].tolist() == pytest.approx(expected)
+    kept, metrics = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, m2_threshold=0.26), **ROWS)
+    assert (kept["rollout_is_weights"] == 1).all()
+    assert metrics["rollout_corr/m2_masked_fraction"] == 0
+
+
 def test_bypass_takes_the_samplers_log_probs() -> None:
     columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
     out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, old_log_probs_from="rollout"), **ROWS)

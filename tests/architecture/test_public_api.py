@@ -76,7 +76,7 @@ SIGNATURES = {
         "reward_components",
         "config",
     ],
-    "grpo_dist.algorithms:kl_penalty": ["name", "log_probs", "ref_log_probs", "key"],
+    "grpo_dist.algorithms:kl_penalty": ["name", "log_probs", "ref_log_probs", "old_log_probs", "key"],
     "grpo_dist.agents:AgentLoop.run": ["self", "episode"],
     "grpo_dist.agents:Episode.generate": ["self", "max_tokens", "stop", "agent_name"],
     "grpo_dist.agents:Episode.append": ["self", "text"],

@@ -19,7 +19,15 @@ def test_three_quarters_of_the_prompts_have_four_digits() -> None:
 
 
 def test_means_and_intervals_by_hand() -> None:
-    """3 runs with 10, 20, 30 tokens: deviation 10, so 4.30 * 10 / sqrt(3)."""
-    runs = [{"choice": "uniform", "steps": 2 * i, "equal": 0.5, "tokens": 10.0 * i} for i in (1, 2, 3)]
+    """3 runs with 10, 20, 30 tokens: deviation 10, so 4.30 * 10 / sqrt(3). The other choice needs 0.5 of each."""
+    runs = [
+        {"choice": choice, "steps": 2 * i, "equal": 0.5, "tokens": share * i}
+        for i in (1, 2, 3)
+        for choice, share in (("uniform", 10.0), ("curriculum", 5.0))
+    ]
+    first, second = summary(runs)
     half = pytest.approx(24.83, abs=0.01)
-    assert summary(runs) == [{"choice": "uniform", "steps": 4, "equal": 0.5, "tokens": 20, "+-": half}]
+    assert first == {
+        "choice": "uniform", "steps": 4, "equal": 0.5, "tokens": 20, "+-": half, "ratio": 1, "+- ratio": 0
+    }  # fmt: skip
+    assert (second["tokens"], second["ratio"], second["+- ratio"]) == (10, 0.5, 0)

@@ -43,6 +43,7 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             *(f"{model}.model.fsdp_config.{name}" for model in ("critic", "reward_model") for name in HELD),
             *(f"{ROLES}.rollout.{name}" for name in ("dtype", "deterministic", "max_model_len", "engine_kwargs.vllm")),
             f"{ROLES}.model.lora.merge",
+            f"{ROLES}.model.head_dtype",
             f"{ROLES}.actor.optim.optimizer",
             "critic.optim.optimizer",
             f"{ROLES}.rollout.agent.max_attempts",
@@ -54,7 +55,16 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             ),
             *(
                 f"{ROLES}.actor.{name}"
-                for name in ("optim", "policy_loss", "clip", "kl_loss", "loss", "entropy", "ppo_epochs")
+                for name in (
+                    "optim",
+                    "policy_loss",
+                    "clip",
+                    "kl_loss",
+                    "loss",
+                    "entropy",
+                    "ppo_epochs",
+                    "router_replay.",
+                )
             ),
             *(f"{ROLES}.rollout.{name}" for name in ("n", "temperature", "top_", "min_", "stop", "agent.agent_kwargs")),
             *("critic.optim", "critic.cliprange_value", "reward_model.max_length", "reward_model.retrain.optim."),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.protocol import DataProto, merge_metrics, metric_values
+from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import EXPERTS, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
@@ -20,6 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 LR = 0.1
 TEMPERATURE = 0.7  # the engine's
+OBJECTIVE = objective(kl_loss_type="unbiased_k3", off_policy_threshold=1.0)
 # layout, sequences per micro-batch, token budget
 WAYS: dict[str, tuple[str, int, int | None]] = {
     "padded": ("padded", 100, None),
@@ -40,7 +41,9 @@ def batch() -> DataProto:
     rows = [0, 6, 7, *range(12, 17), *range(18, 24)]
     data = data.index(np.random.default_rng(3).permutation(rows))
     data["response_mask"].values[::7] = 0
-    return data
+    noise = torch.from_numpy(np.random.default_rng(4).normal(0, 0.2, len(data["old_log_probs"].values))).float()
+    sampler = data["old_log_probs"].values + noise
+    return data.union(DataProto({"rollout_log_probs": Ragged(sampler, data["old_log_probs"].offsets)}))
 
 
 def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str
         engine.forward.batched_tokens = 0
     before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
     columns = engine.compute_columns(data, ("log_probs", "entropies"), **limits)
-    metrics = engine.train_mini_batch(data, objective=objective(), **limits).metrics
+    metrics = engine.train_mini_batch(data, objective=OBJECTIVE, **limits).metrics
     return {
         "columns": {name: column.values.numpy().copy() for name, column in columns.items()},
         "metrics": metrics,
@@ -119,7 +122,9 @@ def test_log_probs_are_those_of_transformers(alone: dict[str, Any], paths: dict[
 def test_there_is_something_to_compare(alone: dict[str, Any], family: str) -> None:
     expected = alone[f"{family} padded"]
     assert expected["columns"]["log_probs"].std() > 0.3
-    assert metric_values(expected["metrics"])["actor/grad_norm"] > 1
+    metrics = metric_values(expected["metrics"])
+    assert metrics["actor/grad_norm"] > 1
+    assert 0.05 < metrics["actor/off_policy_masked_fraction"] < 0.95
 
 
 TWO_RANKS = ["padded, 3 rows at a time", "packed, 60 tokens at a time", "shared, 40 tokens at a time"]

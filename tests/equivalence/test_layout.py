@@ -16,9 +16,9 @@ from tests.ranks import run_ranks
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "token-mean": {},
     "seq-mean-token-mean": {"kl_loss_type": "full", "entropy_coeff": 0.0},
-    "seq-mean-token-sum": {"weighted": True, "loss_mode": "gspo"},
+    "seq-mean-token-sum": {"weighted": True, "loss_mode": "gspo", "off_policy_threshold": 1.0},
     "seq-mean-token-sum-norm": {"kl_loss_type": "k3+", "loss_scale_factor": 12.0, "loss_mode": "cispo"},
-    "token-sum": {"loss_mode": "kl_cov", "selects_tokens": True},
+    "token-sum": {"loss_mode": "kl_cov", "selects_tokens": True, "kl_loss_type": "unbiased_k3"},
 }
 MODES = tuple(OBJECTIVES)
 HIDDEN = 32
@@ -32,6 +32,7 @@ def batch() -> DataProto:
     extra = {
         "ref_hidden_states": [rng.normal(size=(length, HIDDEN)) for length in lengths],
         "rollout_is_weights": [rng.uniform(0.5, 2, length) for length in lengths],
+        "rollout_log_probs": [-4.5 + 0.2 * rng.normal(size=length) for length in lengths],
         "selected_tokens": [(rng.random(length) < 0.3) for length in lengths],
     }
     columns = {name: Ragged.from_rows(rows, torch.float32) for name, rows in extra.items()}
@@ -119,6 +120,7 @@ def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> No
 def test_training_changed_the_weights(runs: dict, mode: str) -> None:
     (plain,), _ = runs["1 rank x 1 micro-batch"]
     other = "token-mean" if mode == "seq-mean-token-mean" else "seq-mean-token-mean"
+    assert 0 < metric_values(plain["seq-mean-token-sum"][0][0])["actor/off_policy_masked_fraction"] < 1
     changed = [np.abs(plain[mode][1][name] - plain[other][1][name]).max() for name in plain[mode][1]]
     assert max(changed) > 1e-3, "two aggregation modes gave the same weights: the comparison above proves nothing"
 

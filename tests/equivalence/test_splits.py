@@ -22,7 +22,7 @@ SPLITS = {
     "8": [[i] for i in range(N)],
     "uneven, shuffled, one empty": [[5, 0, 7, 2, 6], [], [3], [4, 1]],
 }
-KLS = ("none", "k1", "abs", "k2", "k3", "k1+", "k3+", "full")
+KLS = ("none", "k1", "abs", "k2", "k3", "k1+", "k3+", "unbiased_k3", "full")
 
 
 def columns(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -38,11 +38,19 @@ def columns(seed: int = 0) -> dict[str, torch.Tensor]:
         "advantages": normal(N, T),
         "weights": normal(N, T).exp(),
         "selected": (normal(N, T) > 1).float(),
+        "rollout": -2 + 0.3 * normal(N, T),
     }
 
 
 def loss_and_gradient(
-    parts: list[list[int]], *, mode: str, kl: str, entropy: bool, corrected: bool, loss_mode: str = "vanilla"
+    parts: list[list[int]],
+    *,
+    mode: str,
+    kl: str,
+    entropy: bool,
+    corrected: bool,
+    loss_mode: str = "vanilla",
+    delta: float | None = None,
 ) -> tuple[float, torch.Tensor]:
     data = columns()
     logits = data["logits"].requires_grad_()
@@ -54,6 +62,7 @@ def loss_and_gradient(
         kl_loss_coef=0.3,
         entropy_coeff=0.1 if entropy else 0.0,
         loss_scale_factor=T,
+        off_policy_threshold=delta,
     )
     total = torch.zeros(())
     for part in parts:
@@ -67,6 +76,7 @@ def loss_and_gradient(
             "ref_log_probs": reference[..., 0],
             "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
             "selected_tokens": data["selected"][part],
+            "rollout_log_probs": data["rollout"][part],
         }
         if kl == "full":
             cut["exact_kl"] = kl_penalty("full", log_softmax, reference)
@@ -99,6 +109,17 @@ def test_every_policy_loss(loss_mode: str, split: str) -> None:
     cut, cut_gradient = loss_and_gradient(SPLITS[split], loss_mode=loss_mode, **case)
     assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_off_policy_sequences(mode: str, split: str) -> None:
+    case: dict[str, Any] = {"mode": mode, "kl": "unbiased_k3", "entropy": True, "corrected": True}
+    whole, gradient = loss_and_gradient([list(range(N))], delta=0.05, **case)
+    cut, cut_gradient = loss_and_gradient(SPLITS[split], delta=0.05, **case)
+    assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6)
+    assert abs(loss_and_gradient([list(range(N))], **case)[0] - whole) > 1e-3, "some sequence is left out"
 
 
 def test_counts_of_the_part_would_change_the_loss() -> None:

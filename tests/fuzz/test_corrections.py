@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_dist.algorithms import compute_rollout_correction
-from grpo_dist.algorithms.correction import LEVELS, REJECTIONS
+from grpo_dist.algorithms.correction import LEVELS, REJECTIONS, off_policy_mask, second_moment_mask
 from tests.fuzz.batches import EXAMPLES, Shape, assert_near, decided, shapes
 from tests.fuzz.papers import Rows, masked
-from tests.fuzz.papers.corrections import importance_weights, kept, normalised
+from tests.fuzz.papers.corrections import importance_weights, kept, kpop_kept, m2po_kept, normalised, opsm_kept
 
 BOUNDS = st.sampled_from([(None, 1.3), (None, 2.0), (None, 5.0), (0.5, 2.0), (0.7, 1.2), (0.1, 7.0)])
 
@@ -72,13 +72,17 @@ def test_rejection(
 ) -> None:
     """One criterion, or two: a token stays where each of them lets it."""
     shape, old, rollout = policies
-    criteria = [(each, bounds if each.endswith("k1") else (None, bounds[1])) for each in (name, second) if each]
-    rows = [masked(row, mask) for row, mask in zip(lambdas(old, rollout), shape.masks, strict=True)]
+    scale = {"k1": bounds, "kpop": (None, bounds[1] / 20)}  # whose divergences are small
+    criteria = [(key, scale.get(key.split("_")[-1], (None, bounds[1]))) for key in (name, second) if key]
+    rows = [[masked(row, mask) for row in pair] for *pair, mask in zip(old, rollout, shape.masks, strict=True)]
+
+    def stay(p: list[float], q: list[float], key: str, limits: tuple[float | None, float]) -> list[bool]:
+        differences = [a - b for a, b in zip(p, q, strict=True)]
+        return kpop_kept(p, q, limits[1]) if key == "token_kpop" else kept(differences, key, *limits)
+
     with decided():
-        expected = [
-            [all(each) for each in zip(*(kept(row, *(key, *limits)) for key, limits in criteria), strict=True)]
-            for row in rows
-        ]
+        answers = [[stay(*row, *criterion) for criterion in criteria] for row in rows]
+    expected = [[all(token) for token in zip(*row, strict=True)] for row in answers]
     weights, mask, metrics = compute_rollout_correction(
         old_log_probs=shape.hide(old),
         rollout_log_probs=shape.hide(rollout),
@@ -88,5 +92,51 @@ def test_rejection(
     )
     assert weights is None
     assert mask.tolist() == scattered(expected, shape.masks, 0.0)
-    left = sum(map(sum, expected)) / max(1, shape.tokens)
-    assert_near(torch.tensor(metrics["rollout_corr/rollout_rs_masked_fraction"]), 1 - left)
+    gone = 1 - sum(map(sum, expected)) / shape.tokens if shape.tokens else 0
+    assert_near(torch.tensor(metrics["rollout_corr/rollout_rs_masked_fraction"]), gone)
+
+
+@given(data=st.data(), policies=two_policies(), threshold=st.sampled_from([0.01, 0.04, 0.2, 1.0]))
+@EXAMPLES
+def test_the_second_moment_of_a_batch(
+    data: st.DataObject, policies: tuple[Shape, Rows, Rows], threshold: float
+) -> None:
+    """And of the batch with its rows in another order."""
+    shape, old, rollout = policies
+    advantages = data.draw(shape.on_grid(-4, 4, 4))
+    order = data.draw(st.permutations(range(shape.rows)))
+    flat = [
+        [value for row, mask in zip(rows, shape.masks, strict=True) for value in masked(row, mask)]
+        for rows in (lambdas(old, rollout), advantages)
+    ]
+    with decided():
+        numbers = iter(m2po_kept(*flat, threshold))
+    expected = scattered([[next(numbers) for _ in masked(m, m)] for m in shape.masks], shape.masks, 1.0)
+    columns = {
+        "old_log_probs": shape.hide(old),
+        "rollout_log_probs": shape.hide(rollout),
+        "advantages": shape.hide(advantages),
+        "response_mask": shape.mask,
+    }
+    assert second_moment_mask(**columns, threshold=threshold).tolist() == expected
+    moved = {name: values[list(order)] for name, values in columns.items()}
+    assert second_moment_mask(**moved, threshold=threshold).tolist() == [expected[i] for i in order]
+
+
+@given(data=st.data(), policies=two_policies(), delta=st.sampled_from([0.01, 0.1, 0.5]))
+@EXAMPLES
+def test_off_policy_sequences(data: st.DataObject, policies: tuple[Shape, Rows, Rows], delta: float) -> None:
+    shape, new, rollout = policies
+    advantages = data.draw(shape.on_grid(-4, 4, 4))
+    triples = zip(rollout, new, advantages, shape.masks, strict=True)
+    rows = [[masked(row, mask) for row in columns] for *columns, mask in triples]
+    with decided():
+        expected = [opsm_kept(*row, delta) for row in rows]
+    found = off_policy_mask(
+        log_probs=shape.hide(new),
+        rollout_log_probs=shape.hide(rollout),
+        advantages=shape.hide(advantages),
+        response_mask=shape.mask,
+        threshold=delta,
+    )
+    assert found.tolist() == scattered(expected, shape.masks, 1.0)

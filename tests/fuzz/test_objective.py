@@ -15,8 +15,8 @@ from grpo_dist.algorithms.kl import KL
 from tests.fuzz.batches import EXAMPLES, FEW, Batch, Shape, assert_near, batches, cuts, decided, derivative, shapes
 from tests.fuzz.papers import Rows, masked
 from tests.fuzz.papers.aggregates import AGGREGATES
-from tests.fuzz.papers.corrections import importance_weights, kept
-from tests.fuzz.papers.kl import ESTIMATORS, Estimator, full
+from tests.fuzz.papers.corrections import importance_weights, kept, opsm_kept
+from tests.fuzz.papers.kl import ESTIMATORS, Estimator, full, unbiased_k3
 from tests.fuzz.papers.policy_losses import vanilla
 from tests.fuzz.papers.value_loss import value_error
 from tests.golden import cases
@@ -24,7 +24,7 @@ from tests.worker_settings import objective_settings
 
 
 def test_every_kl_estimator_has_a_formula() -> None:
-    assert {name for name in ESTIMATORS if not name.endswith("+")} == set(KL.names()) - {"full"}
+    assert {name for name in ESTIMATORS if not name.endswith("+")} == set(KL.names()) - {"full", "unbiased_k3"}
 
 
 @pytest.mark.parametrize("case", cases("kl", ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+")))
@@ -55,6 +55,65 @@ def test_kl_estimators(name: str, data: st.DataObject, shape: Shape) -> None:
     assert_near(found, expected)
     assert log_probs.grad is not None
     assert_near(log_probs.grad, slopes)
+
+
+@given(data=st.data(), batch=batches(), mode=st.sampled_from(LOSS_AGG_MODES))
+@EXAMPLES
+def test_the_unbiased_kl_of_an_objective(data: st.DataObject, batch: Batch, mode: str) -> None:
+    """Alone, in parts, of log-probs that differ from the old ones; distances at which k3's value is not bounded."""
+    shape, parts = batch.shape, data.draw(cuts(batch.shape.rows))
+    change = data.draw(shape.on_grid(-16, 32, 16))
+    ref = [[n - c for n, c in zip(*rows, strict=True)] for rows in zip(batch.new, change, strict=True)]
+
+    def whole(i: int, t: int, x: float) -> float:
+        new = [[x if (i, t) == (j, u) else v for u, v in enumerate(row)] for j, row in enumerate(batch.new)]
+        rows = [
+            [unbiased_k3(*token) for token in zip(*row, strict=True)] for row in zip(new, ref, batch.old, strict=True)
+        ]
+        return AGGREGATES[mode](rows, shape.masks, shape.columns)
+
+    expected = whole(0, 0, batch.new[0][0])
+    slopes = [
+        [derivative(lambda x, i=i, t=t: whole(i, t, x), batch.new[i][t]) for t in range(shape.columns)]
+        for i in range(shape.rows)
+    ]
+    log_probs = shape.hide(batch.new).requires_grad_()
+    columns = batch.columns(log_probs) | {"ref_log_probs": shape.hide(ref)}
+    columns["advantages"] = torch.zeros_like(columns["advantages"])
+    settings = objective_settings(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="unbiased_k3", loss_agg_mode=mode)
+    found = torch.zeros(())
+    for part in parts:
+        cut = {name: values[part] for name, values in columns.items()}
+        counts = {"global_tokens": shape.tokens, "global_sequences": shape.sequences}
+        found = found + policy_objective(cut, settings, **counts)[0]
+    found.backward()
+    assert_near(found, expected, scale=10)
+    assert log_probs.grad is not None
+    assert_near(log_probs.grad, slopes, scale=10)
+
+
+@given(data=st.data(), batch=batches(), loss_mode=st.sampled_from(["vanilla", "gspo", "cispo", "dro"]))
+@EXAMPLES
+def test_off_policy_sequences_in_parts(data: st.DataObject, batch: Batch, loss_mode: str) -> None:
+    """The loss is that of weights 0 on them, however the batch is cut; and so is the share that is reported."""
+    shape, parts = batch.shape, data.draw(cuts(batch.shape.rows))
+    rollout = data.draw(shape.on_grid(-48, -4, 16))
+    rows = zip(rollout, batch.new, batch.advantages, shape.masks, strict=True)
+    with decided():
+        stay = [opsm_kept(*(masked(row, mask) for row in three), 0.3) for *three, mask in rows]
+    numbers = iter(number for row in stay for number in row)
+    kept = torch.tensor([[float(next(numbers)) if m else 1.0 for m in mask] for mask in shape.masks])
+    columns = batch.columns(shape.hide(batch.new))
+    weighed = columns | {"rollout_is_weights": kept * columns.get("rollout_is_weights", torch.ones_like(kept))}
+    counts = {"global_tokens": shape.tokens, "global_sequences": shape.sequences}
+    expected, _ = policy_objective(weighed, objective_settings(loss_mode=loss_mode), **counts)
+    settings = objective_settings(loss_mode=loss_mode, off_policy_threshold=0.3)
+    columns["rollout_log_probs"] = shape.hide(rollout)
+    results = [policy_objective({n: v[part] for n, v in columns.items()}, settings, **counts) for part in parts]
+    assert_near(torch.stack([loss for loss, _ in results]).sum(), expected.item(), scale=10)
+    tokens = [shape.mask[part].sum() for part in parts]
+    gone = sum(m["actor/off_policy_masked_fraction"] * n for (_, m), n in zip(results, tokens, strict=True))
+    assert_near(torch.as_tensor(gone), (1 - kept).sum())
 
 
 @given(data=st.data(), shape=shapes())

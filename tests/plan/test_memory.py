@@ -74,6 +74,25 @@ def test_two_ranks_halve_weights_gradients_and_states(tmp_path: Path) -> None:
     }
 
 
+def test_an_output_layer_in_float32(tmp_path: Path) -> None:
+    """2 bytes more of each of its weights, wherever it is held in bf16 or gathered; and hidden states in float32."""
+    head = f"{MODEL}.head_dtype=fp32"
+    for overrides, name, part, more in (
+        ((TWO,), "actor", "gathered weights", 2 * MATRIX),
+        ((TWO,), "actor", "layer or logits", 2 * TOKENS * 8 * 4),
+        ((), "actor", "gathered weights", 2 * MATRIX),
+        ((TWO, f"{MODEL}.lora_rank=2", f"{MODEL}.target_modules=[q_proj]"), "actor", "weights", 2 * MATRIX / 2),
+        (("cluster.ref_world_size=1",), "ref", "weights", 2 * MATRIX),
+        ((), "rollout", "weights", 2 * MATRIX),
+        ((f"{ROLLOUT}.tensor_model_parallel_size=2",), "rollout", "weights", 2 * MATRIX / 2),
+        ((f"{ROLLOUT}.dtype=float32",), "rollout", "weights", 0),
+        ((f"{FSDP}.dtype=fp32", TWO), "actor", "gathered weights", 0),
+    ):
+        plain, apart = (plan(tmp_path, *overrides, *keys)[name].parts[part] * GIB for keys in ((), (head,)))
+        assert apart - plain == pytest.approx(more), (overrides, name, part)
+    assert plan(tmp_path, head)["actor"].sending > plan(tmp_path)["actor"].sending
+
+
 def test_without_checkpointing_layers_keep_more(tmp_path: Path) -> None:
     actor = plan(tmp_path, TWO, f"{MODEL}.enable_gradient_checkpointing=false")["actor"]
     assert numbers(actor)["activations"] == 2 * KEPT

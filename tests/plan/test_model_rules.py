@@ -194,6 +194,15 @@ def test_engines_on_cpu_compute_experts_with_merged_factors_only(model) -> None:
     load_config([*BATCH, "cluster=node8", model(**EXPERTS), rank, apart])
 
 
+REPLAY = "actor_rollout_ref.actor.router_replay.mode=R3"
+
+
+def test_a_model_without_experts_has_none_to_replay(model) -> None:
+    says(refused(*BATCH, model(), REPLAY), REPLAY, f"{MODEL}.path", "experts", "disabled")
+    load_config([*BATCH, model(**EXPERTS), REPLAY])
+    load_config([*BATCH, model(), REPLAY.replace("R3", "disabled")])
+
+
 def test_lora_says_what_of_a_mixture_of_experts_it_trains(model) -> None:
     note = "mixture of experts"
     for entries, lora, expected in ((EXPERTS, 4, True), (EXPERTS, 0, False), ({}, 4, False)):

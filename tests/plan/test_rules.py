@@ -149,63 +149,6 @@ def test_legal_settings_pass(overrides):
     assert load(*overrides).trainer.total_training_steps == 25
 
 
-CORRECTION = "algorithm.rollout_correction"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
-        ),
-        (
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
-        ),
-        (
-            [f"{CORRECTION}.loss_type=reinforce"],
-            [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.bypass_mode=false"],
-        ),
-        (
-            [
-                f"{CORRECTION}.bypass_mode=true",
-                f"{CORRECTION}.loss_type=reinforce",
-                f"{ACTOR}.policy_loss.loss_mode=gspo",
-                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-            ],
-            [f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"],
-        ),
-        (
-            [f"{CORRECTION}.rollout_rs=token_k1"],
-            [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=null", "both"],
-        ),
-        (
-            [f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.top_entropy_quantile=0.2"],
-            [f"{ACTOR}.top_entropy_quantile=0.2", f"{CORRECTION}.bypass_mode=true"],
-        ),
-        (
-            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
-            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
-        ),
-        (
-            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
-            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
-        ),
-        (
-            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true"],
-            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.entropy_coeff=0.0"],
-        ),
-        (
-            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
-            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
-        ),
-    ],
-)
-def test_corrections_and_selections_that_do_not_go_together(overrides, parts):
-    says(refused(*overrides), *parts)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [
@@ -386,6 +329,21 @@ def test_the_exact_kl_needs_an_output_layer_without_factors():
     says(told, f"{ACTOR}.kl_loss_type=full", lora[1], "low_var_kl", "lm_head out")
     load(*lora)
     load(*lora, f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.exclude_modules=[lm_head]")
+
+
+def test_the_type_of_the_output_layer_has_one_key():
+    key = "actor_rollout_ref.model.head_dtype"
+    assert load(f"{key}=float32").actor_rollout_ref.model.head_dtype == "fp32"
+    assert load().actor_rollout_ref.model.head_dtype is None
+    says(refused(f"{key}=bf16"), f"{key}=bf16", "fp32")
+    says(refused(f"{key}=fp16"), f"{key}=fp16", "float32")
+    entry = "actor_rollout_ref.model.override_config"
+    for head in ("null", "fp32"):
+        told = refused(f"+{entry}.head_dtype=bfloat16", f"{key}={head}")
+        says(told, f"{entry}={{head_dtype:bfloat16}}", f"{key}={head}")
+    overrides = f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides={{head_dtype: bfloat16}}"
+    says(refused(overrides), "hf_overrides", entry)
+    says(refused(f"{key}=fp32", f"{ACTOR}.fsdp_config.model_dtype=bf16"), f"{key}=fp32", "model_dtype=bf16", "null")
 
 
 def test_a_critic_comes_with_gae_and_gae_without_one():

@@ -1,5 +1,7 @@
 """What is given to vLLM as it is: refused where it belongs to a key or changes seeded tokens, else noted or taken."""
 
+from pathlib import Path
+
 import pytest
 
 from grpo_dist.plan.commands import load_config
@@ -20,6 +22,7 @@ UNSEEDED = f"{ROLLOUT}.deterministic=false"
         ("data_parallel_size=2", "cluster.rollout_world_size"),
         ("enable_expert_parallel=true", "experts"),
         ("enable_eplb=true", "out"),
+        ("enable_return_routed_experts=true", "actor_rollout_ref.actor.router_replay.mode=R3"),
         ("nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size"),
         ("distributed_executor_backend=ray", "out"),
         ("distributed_executor_backend=uni", "out"),
@@ -39,6 +42,16 @@ UNSEEDED = f"{ROLLOUT}.deterministic=false"
 )
 def test_what_keys_of_the_config_say_is_not_said_twice(argument: str, remedy: str) -> None:
     says(refused(f"{VLLM}.{argument}"), f"{VLLM}.{argument}", remedy)
+
+
+def test_engines_that_record_no_experts_have_none_to_replay(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    replay, path = "actor_rollout_ref.actor.router_replay.mode=R3", f"{MODEL}.path={tmp_path}"
+    own = f"{ROLLOUT}.name=my.engines:Engine"
+    says(refused(path, replay, own), replay, own, "disabled")
+    for argument in ("enable_prefix_caching=false", "scheduler_cls=my.Scheduler"):
+        says(refused(path, replay, f"{VLLM}.{argument}"), replay, f"{VLLM}.{argument}", "leave")
+        load_config([path, f"{VLLM}.{argument}"])
 
 
 @pytest.mark.parametrize("argument", ["spec_method=ngram", "spec_tokens=3", "speculative_config={method:ngram}"])

@@ -23,6 +23,7 @@ CORRECTION = "algorithm.rollout_correction"
         (["algorithm.adv_estimator=my_module:estimator"], ["grpo"]),
         (["algorithm.filter_groups.enable=true"], ["false"]),
         ([f"{CORRECTION}.rollout_is_batch_normalize=true"], ["false"]),
+        ([f"{CORRECTION}.m2_threshold=0.04"], ["null"]),
         ([f"{ROLLOUT}.over_sample_rate=0.5"], ["0"]),
         ([f"{ACTOR}.ppo_epochs=2"], ["1"]),
         ([f"{ACTOR}.shuffle=true"], ["false"]),

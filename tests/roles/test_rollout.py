@@ -49,6 +49,21 @@ def test_what_the_driver_gets_of_a_group_does_not_grow_with_its_responses() -> N
     assert bytes_of(32_768) == bytes_of(1)
 
 
+def test_recorded_experts_travel_with_the_tokens() -> None:
+    """Of a group's prompt those of the first response; tokens that nothing follows are not missed."""
+    first, second = (np.full((length, 2, 1), number, np.uint8) for length, number in ((5, 1), (4, 2)))
+    first[-1] = second[-1] = second[-2] = 255
+    put_in = replace(RESPONSES[1], mask=[1, 1, 0])
+    responses = [replace(RESPONSES[0], routes=first), replace(put_in, routes=second)]
+    data = group_batch("p3", np.array([4, 5, 6], np.int32), responses)
+    assert [row[:, 0, 0].tolist() for row in data["prompt_routes"].rows()] == [[1, 1, 1]] * 2
+    assert [row[:, 0, 0].tolist() for row in data["routes"].rows()] == [[1, 255], [2, 255, 255]]
+    assert data["unknown_routes"].tolist() == [0, 0]
+    branches = replace(put_in, routes=second, mask=[1, 1, 1], predecessors=[-1, 0, 1])
+    assert group_batch("p3", np.array([4, 5, 6], np.int32), [branches])["unknown_routes"].tolist() == [3]
+    assert "routes" not in group_batch("p3", np.array([4], np.int32), RESPONSES).columns()
+
+
 def test_every_token_trains_end_and_padding_ids_too() -> None:
     data = group_batch("p3", np.array([4], np.int32), RESPONSES)
     assert [row.tolist() for row in data["response_mask"].rows()] == [[1, 1], [1, 1, 1]]

@@ -67,6 +67,23 @@ def test_bypass_mode_corrects_in_the_objective(overrides: tuple, loss_mode: str,
     )
 
 
+def test_masks_by_advantage_arrive() -> None:
+    """M2PO's needs the old log-probs before the update, the other one the sampler's during it."""
+    key = "algorithm.rollout_correction"
+    plain = load()
+    assert (plain.on_policy, target_settings(plain).m2_threshold) == (True, None)
+    assert objective_settings(plain).off_policy_threshold is None
+    bounded = load(f"{key}.m2_threshold=0.04")
+    targets, objective = target_settings(bounded), objective_settings(bounded)
+    assert (bounded.needs_old_log_probs, targets.m2_threshold, objective.weighted) == (True, 0.04, True)
+    assert "rollout_is_weights" in objective.columns
+    for mode in ("false", "true"):
+        masked = objective_settings(load(f"{key}.off_policy_mask_threshold=0.5", f"{key}.bypass_mode={mode}"))
+        assert (masked.off_policy_threshold, masked.weighted) == (0.5, False)
+        assert "rollout_log_probs" in masked.columns
+    assert "m2_threshold" not in targets.rollout_correction
+
+
 def test_a_batch_of_one_optimizer_step_is_corrected_in_the_objective() -> None:
     stale = objective_settings(load("trainer.max_staleness=1", f"{ACTOR}.use_kl_loss=false"))
     assert stale.correction == {

@@ -13,9 +13,16 @@ from grpo_dist.config.schema_health import RULES
 from grpo_dist.errors import WorkerLost
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
-from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.trainer.metrics import PeakMemory, batch_metrics, num_devices, performance_metrics, zero_variance_share
+from grpo_dist.trainer.metrics import (
+    PeakMemory,
+    batch_metrics,
+    mismatch_causes,
+    num_devices,
+    performance_metrics,
+    zero_variance_share,
+)
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
 
 PACKAGE = Path(grpo_dist.__file__).parent
@@ -45,6 +52,14 @@ def scored(scores: list[float]) -> DataProtoRef:
     return DataProtoRef(small=small | {"uid": np.array(["a"] * rows), "score": values, "reward": values}, num_rows=rows)
 
 
+def test_the_share_of_tokens_without_recorded_experts() -> None:
+    """3 of two rows of 2 tokens each; nothing where nothing is recorded."""
+    batch = scored([1, 2])
+    assert not [name for name in batch_metrics(batch) if "router_replay" in name]
+    batch.small["unknown_routes"] = np.array([1, 2])
+    assert batch_metrics(batch)["training/router_replay/unknown"] == 0.75
+
+
 def test_responses_without_a_score_are_in_no_mean() -> None:
     metrics = batch_metrics(scored([-3, np.nan, -1]))
     assert metrics["critic/score/mean"] == metrics["critic/rewards/mean"] == -2
@@ -54,6 +69,36 @@ def test_responses_without_a_score_are_in_no_mean() -> None:
     assert not any(name.startswith(("critic/score", "critic/rewards")) for name in none)
     assert none["critic/zero_variance_groups"] == 1
     assert np.isfinite(list(none.values())).all()
+
+
+def trained(uids: list[str]) -> DataProtoRef:
+    rows = np.arange(len(uids))
+    frame = Frame(("old_log_probs",), (), rows, rows)
+    return DataProtoRef((frame,), {"uid": np.array(uids)}, len(uids))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "newest", "filtered"),
+    [
+        (["trainer.max_staleness=1"], [5, 5, 5, 5], False),
+        (["trainer.stream_mini_batches=true", "actor_rollout_ref.actor.ppo_mini_batch_size=8"], [5, 5, 6, 6], False),
+        (["actor_rollout_ref.rollout.top_p=0.9"], None, True),
+        (["actor_rollout_ref.rollout.min_tokens=2", "trainer.max_staleness=2"], [5, 5, 5, 5], True),
+    ],
+)
+def test_why_sampler_and_trainer_may_differ(overrides: list[str], newest: list[int] | None, filtered: bool) -> None:
+    """By weights of version 5; of two mini-batches the second one's are newer than any engine's."""
+    batch = trained(["a", "a", "b", "b"])
+    config = load_config(["data.train_batch_size=16", *overrides])[0]
+    versions, cut = mismatch_causes(config, batch, 5) or (None, None)
+    assert (None if versions is None else versions.tolist(), cut) == (newest, filtered)
+
+
+def test_one_reason_is_not_split() -> None:
+    batch = trained(["a"])
+    assert mismatch_causes(load_config([])[0], batch, 5) is None
+    bypass = load_config(["trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"])[0]
+    assert mismatch_causes(bypass, batch, 5) is None, "nothing was measured"
 
 
 class Asked:

@@ -284,6 +284,20 @@ def test_the_layout_is_the_same_for_all_roles(overrides: tuple, layout: str) -> 
     assert ranks(config, "ref").model.layout == layout
 
 
+def test_the_policy_and_its_own_start_replay_experts_and_a_teacher_does_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    replay, policy = f"{ACTOR}.router_replay.mode=R3", f"actor_rollout_ref.model.path={tmp_path}"
+    for overrides, actor, ref in (
+        ((), False, False),
+        ((replay, policy), True, True),
+        ((replay, policy, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3"), True, False),
+    ):
+        config = load(*overrides)
+        found = (ranks(config, "actor").model.replays_routes, ranks(config, "ref").model.replays_routes)
+        assert found == (actor, ref)
+        assert engine_settings(config, placement(config), 0).records_routes == actor
+
+
 def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
     assert reward_settings(load()).overlong_penalty is None
     penalty = reward_settings(

@@ -104,6 +104,7 @@ def test_the_first_mini_batch_trains_while_the_last_group_is_sampled(
     assert [row["training/weight_version"] for row in rows] == [1, 2, 3]
     assert [row["staleness/mini_batches/mean"] for row in rows] == [0.5] * 3, "none for one half, one for the other"
     assert {row["staleness/mini_batches/max"] for row in rows} == {1}
+    assert all({"mismatch/old_weights", "mismatch/rest"} <= row.keys() for row in rows)
     assert undocumented({name for row in rows for name in row} - {"step"}, PAGE.read_text()) == []
 
 

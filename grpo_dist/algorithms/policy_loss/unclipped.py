@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_dist.algorithms.masking import binary_kl
 from grpo_dist.algorithms.policy_loss.inputs import POLICY_LOSS, PolicyInputs, clip_range
-
-# Keeps log(1 - p) finite for a token that is all but certain.
-PROB_EPS = 1e-8
 
 
 @POLICY_LOSS.register("gpg")
@@ -46,10 +44,8 @@ def dppo_tv(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dic
 def dppo_kl(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """As `dppo_tv`, with the KL divergence of the two Bernoulli distributions (this token or not) as the region."""
     low, high = clip_range(config)
-    old, new = batch.old_log_probs.exp(), batch.log_probs.exp()
-    kl = old * (batch.old_log_probs - batch.log_probs) + (1 - old) * torch.log(
-        (1 - old + PROB_EPS) / (1 - new + PROB_EPS)
-    )
+    old, new = batch.old_log_probs, batch.log_probs
+    kl = binary_kl(old, new)
     # ~(kl <= bound), not kl > bound: a divergence that is not a number is outside
     return _trust_region(batch, config, ~(kl <= high) & ~(new <= old), ~(kl <= low) & ~(new >= old))
 

@@ -24,11 +24,13 @@ from grpo_dist.engines.train.compiled import Compiler, gradient_norms
 from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead, exact_kl_error
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
+from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import with_branches
+from grpo_dist.protocol.routes import PROMPT_ROUTES, with_routes
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
@@ -86,6 +88,7 @@ class PolicyForward:
         self.report = ""
         self.batched_tokens = BATCHED_TOKENS
         self.compiler: Compiler | None = getattr(model, "compiler", None)
+        self.replay: RouterReplay | None = getattr(model, "router_replay", None)
 
     # --- forward -----------------------------------------------------------------------------------------------
     def micro_batch(self, data: DataProto, columns: Sequence[str], *, min_width: int = 0) -> MicroBatch:
@@ -147,6 +150,8 @@ class PolicyForward:
         if group.size > 1:
             inputs["sequence_group"] = group
         tokens, positions = group.part(micro_batch.input_ids), group.part(micro_batch.position_ids)
+        if self.replay is not None:
+            self.replay.set(None if micro_batch.routes is None else group.part(micro_batch.routes))
         return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **options)
 
     def _plain(self, micro_batch: MicroBatch, request: HeadRequest) -> HeadValues:
@@ -299,9 +304,10 @@ def _sample_rows(data: DataProto) -> DataProto:
     groups = group_rows(data["prompts"])
     rows = np.concatenate([np.flatnonzero(groups == g)[:CHECKED_RESPONSES] for g in range(CHECKED_PROMPTS)])
     longest = int((data["prompts"].lengths + data["responses"].lengths).argmax())
-    own = with_branches(("responses", "response_mask"), data.columns())
-    part = data.select(("prompts", *own)).index(np.append(rows, longest))
+    names = with_routes(with_branches(("prompts", "responses", "response_mask"), data.columns()), data.columns())
+    part = data.select(names).index(np.append(rows, longest))
+    own = [name for name in names if name not in ("prompts", PROMPT_ROUTES)]
     limits = [CHECKED_TOKENS] * len(rows) + [None]
     cut = {name: [row[:limit] for row, limit in zip(part[name].rows(), limits, strict=True)] for name in own}
     columns = {name: Ragged.from_rows(values, part[name].values.dtype) for name, values in cut.items()}
-    return DataProto({"prompts": part["prompts"], **columns})
+    return DataProto({**part.batch, **columns})

@@ -22,7 +22,7 @@ from grpo_dist.engines.rendezvous import world_limit
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.compiled import Compiler
-from grpo_dist.engines.train.lm_head import ResponseHead
+from grpo_dist.engines.train.lm_head import ResponseHead, head_modules, join_float32_head
 from grpo_dist.engines.train.lora import (
     add_lora,
     draw_factors,
@@ -33,6 +33,7 @@ from grpo_dist.engines.train.lora import (
 )
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
+from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards, whole
 from grpo_dist.errors import ConfigError
 
@@ -71,7 +72,7 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     """Build what a rank of so many trains, without memory: what is wrong with model and settings shows here.
 
     Raises:
-        ConfigError: LoRA, gradient checkpointing or splitting sequences do not fit the model.
+        ConfigError: LoRA, gradient checkpointing, splitting sequences or recorded experts do not fit the model.
         DataError: there is no usable model at the path.
     """
     unloaded = open_model(settings, device, shards)
@@ -79,7 +80,11 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     check_split(model.config, settings)
     if settings.lora is not None:
         add_lora(model, settings.lora, settings.section, DTYPES[settings.model_dtype])
+    if settings.replays_routes:
+        model.router_replay = RouterReplay(model, settings.setting)
     head = ResponseHead.install(model)
+    if settings.head_apart:
+        join_float32_head(model, DTYPES[settings.compute_dtype])
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     layers, model.compiler, compiles = settings.layers, None, settings.fsdp_config.use_torch_compile
     if compiles or (compiles is None and device == "cuda"):
@@ -111,6 +116,9 @@ def shard(model: Any, settings: ModelSettings, device: str, *, leave_frozen: boo
         options["ignored_params"] = {weight for weight in model.parameters() if not weight.requires_grad}
     for layer in transformer_layers(model):
         fully_shard(layer, **options)
+    if settings.head_apart:
+        in_float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(head_modules(model), **options | {"mp_policy": in_float32})
     fully_shard(model, **options)
 
 
@@ -154,13 +162,16 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def full_parameters(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+def full_parameters(
+    model: nn.Module, dtype: torch.dtype, device: str = "cpu", *, head_dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
 
-    LoRA's factors are merged. Collective: all ranks iterate together.
+    The output layer comes in `head_dtype`, if that is given. LoRA's factors are merged. Collective: all ranks iterate
+    together.
     """
     free_gathered(model)  # or these would be copies in the compute type
-    for name, tensor in merged_parameters(model, dtype):
+    for name, tensor in merged_parameters(model, dtype, head_dtype or dtype):
         yield name, tensor.to(device)
 
 

@@ -52,7 +52,8 @@ class FSDPWeights:
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.full_parameters`."""
-        tensors = full_parameters(self.model, getattr(torch, dtype), device)
+        head = DTYPES[self.settings.head_dtype] if self.settings.head_dtype else None
+        tensors = full_parameters(self.model, getattr(torch, dtype), device, head_dtype=head)
         return named_as_in_files(self.model, tensors, device) if as_in_files else tensors
 
     def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
@@ -72,8 +73,8 @@ class FSDPWeights:
             parameter.mul_(1 - share).add_(other, alpha=share)
 
     def output_layer(self, device: str) -> ReferenceHead:
-        """A copy of the output layer in the compute type."""
-        return copy_output_layer(self.model, device, DTYPES[self.settings.compute_dtype])
+        """A copy of the output layer in the type that it is multiplied in."""
+        return copy_output_layer(self.model, device, DTYPES[self.settings.head_dtype or self.settings.compute_dtype])
 
     def checkpoint_bytes(self) -> int:
         """See `TrainEngine.checkpoint_bytes`."""

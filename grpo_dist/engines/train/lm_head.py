@@ -7,7 +7,8 @@ With logits z = W h / temperature and p = softmax(z), for a response token y:
     KL       = sum p (log p - log q)         d/dz = p (log p - log q - KL)      q: the reference
 
 The backward pass computes each chunk's logits again, except the last chunk's, which it meets first. Softmax, sums
-and the gradient of the weights are float32. (The idea of Liger Kernel's and torch's linear_cross_entropy, with upstream
+and the gradient of the weights are float32; with `head_dtype=fp32` so are the layer's weights, logits and their
+gradient, beside hidden states in bf16. (The idea of Liger Kernel's and torch's linear_cross_entropy, with upstream
 gradients per token, entropy and exact KL.)
 
 For the exact KL over the whole vocabulary the reference sends its last hidden states (H numbers a token instead of V
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_dist.assets import POLICY_SECTION
+from grpo_dist.engines.float32_products import float32_products
 from grpo_dist.engines.train.compiled import Compiler
 from grpo_dist.engines.train.logits import TokenValues, logits_gradient, token_values
 from grpo_dist.engines.train.sharded_tensors import whole
@@ -115,8 +118,33 @@ class ResponseHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Any:
         """Logits (B, L, V) of hidden states (B, L, H), or what `request` asks for."""
         if self.request is None:
-            return super().forward(hidden)
+            return super().forward(hidden.to(self.weight.dtype))
         return response_values(hidden, self.weight, self.bias, self.request, self.chunk_tokens, self.compiler)
+
+
+def head_modules(model: Any) -> list[nn.Module]:
+    """Return the output layer, behind the embedding if they share their weight."""
+    layer, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return [embedding, layer] if embedding.weight is layer.weight else [layer]
+
+
+def join_float32_head(model: Any, compute: torch.dtype) -> None:
+    """Have an output layer in float32 take the hidden states of its model, whose other layers compute in `compute`.
+
+    Raises:
+        ConfigError: it shares its weight with an embedding that does more than look up rows: those of another type
+            would become other numbers than an engine's.
+    """
+    *embedding, layer = head_modules(model)
+    if embedding and type(embedding[0]) is not nn.Embedding:
+        raise ConfigError(
+            f"{POLICY_SECTION}.head_dtype=fp32: the output layer of this model shares its weight with a "
+            f"{type(embedding[0]).__name__}, which computes with it in the type of the other layers; set it to null"
+        )
+    if embedding:
+        embedding[0].register_forward_hook(lambda module, args, rows: rows.to(compute))
+    if not isinstance(layer, ResponseHead):  # which does so chunk by chunk
+        layer.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),))
 
 
 def why_not_linear(model: Any) -> str:
@@ -196,9 +224,10 @@ class _ChunkedHead(torch.autograd.Function):
             grad = compute(logits, request.targets[part], temperature, reference, *of_chunk).to(weight.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
-            grad_states[part] = grad @ weight
-            if grad_weight is not None:
-                _add_outer(grad_weight, grad, states[part])
+            with float32_products(states):
+                grad_states[part] = grad @ weight
+                if grad_weight is not None:
+                    _add_outer(grad_weight, grad, states[part].to(grad.dtype))
             del logits, reference, grad  # else they would exist beside the next chunk
         results = []
         for total, like in ((grad_states, states), (grad_weight, weight), (grad_bias, bias)):
@@ -226,7 +255,8 @@ def _logits(
     states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest, compiler: Compiler | None
 ) -> Tensor:
     """Return a chunk's logits (tokens, V) for compiled code; else in float32, divided by the temperature."""
-    logits = nn.functional.linear(states, weight, bias)
+    with float32_products(states):
+        logits = nn.functional.linear(states.to(weight.dtype), weight, bias)
     if compiler is None:
         logits = logits.float() if request.temperature == 1 else logits.float().div_(request.temperature)
     return logits
@@ -239,7 +269,7 @@ def _reference_logits(request: HeadRequest, part: slice, vocabulary: int, compil
         return None
     assert states is not None
     weight, bias = head.weight[:vocabulary], None if head.bias is None else head.bias[:vocabulary]
-    return _logits(states[part].to(weight.dtype), weight, bias, request, compiler)
+    return _logits(states[part], weight, bias, request, compiler)
 
 
 def _add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:

@@ -207,10 +207,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name before LoRA, whole tensor in `dtype`) one at a time; a tied tensor comes once. Collective."""
-    layers = lora_layers(model)
+def merged_parameters(model: Any, dtype: torch.dtype, head_dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name before LoRA, whole tensor in `dtype`) one at a time; a tied tensor comes once. Collective.
+
+    The output layer comes in `head_dtype`.
+    """
+    layers, head = lora_layers(model), model.get_output_embeddings()
+    of_head = set() if head is None else {id(parameter) for parameter in head.parameters()}
     for name, parameter, plain in _named(model):
+        wanted = head_dtype if id(parameter) in of_head else dtype
         owner, base, leaf = name.rpartition(".base_layer.")
         if base and leaf == "weight":
             layer = layers[owner]
@@ -218,9 +223,9 @@ def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[st
             change = layer.scaling[ADAPTER] * (factors[0] @ factors[1])
             if layer.fan_in_fan_out:  # Conv1D (GPT-2) holds its weight as (in, out), transposed
                 change = change.t()
-            yield plain, (whole(parameter.detach().float()) + change).to(dtype)
+            yield plain, (whole(parameter.detach().float()) + change).to(wanted)
         else:
-            yield plain, whole(parameter.detach().to(dtype))
+            yield plain, whole(parameter.detach().to(wanted))
 
 
 def merged_names(model: nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from grpo_dist.engines.train.micro_batch_plan import first_fit
 from grpo_dist.engines.train.token_runs import Run, cut_into_pieces, num_tokens
 from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
 
 # Segment of padding tokens; they see each other, so that their attention is defined.
 PADDING = -1
@@ -41,6 +42,7 @@ class MicroBatch:
         slots: (M,) int64, where they are among the N * T.
         response_mask: (N, T) float32, 1 on response tokens that train.
         columns: per-token columns of the batch, padded to (N, T), or (N, T, H).
+        routes: (B, L, layers, experts per token) recorded experts; None: the batch has none.
     """
 
     input_ids: Tensor
@@ -51,6 +53,7 @@ class MicroBatch:
     slots: Tensor
     response_mask: Tensor
     columns: dict[str, Tensor]
+    routes: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch on `device`; its copies have their place in the device's work, and nobody waits."""
@@ -119,6 +122,7 @@ def make_micro_batch(
         slots=torch.nonzero((torch.arange(mask.shape[1]) < data["responses"].lengths.unsqueeze(1)).flatten()).flatten(),
         response_mask=mask,
         columns={name: data[name].to_padded(0.0) for name in columns},
+        routes=builder.routes,
     )
 
 
@@ -132,6 +136,11 @@ class _Builder:
         self.position_ids = torch.zeros((num_rows, width), dtype=torch.int64)
         self.segments = torch.full((2, num_rows, width), PADDING, dtype=torch.int32)
         self.predictors = [torch.zeros(len(response), dtype=torch.int64) for response in self.responses]
+        self.routes: Tensor | None = None
+        if ROUTES in data.batch:
+            values = data[ROUTES].values  # of padding none are known
+            self.routes = values.new_full((num_rows, width, *values.shape[1:]), torch.iinfo(values.dtype).max)
+            self._recorded = data[PROMPT_ROUTES].rows(), data[ROUTES].rows()
         self._filled = [0] * num_rows
         self._num_segments = 0
 
@@ -150,6 +159,9 @@ class _Builder:
             self.position_ids[row, start:end] = torch.arange(position, position + length)
             self.segments[0, row, start:end] = self._num_segments + len(ends)
             self.segments[1, row, start:end] = last
+            if self.routes is not None:
+                recorded = self._recorded[0 if run.in_prompt else 1][run.row]
+                self.routes[row, start:end] = recorded[run.start : run.end]
             if not run.in_prompt and length:  # each token is predicted by the one that it follows
                 places = torch.arange(start - 1, end - 1)
                 places[0] = before

@@ -140,9 +140,20 @@ def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) 
             model = transformers.AutoModelForCausalLM.from_config(
                 config, trust_remote_code=settings.model.trust_remote_code, **options
             )
+    if settings.head_apart:
+        _hold_head_in_float32(model)
     with contextlib.suppress(OSError):  # it is optional
         model.generation_config = transformers.GenerationConfig.from_pretrained(settings.path)
     return model.eval()
+
+
+def _hold_head_in_float32(model: Any) -> None:
+    """Give an output layer without memory the type that it has with `head_dtype=fp32`, and have it loaded in it."""
+    held = {id(weight): weight for weight in model.get_output_embeddings().parameters()}
+    for weight in held.values():
+        weight.data = weight.data.float()
+    names = [name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in held]
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *names}
 
 
 def read_config(settings: ModelSettings) -> Any:
@@ -213,7 +224,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
         logger.warning("%s is loaded whole by rank 0: %s", settings.path, unloaded.whole_because)
         config = read_config(settings)
         auto = type(model) if settings.num_labels else transformers.AutoModelForCausalLM
-        dtype = DTYPES[settings.base_dtype]
+        dtype = DTYPES[settings.head_dtype or settings.base_dtype]
         whole = auto.from_pretrained(
             settings.path,
             config=model.config if settings.num_labels else config,
@@ -224,7 +235,11 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
     names, filled = set(model.state_dict()), set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in names:
-            source = whole[name].to(device) if whole else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            source = (
+                whole[name].to(device, tensor.dtype)
+                if whole
+                else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            )
             place(model, name, source)
             model.get_parameter_or_buffer(name)._is_hf_initialized = True  # else transformers would draw it anew
             filled.add(name)

@@ -45,7 +45,7 @@ class SequenceGroup:
             self.rank = dist.get_rank(self.group)
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Return this rank's (B, L / size) of (B, L) tokens; L is a multiple of the size."""
+        """Return this rank's (B, L / size, ...) of (B, L, ...) tokens; L is a multiple of the size."""
         return tokens.chunk(self.size, 1)[self.rank]
 
     def own(self, predictors: Tensor, length: int) -> tuple[Tensor | slice, Tensor]:

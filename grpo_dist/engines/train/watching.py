@@ -74,7 +74,7 @@ class _Watch:
         if isinstance(module, ResponseHead):
             assert module.request is not None, "a pass of the engine"
             states = inputs[0].flatten(0, 1)[module.request.predictors]
-            self.seen[name] = nn.Linear.forward(module, states).cpu()
+            self.seen[name] = nn.Linear.forward(module, states.to(module.weight.dtype)).cpu()
             return None
         first = output[0] if isinstance(output, tuple) else output
         if not isinstance(first, Tensor) or not first.is_floating_point() or first.numel() % self.length:

@@ -24,6 +24,7 @@ from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.routed_experts import recording_args
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
@@ -36,8 +37,11 @@ BACKENDS = {
     "broadcast": "grpo_dist_broadcast",
     "ipc": "grpo_dist_broadcast",  # which of the two a group is, its address says
 }
-# By name: it imports what only vLLM's workers need.
-WORKER_EXTENSION = "grpo_dist.engines.vllm.weight_backend.WorkerExtension"
+# By name, since they import what only vLLM's workers need: by `actor_rollout_ref.model.head_dtype`.
+WORKER_EXTENSIONS = {
+    None: "grpo_dist.engines.vllm.weight_backend.WorkerExtension",
+    "fp32": "grpo_dist.engines.vllm.float32_head.WorkerExtension",
+}
 
 
 def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> AsyncEngineArgs:
@@ -64,10 +68,12 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
         **_memory(settings),
         **adapter_args(settings),
         **profiler_args(settings),
+        **(recording_args(settings.device) if settings.records_routes else {}),
         **(usual or {}),
     }
-    if settings.model.override_config:
-        args["hf_overrides"] = dict(settings.model.override_config)
+    head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
+    if overrides := settings.model.override_config | head:
+        args["hf_overrides"] = overrides
     own = {name: value for name, value in settings.rollout.engine_kwargs.vllm.items() if value is not None}
     try:
         return AsyncEngineArgs(**args | own)
@@ -91,7 +97,7 @@ def _batching(settings: EngineSettings) -> dict[str, Any]:
 def _processes(settings: EngineSettings) -> dict[str, Any]:
     args: dict[str, Any] = {
         "tensor_parallel_size": settings.rollout.tensor_model_parallel_size,
-        "worker_extension_cls": WORKER_EXTENSION,
+        "worker_extension_cls": WORKER_EXTENSIONS[settings.model.head_dtype],
         "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[settings.weight_transport]),
     }
     if settings.rollout.tensor_model_parallel_size > 1:

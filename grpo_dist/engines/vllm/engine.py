@@ -28,6 +28,7 @@ from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.arguments import adapter_request, clear_traces, engine_args, take_traces
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
+from grpo_dist.engines.vllm.routed_experts import response_routes
 from grpo_dist.engines.vllm.starting import knows_internals, plain_errors, tied_core
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import clear_left_behind, note_segments, remove
@@ -83,6 +84,8 @@ class VLLMEngine:
         self._stop_token_ids = _stop_token_ids(config)
         self.weights = WeightUpdater(self._llm, self._call, settings=self.settings)
         await self.weights.install_factors(complete=False)
+        if self.settings.records_routes and not on_gpus:
+            await self._call(self._llm.collective_rpc("record_routes"))
         if self.settings.rollout.tensor_model_parallel_size > 1:
             segments = await self._call(self._llm.collective_rpc("shared_memory"))
             self._segments = note_segments({name for names in segments for name in names})
@@ -261,11 +264,13 @@ def _response(output: Any) -> Response:
         output.finish_reason == "length",
         versions,
         stop=output.stop_reason if isinstance(output.stop_reason, str) else None,  # a number is a token's id
+        routes=response_routes(output.routed_experts),
     )
 
 
 def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> SamplingParams:
     options = asdict(sampling) | {"stop": list(sampling.stop), "bad_words": list(sampling.bad_words)}
+    options["routed_experts_prompt_start"] = options.pop("routes_from")
     try:
         return SamplingParams(
             **options,

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from grpo_dist.assets.model_folder import some
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.vllm.arguments import BACKENDS, adapter_request
+from grpo_dist.engines.vllm.routed_experts import record_steps
 from grpo_dist.engines.vllm.watching import Watching
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weights.buckets import Bucket, damage, read_bucket, unpack
@@ -266,6 +267,10 @@ class WorkerExtension(Watching):
         adapter = self.weight_transfer_engine.adapter
         assert adapter is not None, "vLLM was started for adapters"
         return adapter.install(self.model_runner.lora_manager, rank, alpha, complete=complete)
+
+    def record_routes(self) -> None:
+        """See `record_steps`."""
+        record_steps(self.model_runner)
 
     def kv_cache_bytes(self) -> int | None:
         """The size that this worker has measured for its KV cache; None if the settings name it."""

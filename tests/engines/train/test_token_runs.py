@@ -125,7 +125,8 @@ def steps(rank: int, path: str, layout: str, size: int, loss_agg_mode: str, loss
     engine = trainable_engine(path, layout=layout, gradient_checkpointing=True)
     data = branching_batch(num_groups=4, n=N)
     rows = np.array_split(np.random.default_rng(3).permutation(len(data)), dist.get_world_size())[rank]
-    settings = objective(loss_agg_mode=loss_agg_mode, loss_mode=loss_mode)
+    masks = {"kl_loss_type": "unbiased_k3", "off_policy_threshold": 1.0} if loss_mode == "gspo" else {}
+    settings = objective(loss_agg_mode=loss_agg_mode, loss_mode=loss_mode, **masks)
     results = [
         engine.train_mini_batch(data.index(np.sort(rows)), micro_batch_size=size, objective=settings) for _ in range(2)
     ]

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any], TrainingSettings]] = {
     "LoRA, packed, checkpointing": (
         "Qwen3",
         {"lora": LORA, "layout": "packed", "enable_gradient_checkpointing": True},
-        objective(loss_mode="gspo", weighted=True),
+        objective(loss_mode="gspo", weighted=True, kl_loss_type="unbiased_k3", off_policy_threshold=1.0),
     ),
     "experts": ("Qwen3Moe", {}, objective(entropy_coeff=0.0)),
     "logits of the model's own code": ("Cohere", {}, objective(entropy_coeff=0.1, loss_agg_mode="token-sum")),

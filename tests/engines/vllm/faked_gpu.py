@@ -91,6 +91,7 @@ def resolved(settings: Any) -> dict[str, Any]:
         "runner_v2": config.use_v2_model_runner,
         "weights": config.weight_transfer_config.backend,
         "dtype": str(config.model_config.dtype),
+        "head": str(config.model_config.head_dtype),
     }
 
 

@@ -54,6 +54,7 @@ RUNS = {
     "long": [
         *("cluster=node8", "data.max_response_length=30000", f"{ROLLOUT}.max_model_len=32768"),
         *(f"{ROLLOUT}.enable_chunked_prefill=true", f"{ROLLOUT}.max_num_batched_tokens=2048"),
+        f"{MODEL}.head_dtype=fp32",
         f"{MODEL}.override_config.max_position_embeddings=32768",
         f"{MODEL}.override_config.rope_parameters={{{', '.join(f'{name}: {value}' for name, value in YARN.items())}}}",
     ],
@@ -136,6 +137,7 @@ def test_a_long_context_is_cut_into_chunks_and_its_positions_are_scaled(on_gpus)
     found = on_gpus["long"]
     assert (found["max_model_len"], found["chunked_prefill"], found["max_num_batched_tokens"]) == (32768, True, 2048)
     assert found["rope"] == YARN
+    assert (found["head"], on_gpus["eight"]["head"]) == ("torch.float32", "torch.bfloat16"), "beside other changes"
     assert on_gpus["eight"]["rope"] == {"rope_type": "default", "rope_theta": 10000.0}
 
 

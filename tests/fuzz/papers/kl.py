@@ -31,6 +31,11 @@ def k3(log_p: float, log_q: float) -> float:
     return clip((r - 1) - math.log(r), -10.0, 10.0)
 
 
+def unbiased_k3(log_p: float, log_q: float, log_old: float) -> float:
+    """DeepSeek-V3.2 (arXiv 2512.02556): k3 times p / p_old. Its gradient is that of both factors."""
+    return math.exp(log_p - log_old) * (math.exp(log_q - log_p) - (log_q - log_p) - 1)
+
+
 def full(logits: list[float], ref_logits: list[float]) -> float:
     """Kullback and Leibler 1951: the sum over the vocabulary of p log(p / q)."""
     p, q = softmax(logits), softmax(ref_logits)

@@ -1,0 +1,123 @@
+"""What the built-in model learns in equal updates from responses that are 0 to 64 updates old, with and without
+corrections. A cell takes a minute or two on two cores; those that are in FILE are not run again.
+
+usage: python -m benchmarks.staleness FILE.jsonl [--seeds 1 2 3 4 5] [--picture FILE.png]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpo_dist
+from benchmarks import record
+from benchmarks.curriculum import half_interval
+from grpo_dist.tracking.metric_names import SCORE, validation_accuracy
+
+STALENESS = (0, 1, 4, 16, 64)
+_CORRECTION = "algorithm.rollout_correction"
+CHOICES: dict[str, dict[str, Any]] = {
+    "none": {f"{_CORRECTION}.rollout_is": None},
+    "TIS": {f"{_CORRECTION}.rollout_is": "token"},
+    "sequence mask": {f"{_CORRECTION}.rollout_is": None, f"{_CORRECTION}.off_policy_mask_threshold": 0.05},
+    "GSPO": {f"{_CORRECTION}.bypass_mode": True, "recipe": "gspo"},
+    "M2PO": {f"{_CORRECTION}.rollout_is": None, f"{_CORRECTION}.m2_threshold": 0.04},
+}
+UPDATES, LAST = 60, 10
+BATCH, N = 16, 8
+
+
+def run(choice: str, staleness: int, seed: int) -> dict[str, Any]:
+    """A run: mean reward of the last updates, validation accuracy after them, and how old its responses were."""
+    rewards, ages, accuracies, started = list[float](), list[float](), list[float](), time.monotonic()
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        rewards.append(metrics[f"{SCORE}/mean"])
+        ages.append(metrics.get("staleness/mean", 0.0))
+        if (accuracy := validation_accuracy(metrics)) is not None:
+            accuracies.append(accuracy)
+
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"data.train_batch_size": BATCH, "actor_rollout_ref.actor.ppo_mini_batch_size": BATCH}
+        of_run = {
+            "total_training_steps": UPDATES,
+            "max_staleness": staleness,
+            "test_freq": UPDATES,
+            "seed": seed,
+            "default_local_dir": folder,
+        }
+        config = {"data": "arithmetic", "cluster": "cpu", "actor_rollout_ref.rollout.n": N, **sizes}
+        grpo_dist.train("tiny", config=config | CHOICES[choice] | {"trainer": of_run}, callbacks=[on_step])
+    return {
+        "choice": choice,
+        "max_staleness": staleness,
+        "seed": seed,
+        "reward": statistics.mean(rewards[-LAST:]),
+        "accuracy": accuracies[-1],
+        "staleness": statistics.mean(ages),
+        "minutes": round((time.monotonic() - started) / 60, 2),
+    }
+
+
+def summary(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each cell the means over its seeds, with half the width of the reward's 95 % interval (nan for one seed)."""
+    table = []
+    for choice, staleness in itertools.product(CHOICES, STALENESS):
+        cell = [each for each in results if (each["choice"], each["max_staleness"]) == (choice, staleness)]
+        if cell:
+            means = {name: statistics.mean(each[name] for each in cell) for name in ("reward", "accuracy", "staleness")}
+            half = half_interval([each["reward"] for each in cell]) if len(cell) > 1 else float("nan")
+            row = {"choice": choice, "max_staleness": staleness, "seeds": len(cell)}
+            table.append(row | means | {"+-": half})
+    return table
+
+
+def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
+    """Reward by staleness, a line for each choice."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for choice in dict.fromkeys(row["choice"] for row in table):
+        rows = [row for row in table if row["choice"] == choice]
+        columns = {name: [row[name] for row in rows] for name in ("max_staleness", "reward", "+-")}
+        axes.errorbar(columns["max_staleness"], columns["reward"], columns["+-"], label=choice, marker="o", capsize=3)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xticks(STALENESS, [str(each) for each in STALENESS])
+    axes.set_xlabel("trainer.max_staleness")
+    axes.set_ylabel(f"reward of the last {LAST} of {UPDATES} updates")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main() -> None:
+    """Run what FILE lacks, then print all that it has."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--picture", type=Path)
+    asked = parser.parse_args()
+    results = [json.loads(line) for line in asked.file.read_text().splitlines()] if asked.file.exists() else []
+    there = {(each["choice"], each["max_staleness"], each["seed"]) for each in results}
+    for seed, staleness, choice in itertools.product(asked.seeds, STALENESS, CHOICES):
+        if (choice, staleness, seed) not in there:
+            results.append(run(choice, staleness, seed))
+            with asked.file.open("a") as file:
+                file.write(json.dumps(results[-1]) + "\n")
+    table = summary(results)
+    print(record.table("reward by staleness", table))
+    if asked.picture is not None:
+        draw(table, asked.picture)
+
+
+if __name__ == "__main__":
+    main()

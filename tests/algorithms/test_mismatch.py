@@ -1,0 +1,70 @@
+"""The KL between sampler and trainer by cause, on paper and by sampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.correction import compute_rollout_correction
+from grpo_dist.algorithms.mismatch import mismatch_by_cause
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+ROLLOUT = torch.full((2, 4), -1.0)
+OLD = ROLLOUT - torch.tensor([[0.1, 0.3, 0.4, 9.0], [0.5, 0.7, 9.0, 9.0]])  # sampler less trainer, nats
+STALE = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]).bool()
+COLUMNS = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
+
+
+def test_old_weights_are_what_their_tokens_have_more() -> None:
+    """Three tokens of current weights: 0.9 / 3 = 0.3 nats. With the two others 2.0 / 5 = 0.4 nats."""
+    causes = mismatch_by_cause(**COLUMNS, is_stale=STALE)
+    assert causes == {"mismatch/rest": pytest.approx(0.3), "mismatch/old_weights": pytest.approx(0.1)}
+
+
+def test_filters_are_the_mean_ratio() -> None:
+    kept = sum(math.exp(-x) for x in (0.1, 0.3, 0.4, 0.5, 0.7)) / 5
+    causes = mismatch_by_cause(**COLUMNS, is_stale=STALE, filtered=True)
+    assert causes["mismatch/filters"] == pytest.approx(-math.log(kept))
+    assert causes["mismatch/rest"] == pytest.approx(0.3 + math.log(kept))
+    kl = compute_rollout_correction(**COLUMNS)[2]["rollout_corr/kl"]
+    assert sum(causes.values()) == pytest.approx(kl)
+
+
+def test_where_nothing_is_left_to_compare_with() -> None:
+    """All tokens are of older weights; or none trains."""
+    assert mismatch_by_cause(**COLUMNS, is_stale=torch.ones(2, 4).bool()) == {
+        "mismatch/rest": 0.0,
+        "mismatch/old_weights": pytest.approx(0.4),
+    }
+    assert mismatch_by_cause(**COLUMNS | {"response_mask": torch.zeros(2, 4)}, is_stale=STALE, filtered=True) == {}
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_each_cause_is_found_in_tokens_that_have_both(top_p: float) -> None:
+    """Half of 200,000 tokens come from other weights, all through a filter that leaves a known probability."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([2.0, 1.2, 0.4, -0.3, -1.0])
+    trainer = logits.log_softmax(-1)
+    older = (logits + torch.tensor([0.6, -0.6, 0.0, 0.0, 0.0])).log_softmax(-1)
+
+    def cut(log_probs: torch.Tensor) -> torch.Tensor:
+        kept = log_probs.exp().cumsum(-1) - log_probs.exp() < top_p
+        return log_probs.masked_fill(~kept, -math.inf).log_softmax(-1)
+
+    count, rows = 100_000, []
+    for sampler in (cut(trainer), cut(older)):
+        tokens = torch.multinomial(sampler.exp(), count, replacement=True, generator=generator)
+        rows.append((trainer[tokens], sampler[tokens]))
+    old, rollout = (torch.stack([row[i] for row in rows]) for i in (0, 1))
+    stale = torch.tensor([[False], [True]]).expand(2, count)
+    causes = mismatch_by_cause(
+        old_log_probs=old, rollout_log_probs=rollout, response_mask=torch.ones(2, count), is_stale=stale,
+        filtered=top_p < 1,
+    )  # fmt: skip
+    kls = [(sampler.exp() * (sampler - trainer)).nan_to_num().sum() for sampler in (cut(trainer), cut(older))]
+    assert causes["mismatch/rest"] == pytest.approx(0, abs=3e-3)
+    assert causes["mismatch/old_weights"] == pytest.approx(float(kls[1] - kls[0]) / 2, abs=5e-3)
+    if top_p < 1:
+        assert causes["mismatch/filters"] == pytest.approx(float(kls[0]), abs=5e-3)

@@ -1,0 +1,105 @@
+"""Corrections for the sampler: each rule is broken once, and what goes together passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_dist.plan.commands import load_config
+from tests.config.refusals import refused
+from tests.messages import says
+from tests.plan.test_rules import ACTOR
+
+CORRECTION = "algorithm.rollout_correction"
+M2 = f"{CORRECTION}.m2_threshold=0.04"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        ),
+        (
+            [f"{CORRECTION}.loss_type=reinforce"],
+            [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.bypass_mode=false"],
+        ),
+        (
+            [
+                f"{CORRECTION}.bypass_mode=true",
+                f"{CORRECTION}.loss_type=reinforce",
+                f"{ACTOR}.policy_loss.loss_mode=gspo",
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            ],
+            [f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"],
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token_k1"],
+            [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=null", "both"],
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.top_entropy_quantile=0.2"],
+            [f"{ACTOR}.top_entropy_quantile=0.2", f"{CORRECTION}.bypass_mode=true"],
+        ),
+        (
+            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
+            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
+        ),
+        (
+            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
+            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
+        ),
+        (
+            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true"],
+            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.entropy_coeff=0.0"],
+        ),
+        (
+            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
+            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
+        ),
+    ],
+)
+def test_corrections_and_selections_that_do_not_go_together(overrides, parts):
+    says(refused(*overrides), *parts)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [f"{CORRECTION}.bypass_mode=true", *(f"{ACTOR}.policy_loss.loss_mode={loss}" for loss in ("gspo", "geo_mean"))],
+)
+def test_the_second_moment_is_of_tokens_and_of_the_whole_batch(other: str) -> None:
+    says(refused(M2, other), M2, other, "null")
+
+
+def test_the_other_masks_stand_beside_bypass_mode() -> None:
+    kpop = (f"{CORRECTION}.rollout_rs=token_kpop", f"{CORRECTION}.rollout_rs_threshold=0.1")
+    load_config([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.off_policy_mask_threshold=0.5", *kpop])
+    load_config([M2, *kpop])
+
+
+@pytest.mark.parametrize("key", ["m2_threshold", "off_policy_mask_threshold"])
+@pytest.mark.parametrize("value", ["0", "-0.1", "token"])
+def test_thresholds_are_positive(key: str, value: str) -> None:
+    says(refused(f"{CORRECTION}.{key}={value}"), f"{CORRECTION}.{key}={value}")
+
+
+def test_in_the_reward_no_policy_moves() -> None:
+    says(refused("algorithm.kl_penalty=unbiased_k3"), "algorithm.kl_penalty=unbiased_k3", "k3")
+    load_config([f"{ACTOR}.kl_loss_type=unbiased_k3"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("opsm_delta=0.1", f"{CORRECTION}.off_policy_mask_threshold"),
+        ("use_opsm=true", f"{CORRECTION}.off_policy_mask_threshold=0.5"),
+        ("use_unbiased_kl=true", f"{ACTOR}.kl_loss_type=unbiased_k3"),
+        ("use_bias_correction_kl=true", f"{ACTOR}.kl_loss_type=unbiased_k3"),
+    ],
+)
+def test_names_of_others_are_answered(theirs: str, ours: str) -> None:
+    says(refused(f"algorithm.{theirs}"), f"algorithm.{theirs.split('=')[0]}", ours)
