@@ -12,24 +12,27 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.assets import BUILTIN
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.cli.check_reward import sample_of
 from grpo_dist.cli.trained import TrainedModel, engine_for
+from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.rewards.contract import RewardResult
+from grpo_dist.rewards.contract import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
 from grpo_dist.trainer.rollout.job import group_seed
-from grpo_dist.trainer.run_prompts import overlong_note
+from grpo_dist.trainer.run_prompts import overlong_note, read_prompts
 from grpo_dist.trainer.settings import sampling_settings
 
 MAX_TOKENS = 512  # of a response, where neither the run nor the user says how long it may be
+NO_ANSWERS = RowNeeds(ground_truth=False, taken=None, asked=False)  # of rows that are not scored
 VALIDATION_STEP = 0  # whose seeds validation has, so that a run's own figures come out again
 
 
@@ -145,6 +148,25 @@ def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSet
     if chosen.n > 1 and chosen.temperature == 0.0 and "temperature" not in given:
         chosen = replace(chosen, temperature=model.config.actor_rollout_ref.rollout.temperature)
     return replace(chosen, stop=tuple(chosen.stop))
+
+
+PROMPTS: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "FILE|TEXT",
+    "help": "a file of rows (.jsonl, .json, .parquet, or as data.val_files names them), or a text; may be repeated",
+}
+
+
+def given_prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], bool]:
+    """Return what `--prompts` names, and whether these are rows of files."""
+    files = [text for text in given if text.endswith(SUFFIXES) or text.startswith((BUILTIN, HUB))]
+    if files and len(files) < len(given):
+        raise ConfigError("--prompts: files of rows or texts, not both")
+    if files:
+        return read_prompts(model.config, "--prompts", files, -1, NO_ANSWERS), True
+    texts = [[{"role": "user", "content": text}] for text in given]
+    return [prompt_of(messages, i, f"prompt {i + 1}") for i, messages in enumerate(texts)], False
 
 
 def check_new(output: str | None) -> None:

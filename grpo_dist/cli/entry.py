@@ -37,6 +37,7 @@ ENTRIES = {
     "serve": Entry("grpo_dist.cli.serve:main", "serve a trained model over HTTP, as OpenAI's API"),
     "report": Entry("grpo_dist.cli.report:main", "curves, alarms and responses of a run, as a page"),
     "replay": Entry("grpo_dist.cli.replay:main", "compute a recorded step again, and name what differs"),
+    "agreement": Entry("grpo_dist.cli.agreement:main", "run sampler and trainer on the same tokens, layer by layer"),
     "export": Entry("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
     "data": Entry("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
     "doctor": Entry("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),

@@ -11,21 +11,19 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, TextIO
 
-from grpo_dist.assets import BUILTIN, expanded
+from grpo_dist.assets import expanded
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, command_parser
-from grpo_dist.cli.asking import Asker, asking, check_new, judge, prompt_of, sampling_of
+from grpo_dist.cli.asking import PROMPTS, Asker, asking, check_new, given_prompts, judge, sampling_of
 from grpo_dist.cli.trained import TrainedModel, find_trained
-from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards import check_data_sources
-from grpo_dist.rewards.contract import RewardResult, RowNeeds
+from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, printable, show
-from grpo_dist.trainer.run_prompts import read_prompts
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,14 +59,7 @@ def _prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], b
         given = [line.strip() for line in sys.stdin if line.strip()]
         if not given:
             raise DataError("no prompts: nothing came on standard input; give --prompts FILE or --prompts TEXT")
-    files = [text for text in given if text.endswith(SUFFIXES) or text.startswith((BUILTIN, HUB))]
-    if files and len(files) < len(given):
-        raise ConfigError("--prompts: files of rows or texts, not both")
-    if files:
-        needs = RowNeeds(ground_truth=False, taken=None, asked=False)
-        return read_prompts(model.config, "--prompts", files, -1, needs), True
-    texts = [[{"role": "user", "content": text}] for text in given]
-    return [prompt_of(messages, i, f"prompt {i + 1}") for i, messages in enumerate(texts)], False
+    return given_prompts(model, given)
 
 
 async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> None:
@@ -112,8 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "Answer prompts with a trained model, asked as its run asked it. Without prompts: a chat."
     parser = command_parser("generate", what)
     add_shared(parser, *MODEL_ARGUMENTS)
-    prompts = "a file of rows (.jsonl, .json, .parquet, or as data.val_files names them), or a text; may be repeated"
-    parser.add_argument("--prompts", action="append", default=[], metavar="FILE|TEXT", help=prompts)
+    parser.add_argument("--prompts", **PROMPTS)
     output = "write rows as JSON lines: prompt, responses, truncated, and scores if the rows have ground truths"
     parser.add_argument("--output", metavar="FILE", help=output)
     parser.add_argument("--n", type=int, default=1, help="answers to each prompt; %(default)s")

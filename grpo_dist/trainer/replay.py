@@ -22,7 +22,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
-from grpo_dist.engines.base import SEQUENCE_COLUMNS, TrainEngine
+from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
@@ -177,7 +177,7 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     if missing := [name for name in needed if name not in recorded.data.columns()]:
         raise ConfigError(f"{recorded.run_dir}: the update needs {', '.join(missing)}, which no run records")
     checkpoint = weights_before(recorded)
-    with _engine(config, _num_steps(config)) as engine:
+    with policy_engine(config, _num_steps(config)) as engine:
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint / "actor")
         size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
@@ -304,19 +304,21 @@ def _num_steps(config: RunConfig) -> int:
 
 
 @contextmanager
-def _engine(config: RunConfig, num_steps: int) -> Iterator[TrainEngine]:
-    """The policy as it trains, on CPU and on one rank."""
+def policy_engine(config: RunConfig, num_steps: int = 1, device: str = "cpu") -> Iterator[FSDPEngine]:
+    """The policy as it trains, on one rank."""
     settings = rank_settings(config, ROLES["actor"], placement(config), num_steps)
-    model = replace(settings.model, path=resolve_model_path(settings.model.path, key=settings.model.key))
-    init_process_group(device="cpu", rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=TIMEOUT_S)
+    path = resolve_model_path(settings.model.path, key=settings.model.key)
+    model = replace(settings.model, path=path, sequence_parallel_size=1)
+    init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=TIMEOUT_S)
     try:
         yield FSDPEngine(
             model,
-            device="cpu",
+            device=device,
             temperature=settings.temperature,
             optimizer=settings.optimizer,
             total_steps=settings.total_steps,
             grad_clip=settings.grad_clip,
         )
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a vLLM that was started in this process has ended it
+            dist.destroy_process_group()

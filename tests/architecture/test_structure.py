@@ -20,6 +20,8 @@ MOST_FUNCTION_LINES = 80
 ADVANTAGE_FILES = ("inputs", "outcome", "returns")
 POLICY_LOSS_FILES = ("clipped", "covariance", "inputs", "unclipped")
 TESTED_ELSEWHERE = {
+    "trainer/agreement.py": "cli/test_agreement.py",  # with real engines
+    "engines/vllm/watching.py": "cli/test_agreement.py",  # runs inside vLLM only
     "cli/replay.py": "e2e/test_using_the_model.py",  # on the step of a run
     "trainer/loop.py": "trainer/test_trainer.py",  # what the update gets
     # one test file for each door

@@ -8,13 +8,15 @@ ends when the engine dies, and has a time limit. Calls that last as long as resp
 from __future__ import annotations
 
 import asyncio
+import io
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMError
 from vllm.sampling_params import RequestOutputKind
@@ -108,6 +110,34 @@ class VLLMEngine:
         if len(done) < sampling.n:
             return None
         return [_response(r) for r in sorted(done, key=lambda r: r.index)]
+
+    async def watched(
+        self, prompt: Sequence[int], sampling: SamplingSettings, tokens: Sequence[int] | None = None
+    ) -> tuple[Response, dict[str, Any]]:
+        """Sample a response alone in the engine, and note what each operation gives on the way.
+
+        Args:
+            prompt: token ids.
+            sampling: how, for one response.
+            tokens: of the response, whatever would be sampled; None: what is sampled.
+
+        Returns:
+            (the response, (tokens, F) outputs by the module's name; {} where the model is compiled); see watching.py.
+        """
+        if tokens is not None:
+            free = {"ignore_eos": True, "stop": (), "min_tokens": 0}
+            sampling = replace(sampling, max_tokens=len(tokens), **free)  # type: ignore[arg-type]
+        await self._call(self._llm.collective_rpc("watch", args=(None if tokens is None else list(tokens),)))
+        try:
+            responses = await self.generate(prompt, sampling)
+        finally:
+            seen, *_ = await self._call(self._llm.collective_rpc("watched"))
+        assert responses is not None, "nobody aborts it"
+        return responses[0], torch.load(io.BytesIO(seen), weights_only=True)
+
+    async def attention_kernels(self) -> list[str]:
+        """The classes of the attention kernels."""
+        return list((await self._call(self._llm.collective_rpc("attention_kernels")))[0])
 
     async def openai_app(self, sample: AppSample) -> Any:
         """An OpenAI-compatible ASGI app over a function that samples; the engine must have its tokenizer."""

@@ -31,6 +31,7 @@ from grpo_dist.assets.model_folder import some
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.vllm.arguments import BACKENDS, adapter_request
 from grpo_dist.engines.vllm.routed_experts import record_steps
+from grpo_dist.engines.vllm.watching import Watching
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weights.buckets import Bucket, damage, read_bucket, unpack
 from grpo_dist.errors import WeightSyncError
@@ -252,11 +253,10 @@ def pack_experts_at_each_load(model: Any) -> None:
             method.process_weights_after_loading = functools.partial(process, method, packs)
 
 
-class WorkerExtension:
+class WorkerExtension(Watching):
     """Mixed into vLLM's workers, which therefore import this module."""
 
     weight_transfer_engine: LayerwiseWeightTransferEngine
-    model_runner: Any
 
     def weight_receipt(self) -> dict[str, Any]:
         """The fields of this worker's `Receipt` for the last update, or the last group that it joined."""

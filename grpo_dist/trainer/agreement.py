@@ -1,0 +1,141 @@
+"""The sampler and the trainer on the same tokens, operation by operation (algorithms/agreement.py)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, first_difference, operation
+from grpo_dist.algorithms.kl import k3
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.engines.train.watching import watched
+from grpo_dist.engines.weights.buckets import pack
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.routes import route_columns
+from grpo_dist.trainer.rollout.job import group_seed
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and the response that a run has recorded for it.
+
+    Attributes:
+        prompt: token ids.
+        response: token ids; None: one is sampled.
+        mask: whether the policy sampled each token; None: all.
+        log_probs: as the run's sampler has recorded them with the weights that are compared now; None: there are none.
+    """
+
+    prompt: list[int]
+    response: list[int] | None = None
+    mask: list[bool] | None = None
+    log_probs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far sampler and trainer agree.
+
+    Attributes:
+        operations: that were seen at both ends, in the trainer's order; the log-probs are the last.
+        unseen: names of the trainer's operations that were not seen in the sampler, or not in the same shape.
+        places: row, position in the response and token id of all T sampled tokens.
+        sampler: (T,) log-probs of the sampler, nats.
+        trainer: (T,) of the trainer.
+        recorded: (T,) of the run's sampler; None: not known.
+    """
+
+    operations: list[Operation]
+    unseen: list[str]
+    places: list[tuple[int, int, int]]
+    sampler: Tensor
+    trainer: Tensor
+    recorded: Tensor | None = None
+
+    @property
+    def first(self) -> Operation | None:
+        """The first operation that differs by more than rounding."""
+        return first_difference(self.operations)
+
+    @property
+    def kl(self) -> float:
+        """KL(sampler || trainer) by k3, nats per token."""
+        return self._kl_of(self.sampler)
+
+    @property
+    def recorded_kl(self) -> float | None:
+        """Likewise KL(recorded || trainer)."""
+        return None if self.recorded is None else self._kl_of(self.recorded)
+
+    def _kl_of(self, sampler: Tensor) -> float:
+        return float(k3(sampler.double(), self.trainer.double()).mean())  # in float32 it is 0 below 1e-7
+
+    @property
+    def worst(self) -> int:
+        """Number of the token whose log-probs are the furthest apart."""
+        return int((self.sampler - self.trainer).abs().argmax())
+
+
+async def send_weights(sampler: Any, trainer: FSDPEngine, bucket_bytes: int) -> None:
+    """Send the sampler what a run sends it: whole weights, with LoRA's factors merged, or its factors alone."""
+    dtype = sampler.settings.dtype
+    factors = sampler.settings.lora is not None
+    tensors = trainer.lora_factors(dtype) if factors else trainer.full_parameters(dtype, as_in_files=True)
+    await sampler.weights.load(list(pack(tensors, bucket_bytes=bucket_bytes)), sampler.weights.version + 1)
+
+
+async def compare(sampler: Any, trainer: FSDPEngine, asked: Sequence[Asked], sampling: SamplingSettings) -> Agreement:
+    """Run both over the same tokens, one response after the other.
+
+    Args:
+        sampler: a `VLLMEngine` without prefix cache, with the trainer's weights.
+        trainer: on one rank.
+        asked: what to sample, and the tokens to go along.
+        sampling: of the sampler.
+    """
+    dtypes = (getattr(torch, sampler.settings.dtype), DTYPES[trainer.settings.compute_dtype])
+    coarser = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    apart: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    unseen: dict[str, None] = {}
+    places: list[tuple[int, int, int]] = []
+    log_probs: list[tuple[Tensor, ...]] = []
+    for row, one in enumerate(asked):
+        seeded = replace(sampling, n=1, seed=group_seed(sampling.seed or 0, 0, row))
+        response, theirs = await sampler.watched(one.prompt, seeded, one.response)
+        theirs[LOG_PROBS] = torch.tensor(response.log_probs).unsqueeze(1)
+        data = _row(one.prompt, response)
+        if row == 0:  # which compares layouts first
+            trainer.compute_log_probs(data, micro_batch_size=1)
+        own, wobbled = watched(trainer, data), watched(trainer, data, torch.finfo(coarser).eps)
+        for name, output in own.items():
+            n = min(len(output), len(theirs.get(name, ())))
+            if n < len(output) - 1 or theirs[name].shape[1] != output.shape[1]:  # a last token is no input of a sampler
+                unseen[name] = None
+                continue
+            difference, wobble = (distances(name, other[name][:n], output[:n]) for other in (theirs, wobbled))
+            apart[name].append((difference, wobble))
+        mask = torch.tensor(one.mask or [True] * len(response.token_ids))
+        places += [(row, i, response.token_ids[i]) for i in mask.nonzero().flatten().tolist()]
+        recorded = [] if one.log_probs is None else [torch.tensor(one.log_probs)]
+        log_probs.append(tuple(each[mask] for each in (theirs[LOG_PROBS][:, 0], own[LOG_PROBS][:, 0], *recorded)))
+    operations = []
+    for name, pairs in apart.items():
+        differences, wobbles = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        operations.append(operation(name, differences, wobbles, coarser))
+    columns = (torch.cat(parts) for parts in zip(*log_probs, strict=True))
+    return Agreement(operations, list(unseen), places, *columns)
+
+
+def _row(prompt: list[int], response: Response) -> DataProto:
+    ids = response.token_ids
+    tokens = {"prompts": prompt, "responses": ids, "response_mask": [1] * len(ids)}
+    columns = {name: Ragged.from_rows([values], torch.int32) for name, values in tokens.items()}
+    return DataProto.from_dict(columns | route_columns(len(prompt), [len(ids)], [response.routes]))

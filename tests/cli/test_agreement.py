@@ -1,0 +1,135 @@
+"""`grpo-dist agreement`: two real pairs of vLLM and trainer that agree, and five faults, each named where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.cli.entry import main
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.parquet import write_parquet
+from tests.cli.planted_faults import CPU, LAYER
+from tests.cli.scripted import ENGINE, scripted_model
+from tests.cli.test_export import TINY, checkpoint
+from tests.messages import says
+
+# Fault -> the operation that it is in.
+FAULTS = {
+    "another theta": f"{LAYER.replace('1', '0')}.self_attn.rope.q",
+    "no k norm": f"{LAYER}.self_attn.k_norm",
+    "no layer norm": f"{LAYER}.post_attention_layernorm",
+    "swapped experts": f"{LAYER}.mlp.experts",
+    "another temperature": "log_probs",
+    "an old factor": f"{LAYER}.self_attn.q_proj",
+}
+
+
+def record(run_dir: Path) -> None:
+    """Rollouts of the step behind the checkpoint of step 4, by a sampler that was wrong by a tenth."""
+    rng = np.random.default_rng(0)
+    lengths = [(5, 9), (12, 80), (3, 1)]
+    prompts, responses = ([rng.integers(3, 90, pair[i]) for pair in lengths] for i in (0, 1))
+    columns: dict[str, Any] = {
+        "prompts": Ragged.from_rows(prompts, torch.int32),
+        "responses": Ragged.from_rows(responses, torch.int32),
+        "rollout_log_probs": Ragged.from_rows([np.full(len(row), -3.0) for row in responses], torch.float32),
+        "weight_versions": Ragged.from_rows([[4] * (len(row) - 1) + [-1] for row in responses], torch.int32),
+    }
+    (run_dir / "rollouts").mkdir()
+    write_parquet(DataProto.from_dict(columns, {"uid": ["a", "b", "c"]}), run_dir / "rollouts" / "5.parquet")
+
+
+@pytest.fixture(scope="module")
+def found(random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("agreement")
+    checkpoint(folder / "run", "grpo by LoRA")
+    record(folder / "run")
+    code = [sys.executable, "-m", "tests.cli.planted_faults", str(folder), random_models["experts"]]
+    ended = subprocess.run(code, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.ray  # by itself: real engines
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_where_it_is(found: dict[str, Any], fault: str) -> None:
+    assert found[fault]["first"] == FAULTS[fault]
+    assert found[fault]["kl"] > 1e4 * max(found["mended"]["kl"], 1e-12)
+
+
+@pytest.mark.ray
+def test_ends_that_agree_get_a_certificate(found: dict[str, Any]) -> None:
+    for name in ("mended", "mended theta"):
+        assert found[name]["first"] is None
+    told = found["experts"]
+    assert (told["code"], told["verdict"], told["first_difference"]) == (0, "agree", None)
+    assert told["kl"] < 1e-9
+    assert told["limit"] == 0.01
+    assert told["versions"].keys() >= {"grpo_dist", "torch", "transformers"}
+    assert (told["sampler"]["type"], told["trainer"]["type"]) == ("float32", "fp32")
+    assert told["sampler"]["attention"] == ["CPUAttentionBackendImpl"]
+    assert told["trainer"]["attention"] == ["grpo_dist_segments"]
+    assert told["trainer"]["layout"].startswith("shared prompts")
+    assert told["responses"] == 3
+    layers = {each["layer"]: each for each in told["layers"]}
+    assert list(layers) == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+        "lm_head",
+        "log_probs",
+    ]
+    assert all(0 <= each["mean"] <= each["largest"] < 1e-4 for each in layers.values())
+    assert all(each["mean"] <= each["rounding"] for each in layers.values())
+    worst = told["worst_token"]
+    assert worst["text"] == f"w{worst['id']}"
+    assert worst["sampler"] == pytest.approx(worst["trainer"], abs=1e-4)
+    assert told["unseen"] == []
+    says(told["out"], "--limit 0.01", "experts.json", f"{told['num_tokens']} tokens")
+
+
+@pytest.mark.ray
+def test_of_a_run_its_tokens_are_compared_with_the_adapter_at_both_ends(found: dict[str, Any]) -> None:
+    told = found["run"]
+    assert told["tokens"] == "recorded in step 5"
+    assert found["asked"] == [9, 64, 1], "as many as --max-tokens"
+    assert told["num_tokens"] == 8 + 64 + 0, "without what the policy did not sample"
+    assert told["first_difference"] is None
+    assert 0 < told["kl"] < 1e-9
+    assert (told["code"], told["verdict"]) == (2, "beyond the limit"), "nothing is as close as --limit 0"
+    assert told["recorded_kl"] > 0.01, "the recorded log-probs were made up"
+    says(told["out"], "--limit 0")
+
+
+# --- bad arguments ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--limit", "-1"], ["--limit -1.0", 0]),
+        (["--limit", "nan"], ["--limit nan"]),
+        (["--n", "0"], ["--n 0", 1]),
+        (["--max-tokens", "0"], ["--max-tokens 0", 1]),
+        (["--step", "3"], ["--step 3"]),
+        (["--prompts", "rows.jsonl", "--prompts", "text"], ["--prompts"]),
+        (["--prompts", "gone.jsonl"], ["gone.jsonl"]),
+        (["trainer.n_gpus_per_nod=1"], ["trainer.n_gpus_per_nod", "trainer.n_gpus_per_node"]),
+    ],
+)
+def test_mistakes(arguments: list[str], parts: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["agreement", TINY, CPU, *arguments]) == 2
+    says(capsys.readouterr().err, *parts)
+
+
+def test_an_engine_of_ones_own_cannot_be_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = scripted_model(tmp_path / "model", {})
+    assert main(["agreement", str(model), CPU, ENGINE]) == 2
+    says(capsys.readouterr().err, "actor_rollout_ref.rollout.name", "vllm")
