@@ -62,6 +62,7 @@ def sampled(path: str, dtype: str, rounds: int) -> tuple[dict[bool, list[float]]
         pipes[records], other = context.Pipe()
         processes.append(context.Process(target=serve, args=(path, dtype, records, other), daemon=True))
         processes[-1].start()
+        other.close()  # so that an engine that has failed is noticed
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 96, 8 + i).astype(np.int32) for i in range(16)]
     rates: dict[bool, list[float]] = {False: [], True: []}
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     options = parser.parse_args()
     os.nice(15)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the engines, as in a run; threads that wait for each other spin
     with tempfile.TemporaryDirectory() as folder:
         path = random_model("Qwen3Moe", Path(folder), head_dim=32, **EXPERTS)
         rates, data = sampled(path, options.dtype, options.rounds)
