@@ -84,7 +84,7 @@ class PrintingEngine:
 
 def test_what_a_loss_prints_in_an_actor_is_kept() -> None:
     worker = ActorWorker.__new__(ActorWorker)
-    model = SimpleNamespace(room="", sequence_parallel_size=1)
+    model = SimpleNamespace(room="", sequence_parallel_size=1, replays_routes=False)
     settings: Any = SimpleNamespace(model=model, update=PassLimits("actor_rollout_ref.actor.ppo_", 2))
     worker.settings, worker.engine = settings, PrintingEngine()  # type: ignore[assignment]
     data = random_batch(num_groups=1, n=4)

@@ -24,7 +24,7 @@ from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.routed_experts import recording_args
+from grpo_dist.engines.vllm.starting import KNOWN_VERSION, knows_internals
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
@@ -42,6 +42,7 @@ WORKER_EXTENSIONS = {
     None: "grpo_dist.engines.vllm.weight_backend.WorkerExtension",
     "fp32": "grpo_dist.engines.vllm.float32_head.WorkerExtension",
 }
+RECORDING_SCHEDULER = "grpo_dist.engines.vllm.routed_experts.RecordingScheduler"
 
 
 def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> AsyncEngineArgs:
@@ -80,6 +81,20 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     except TypeError as error:  # an argument that vLLM does not have
         names = ", ".join(own)
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}; given: {names}") from None
+
+
+def recording_args(device: str) -> dict[str, Any]:
+    """Return the arguments of an engine that records experts.
+
+    Raises:
+        ConfigError: the installed vLLM is another one than the one whose internals are known.
+    """
+    if device != "cpu":
+        return {"enable_return_routed_experts": True}
+    if not knows_internals():
+        key = "actor_rollout_ref.actor.router_replay.mode"
+        raise ConfigError(f"{key}=R3: on CPU experts are recorded with vLLM {KNOWN_VERSION}x only; install that one")
+    return {"scheduler_cls": RECORDING_SCHEDULER}
 
 
 def _batching(settings: EngineSettings) -> dict[str, Any]:

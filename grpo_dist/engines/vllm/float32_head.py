@@ -18,9 +18,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from grpo_dist.engines.float32_products import float32_products
-from grpo_dist.engines.vllm.weight_backend import WorkerExtension
-
-__all__ = ["Float32Embedding", "Float32Head", "Float32Logits", "WorkerExtension"]
+from grpo_dist.engines.vllm.weight_backend import WorkerExtension as WorkerExtension  # vLLM finds it here
 
 
 def _of_head() -> dict[str, Any]:

@@ -16,11 +16,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from grpo_dist.engines.vllm.starting import KNOWN_VERSION, knows_internals
-from grpo_dist.errors import ConfigError
 from grpo_dist.protocol.routes import unknown_routes
-
-KEY = "actor_rollout_ref.actor.router_replay.mode"
 
 
 class RecordingScheduler(Scheduler):
@@ -29,19 +25,6 @@ class RecordingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.aux_output_connector = AuxOutputSchedulerConnector()
-
-
-def recording_args(device: str) -> dict[str, Any]:
-    """Return the arguments of an engine that records experts.
-
-    Raises:
-        ConfigError: the installed vLLM is another one than the one whose internals are known.
-    """
-    if device != "cpu":
-        return {"enable_return_routed_experts": True}
-    if not knows_internals():
-        raise ConfigError(f"{KEY}=R3: on CPU experts are recorded with vLLM {KNOWN_VERSION}x only; install that one")
-    return {"scheduler_cls": f"{__name__}.{RecordingScheduler.__name__}"}
 
 
 def record_steps(runner: Any) -> None:

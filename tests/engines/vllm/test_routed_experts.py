@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.vllm import routed_experts
-from grpo_dist.engines.vllm.routed_experts import record_steps, recording_args, response_routes
+from grpo_dist.engines.vllm import arguments, routed_experts
+from grpo_dist.engines.vllm.arguments import recording_args
+from grpo_dist.engines.vllm.routed_experts import record_steps, response_routes
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.group import WorkerGroup
@@ -213,7 +214,7 @@ def test_the_last_token_has_none() -> None:
 
 
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_experts, "knows_internals", lambda: False)
+    monkeypatch.setattr(arguments, "knows_internals", lambda: False)
     with refuses(ConfigError, "actor_rollout_ref.actor.router_replay.mode=R3", "0.32."):
         recording_args("cpu")
     assert recording_args("cuda") == {"enable_return_routed_experts": True}, "which says itself what it needs"
