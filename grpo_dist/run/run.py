@@ -76,8 +76,9 @@ def _run(
         if config.trainer.console:
             show(nothing_to_train(config, ready.steps) + "\n")
         return
-    if with_factors := [row for row in checked_models(config) if row.settings.lora is not None]:
-        build_models(with_factors, config.device, lambda line: None)
+    changed = [row for row in checked_models(config) if row.settings.lora is not None or row.settings.head_apart]
+    if changed:  # factors, and an output layer in another type, may not fit a model
+        build_models(changed, config.device, lambda line: None)
     run_dir = make_run_dir(config)
     with ExitStack() as stack:
         stack.callback(preemption.restore)
