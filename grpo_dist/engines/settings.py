@@ -104,6 +104,11 @@ class ModelSettings:
         return self.head_dtype == "fp32" and {self.base_dtype, self.compute_dtype} != {"fp32"}
 
     @property
+    def changes_model(self) -> bool:
+        """Tell if the model is built with other layers than its own: factors, an output layer apart, replayed routes."""
+        return self.lora is not None or self.head_apart or self.replays_routes
+
+    @property
     def sends_factors(self) -> bool:
         """Tell if engines get LoRA's factors alone, not the whole weights with factors merged."""
         return isinstance(self.model, ModelConfig) and self.model.sends_factors

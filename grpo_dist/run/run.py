@@ -76,9 +76,8 @@ def _run(
         if config.trainer.console:
             show(nothing_to_train(config, ready.steps) + "\n")
         return
-    built = [row for row in checked_models(config) if row.settings.lora is not None or row.settings.replays_routes]
-    if built:
-        build_models(built, config.device, lambda line: None)
+    if changed := [row for row in checked_models(config) if row.settings.changes_model]:
+        build_models(changed, config.device, lambda line: None)  # what is changed may not fit a model
     run_dir = make_run_dir(config)
     with ExitStack() as stack:
         stack.callback(preemption.restore)

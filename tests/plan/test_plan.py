@@ -197,6 +197,11 @@ def test_plan_without_the_models_sizes():
     config, notes = load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=config")
     text = format_plan(config, notes)
     says(text, "unknown:", "8 of 8", "4 engines", "TP=1", "bfloat16", "deterministic=false")
+    assert "output layer" not in text
+    head = "actor_rollout_ref.model.head_dtype=fp32"
+    text = format_plan(*load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=config", head))
+    for role in ("actor", "ref", "rollout"):
+        says(row(text, "placement", role), "output layer fp32")
 
 
 def test_idle_gpus_are_said():

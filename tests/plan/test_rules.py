@@ -331,21 +331,6 @@ def test_the_exact_kl_needs_an_output_layer_without_factors():
     load(*lora, f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.exclude_modules=[lm_head]")
 
 
-def test_the_type_of_the_output_layer_has_one_key():
-    key = "actor_rollout_ref.model.head_dtype"
-    assert load(f"{key}=float32").actor_rollout_ref.model.head_dtype == "fp32"
-    assert load().actor_rollout_ref.model.head_dtype is None
-    says(refused(f"{key}=bf16"), f"{key}=bf16", "fp32")
-    says(refused(f"{key}=fp16"), f"{key}=fp16", "float32")
-    entry = "actor_rollout_ref.model.override_config"
-    for head in ("null", "fp32"):
-        told = refused(f"+{entry}.head_dtype=bfloat16", f"{key}={head}")
-        says(told, f"{entry}={{head_dtype:bfloat16}}", f"{key}={head}")
-    overrides = f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides={{head_dtype: bfloat16}}"
-    says(refused(overrides), "hf_overrides", entry)
-    says(refused(f"{key}=fp32", f"{ACTOR}.fsdp_config.model_dtype=bf16"), f"{key}=fp32", "model_dtype=bf16", "null")
-
-
 def test_a_critic_comes_with_gae_and_gae_without_one():
     assert load("recipe=ppo").needs_critic
     assert load("algorithm.adv_estimator=gae").needs_critic

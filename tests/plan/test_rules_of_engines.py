@@ -85,3 +85,17 @@ def test_what_changes_speed_alone_is_taken_without_a_word() -> None:
     given = ["enable_prefix_caching=false", "async_scheduling=false", "max_logprobs=5", "block_size=32"]
     told = load_config([f"{VLLM}.{argument}" for argument in given])[1]
     assert not [note for note in told if VLLM in note]
+
+
+def test_the_type_of_the_output_layer_has_one_key() -> None:
+    key, entry = f"{MODEL}.head_dtype", f"{MODEL}.override_config"
+    assert load_config([f"{key}=float32"])[0].actor_rollout_ref.model.head_dtype == "fp32"
+    assert load_config([])[0].actor_rollout_ref.model.head_dtype is None
+    says(refused(f"{key}=bf16"), f"{key}=bf16", "fp32")
+    says(refused(f"{key}=fp16"), f"{key}=fp16", "float32")
+    for head in ("null", "fp32"):
+        told = refused(f"+{entry}.head_dtype=bfloat16", f"{key}={head}")
+        says(told, f"{entry}={{head_dtype:bfloat16}}", f"{key}={head}")
+    says(refused(f"+{VLLM}.hf_overrides={{head_dtype: bfloat16}}"), "hf_overrides", entry)
+    weights = "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"
+    says(refused(f"{key}=fp32", weights), f"{key}=fp32", weights, "null")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,25 @@ def test_what_gdpo_cannot_compare_is_told_before_ray_starts(monkeypatch: pytest.
     with refuses(ConfigError, "algorithm.gdpo_reward_keys=null"):
         run.run(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_with_a_float32_output_layer_is_built_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one with LoRA's factors is: it may not take it."""
+    built = []
+
+    def build(rows: Any, *others: Any) -> None:
+        built.extend(row.model.key for row in rows)
+        raise ConfigError("refused")
+
+    monkeypatch.setattr(run, "build_models", build)
+    bf16 = [f"actor_rollout_ref.{role}.fsdp_config.dtype=bf16" for role in ("actor", "ref")]
+    head, folder = "actor_rollout_ref.model.head_dtype=fp32", f"trainer.default_local_dir={tmp_path}/run"
+    config, _ = load_config([head, folder, *bf16])
+    with pytest.raises(ConfigError):
+        run.run(config)
+    assert "actor_rollout_ref.model.path" in built
 
 
 # --- sessions: a command typed again, or another one, where a run has finished ----------------------------------------
