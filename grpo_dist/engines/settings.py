@@ -105,7 +105,7 @@ class ModelSettings:
 
     @property
     def changes_model(self) -> bool:
-        """Tell if the model is built with other layers than its own: factors, an output layer apart, replayed routes."""
+        """Tell if it has other layers than the model of the folder: factors, an output layer apart, replayed routes."""
         return self.lora is not None or self.head_apart or self.replays_routes
 
     @property
