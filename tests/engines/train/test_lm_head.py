@@ -113,6 +113,25 @@ def test_bf16_inputs_sum_in_float32(chunk_tokens: int) -> None:
         assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 1e-2
 
 
+@pytest.mark.parametrize("chunk_tokens", [2, 3, 100])
+def test_float32_weights_beside_bf16_states_round_nothing_but_the_states_gradient(chunk_tokens: int) -> None:
+    """The dense computation: states in float32 times the weights; a product in bf16 would be off by a hundredth."""
+    x = inputs(torch.float32, True)
+    x["hidden"] = x["hidden"].detach().bfloat16().requires_grad_()
+    exact = x | {"hidden": x["hidden"].detach().float().requires_grad_()}
+    expected, found = plain(exact, True, True), chunked(x, True, True, chunk_tokens)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    of_states, *of_weights = zip(gradients(x, found), gradients(exact, expected), strict=True)
+    assert of_states[0].dtype == torch.bfloat16
+    assert (of_states[0].float() - of_states[1]).norm() / of_states[1].norm() < 1e-2
+    for mine, theirs in of_weights:
+        assert mine.dtype == torch.float32
+        assert (mine - theirs).norm() / theirs.norm() < 1e-5
+    rounded = x | {name: x[name].detach().bfloat16() for name in ("weight", "bias")}
+    assert (plain(rounded, False, False)[0] - expected[0]).abs().max() > 1e-3, "the comparison is about something"
+
+
 def test_no_tensor_over_all_tokens_and_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward see logits of at most `chunk_tokens` tokens at a time; the last chunk's are kept."""
     seen: list[int] = []
