@@ -19,7 +19,7 @@ from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from tests.worker_settings import model_settings
+from tests.worker_settings import model_settings, policy_settings
 
 PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 16, 4, 96, 32
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -95,13 +95,6 @@ def _sample(engine: WorkerGroup, prompts: Sequence[TokenizedPrompt]) -> DataProt
 
 
 def _policy_settings(path: str, threads: int, dtype: str, head: str | None) -> PolicySettings:
-    return PolicySettings(
-        model=model_settings(path, compute_dtype=dtype, head_dtype=head),
-        device="cpu",
-        num_threads=threads,
-        temperature=1.0,
-        columns=("ref_log_probs",),
-        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 8),
-        collective_timeout_s=240.0,
-        seed=1,
-    )
+    model = model_settings(path, compute_dtype=dtype, head_dtype=head)
+    forward, columns = PassLimits("actor_rollout_ref.rollout.log_prob_", 8), ("ref_log_probs",)
+    return policy_settings(model, num_threads=threads, forward=forward, columns=columns, optimizer=None)

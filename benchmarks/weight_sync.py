@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.throughput import engine_settings, kill, spawn
-from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import PassLimits
 from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import ActorWorker, PolicySettings
+from grpo_dist.roles.policy import ActorWorker
 from grpo_dist.roles.rollout import RolloutWorker
 from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.event_loop import run
-from tests.worker_settings import model_settings
+from tests.worker_settings import model_settings, policy_settings
 
 TRANSPORTS = ("object_store", "broadcast")
 
@@ -27,7 +25,7 @@ def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str,
 
 def _compare(name: str, path: str, threads: int, rounds: int) -> list[dict[str, Any]]:
     actor = spawn("actor", ActorWorker, (0, 1), threads)
-    run(Gang(actor).start(_policy_settings(path, threads)))
+    run(Gang(actor).start(policy_settings(model_settings(path), num_threads=threads)))
     engines = {}
     for way in TRANSPORTS:
         engines[way] = spawn("rollout", RolloutWorker, (), threads, max_concurrency=10)
@@ -77,17 +75,3 @@ def _num_bytes(path: str) -> int:
         with safe_open(file, "pt") as tensors:
             total += sum(4 * int(np.prod(tensors.get_slice(key).get_shape())) for key in tensors.keys())
     return total
-
-
-def _policy_settings(path: str, threads: int) -> PolicySettings:
-    return PolicySettings(
-        model=model_settings(path),
-        device="cpu",
-        num_threads=threads,
-        temperature=1.0,
-        columns=("old_log_probs",),
-        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
-        collective_timeout_s=240.0,
-        seed=1,
-        optimizer=AdamWConfig(lr=1e-6, weight_decay=0.0, betas=(0.9, 0.999)),
-    )

@@ -11,6 +11,7 @@ from grpo_dist.assets import POLICY_KEY, POLICY_SECTION
 from grpo_dist.config.schema_roles import (
     ActorConfig,
     ActorRolloutRefConfig,
+    AdamWConfig,
     AgentConfig,
     EngineKwargsConfig,
     LoraSection,
@@ -19,7 +20,7 @@ from grpo_dist.config.schema_roles import (
     PolicyLossConfig,
     RolloutConfig,
 )
-from grpo_dist.engines.settings import EngineSettings, ModelSettings
+from grpo_dist.engines.settings import EngineSettings, ModelSettings, PassLimits
 from grpo_dist.plan.commands import load_config
 from grpo_dist.roles.policy import PolicySettings
 
@@ -81,6 +82,22 @@ def changed_model(settings: ModelSettings, **changes: Any) -> ModelSettings:
     assert isinstance(settings.model, ModelConfig)
     model, shards = settings.model.replaced(**changes), settings.fsdp_config.replaced(**held)
     return replace(settings, **({"model": model, "layers": model, "fsdp_config": shards} | own))
+
+
+def policy_settings(model: ModelSettings, **changes: Any) -> PolicySettings:
+    """An actor's rank on the CPU, in passes of 4 sequences; changes are of fields."""
+    plain = PolicySettings(
+        model=model,
+        device="cpu",
+        num_threads=1,
+        temperature=1.0,
+        columns=("old_log_probs",),
+        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
+        collective_timeout_s=240.0,
+        seed=1,
+        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
+    )
+    return replace(plain, **changes)
 
 
 def changed_sizes(settings: PolicySettings, *, forward: int = 0, update: int = 0, **changes: Any) -> PolicySettings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import ray
 
 from grpo_dist.assets.model_folder import Usage, read_usage
-from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.roles.gang import ActorGroup
 from grpo_dist.roles.policy import ActorWorker, PolicySettings
@@ -21,32 +19,20 @@ from grpo_dist.runtime.event_loop import run
 from tests.engines.fakes import LOG_PROB, FakeTrainEngine
 from tests.models import objective, random_batch
 from tests.processes import spawned
-from tests.worker_settings import lora, model_settings
+from tests.worker_settings import lora, model_settings, policy_settings
 
 pytestmark = pytest.mark.ray
 
 
-def policy_settings(path: str, **changes: Any) -> PolicySettings:
-    """An actor with LoRA on CPU."""
-    settings = PolicySettings(
-        model=model_settings(path, lora=lora()),
-        device="cpu",
-        num_threads=1,
-        temperature=1.0,
-        columns=("old_log_probs",),
-        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
-        update=PassLimits("actor_rollout_ref.actor.ppo_", 4),
-        collective_timeout_s=240.0,
-        seed=1,
-        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
-        reference_columns=("ref_log_probs",),
-    )
-    return replace(settings, **changes)
+def actor_settings(path: str, **changes: Any) -> PolicySettings:
+    """An actor with LoRA, which is its own reference."""
+    own = {"update": PassLimits("actor_rollout_ref.actor.ppo_", 4), "reference_columns": ("ref_log_probs",)}
+    return policy_settings(**{"model": model_settings(path, lora=lora())} | own | changes)
 
 
 @pytest.fixture(scope="module")
 def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup]:
-    settings = policy_settings(random_models["tied"])
+    settings = actor_settings(random_models["tied"])
     with spawned("actor", ActorWorker, [(0, 2), (1, 2)]) as workers:
         group = ActorGroup(workers)
         run(group.start(settings))
@@ -96,7 +82,7 @@ def test_engines_get_whole_weights_or_factors_alone(apart: bool, name: str) -> N
     worker = object.__new__(ActorWorker)
     worker.engine, worker.settings = (
         FakeTrainEngine(),
-        policy_settings("model", model=model_settings("model", lora(), merge=not apart)),
+        actor_settings("model", model=model_settings("model", lora(), merge=not apart)),
     )
     for sends in (True, False):
         assert [found for found, _ in worker._sent("float32", "cpu", sends=sends)] == [name]
@@ -104,7 +90,7 @@ def test_engines_get_whole_weights_or_factors_alone(apart: bool, name: str) -> N
 
 def test_an_actor_over_another_train_engine(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:
     """One without a model, named in the settings: passes, a step, weights for engines, a checkpoint, an export."""
-    settings = policy_settings(random_models["tied"], engine="tests.engines.fakes:FakeTrainEngine")
+    settings = actor_settings(random_models["tied"], engine="tests.engines.fakes:FakeTrainEngine")
     with spawned("actor", ActorWorker, [(0, 1)]) as workers:
         group, batch = ActorGroup(workers), stored_batch()
         run(group.start(settings))

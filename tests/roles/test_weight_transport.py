@@ -13,12 +13,11 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import GroupAddress, PassLimits
+from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
 from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import ActorWorker, PolicySettings
+from grpo_dist.roles.policy import ActorWorker
 from grpo_dist.roles.rollout import RolloutWorker
 from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.roles.weight_sync import sync_weights
@@ -30,7 +29,7 @@ from grpo_dist.runtime.process import Address
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
 from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together
-from tests.worker_settings import engine_settings, model_settings
+from tests.worker_settings import engine_settings, model_settings, policy_settings
 
 pytestmark = pytest.mark.ray
 
@@ -125,23 +124,11 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
             engine_settings(path, seed=rank, tensor_model_parallel_size=size, weight_transport=backend)
             for rank in range(2)
         ]
-        start_together(Gang(actor).start(policy_settings(path)), RolloutGroup(rollout).start(engines))
+        start_together(
+            Gang(actor).start(policy_settings(model_settings(path), weight_bucket_bytes=BUCKET_BYTES)),
+            RolloutGroup(rollout).start(engines),
+        )
         yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S, backend))
-
-
-def policy_settings(path: str) -> PolicySettings:
-    return PolicySettings(
-        model=model_settings(path),
-        device="cpu",
-        num_threads=1,
-        temperature=1.0,
-        columns=("old_log_probs",),
-        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
-        collective_timeout_s=240.0,
-        seed=1,
-        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
-        weight_bucket_bytes=BUCKET_BYTES,
-    )
 
 
 def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: WorkerGroup) -> None:

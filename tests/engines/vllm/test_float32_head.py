@@ -13,13 +13,12 @@ import ray
 import torch
 import transformers
 
-from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.vllm.float32_head import WorkerExtension
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.protocol import DataProto
 from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import ActorWorker, PolicySettings
+from grpo_dist.roles.policy import ActorWorker
 from grpo_dist.roles.rollout import RolloutWorker
 from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.roles.weight_sync import sync_weights
@@ -29,7 +28,7 @@ from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from tests.engines.vllm.test_engine import sampling
 from tests.processes import spawned, start_together
-from tests.worker_settings import engine_settings, lora, model_settings
+from tests.worker_settings import engine_settings, lora, model_settings, policy_settings
 
 pytestmark = pytest.mark.ray
 
@@ -132,18 +131,8 @@ class Case:
 def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[Case]:
     adapters = lora(targets=("q_proj",)) if factors else None
     model = model_settings(path, adapters, merge=not factors, compute_dtype="bf16", head_dtype=head)
-    settings = PolicySettings(
-        model=model,
-        device="cpu",
-        num_threads=1,
-        temperature=1.0,
-        columns=("old_log_probs",),
-        forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 8),
-        collective_timeout_s=240.0,
-        seed=1,
-        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
-        weight_bucket_bytes=20_000,
-    )
+    forward = PassLimits("actor_rollout_ref.rollout.log_prob_", 8)
+    settings = policy_settings(model, forward=forward, weight_bucket_bytes=20_000)
     extension = {"worker_extension_cls": f"{__name__}.ReadWorker"} if head else {}
     engine = engine_settings(
         path,
