@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 SAMPLE_COLUMNS = ("uid", "prompts", "responses", "response_mask", "score", "failure")
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
+# Why sampler and trainer may differ: see `trainer.metrics.mismatch_causes`.
+Causes = tuple[np.ndarray | None, np.ndarray | None, bool]
 
 
 class BatchWork(Process):
@@ -110,18 +112,21 @@ class BatchWork(Process):
         named = {"gdpo_reward_keys": tuple(chosen), "gdpo_reward_weights": tuple(chosen.values())}
         return replace(settings, options={**settings.options, **named})
 
-    def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics of `algorithms.correction`, from the old log-probs that the update returned."""
-        return compute_rollout_correction(**_log_probs(batch), **correction)[2]
-
-    def mismatch_by_cause(
-        self, batch: DataProtoRef, newest: np.ndarray | None, lacks_routes: np.ndarray | None, filtered: bool
+    def rollout_diagnostics(
+        self, batch: DataProtoRef, correction: Mapping[str, Any] | None, causes: Causes | None = None
     ) -> dict[str, float]:
-        """See `algorithms.mismatch`; `newest` (N,) are the weights that a row's old log-probs are of."""
-        versions = None if newest is None else batch.fetch(("weight_versions",))["weight_versions"].to_padded(0)
-        stale = None if versions is None else versions < torch.as_tensor(newest)[:, None]
-        lacks = None if lacks_routes is None else torch.as_tensor(lacks_routes)
-        return mismatch_by_cause(**_log_probs(batch), is_stale=stale, lacks_routes=lacks, filtered=filtered)
+        """The metrics of `algorithms.correction`, from old log-probs that the update returned, and of `mismatch`."""
+        names = ("old_log_probs", "rollout_log_probs", "response_mask")
+        data = batch.fetch((*names, "weight_versions") if causes is not None else names)
+        columns: dict[str, Any] = {name: data[name].to_padded(0) for name in names}
+        metrics = {} if correction is None else compute_rollout_correction(**columns, **correction)[2]
+        if causes is not None:
+            newest, lacks_routes, filtered = causes
+            versions = data["weight_versions"].to_padded(0)
+            stale = None if newest is None else versions < torch.as_tensor(newest)[:, None]
+            lacks = None if lacks_routes is None else torch.as_tensor(lacks_routes)
+            metrics |= mismatch_by_cause(**columns, is_stale=stale, lacks_routes=lacks, filtered=filtered)
+        return metrics
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
@@ -280,9 +285,3 @@ def _write_rows(rows: Sequence[Mapping[str, Any]], path: str, without: str) -> N
             f"cannot write {target}: {error}. Free disk space, set trainer.default_local_dir to another folder, or "
             f"{without}"
         ) from error
-
-
-def _log_probs(batch: DataProtoRef) -> dict[str, Any]:
-    names = ("old_log_probs", "rollout_log_probs", "response_mask")
-    data = batch.fetch(names)
-    return {name: data[name].to_padded(0) for name in names}

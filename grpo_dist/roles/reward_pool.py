@@ -21,7 +21,7 @@ from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.rewards.output_lines import PrintedLines
-from grpo_dist.roles.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
+from grpo_dist.roles.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS, Causes
 from grpo_dist.roles.reward import EPISODE_TOKENS, Task
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -141,15 +141,18 @@ class RewardPool(Pool):
 
         return await self.ask_now(send, take_in)
 
-    async def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
-        """Metrics of the difference between rollout and training policy, and of the importance weights."""
-        inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
-        return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", inputs, correction)
+    async def rollout_diagnostics(
+        self, batch: DataProtoRef, correction: Mapping[str, Any] | None, causes: Causes | None = None
+    ) -> dict[str, float]:
+        """Metrics of the difference between rollout and training policy, of the importance weights, and of causes.
 
-    async def mismatch_by_cause(self, batch: DataProtoRef, *causes: Any) -> dict[str, float]:
-        """Metrics that say why rollout and training policy differ (`trainer.metrics.mismatch_causes`)."""
+        Args:
+            batch: with old log-probs.
+            correction: arguments of `compute_rollout_correction`; None: its metrics are there already.
+            causes: why both may differ; None: for one reason only.
+        """
         inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs", "weight_versions"))
-        return await self._ask_any("rollout_diagnostics", "mismatch_by_cause", inputs, *causes)
+        return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", inputs, correction, causes)
 
     async def read_samples(
         self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]

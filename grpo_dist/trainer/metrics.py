@@ -13,6 +13,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.placement import Placement
 from grpo_dist.protocol.routes import UNKNOWN_ROUTES
+from grpo_dist.roles.batch_work import Causes
 from grpo_dist.roles.reward import EXTRA
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -82,9 +83,7 @@ def staleness_metrics(
     return metrics | spread | shares | {"staleness/spanning": float(spanning.mean())}
 
 
-def mismatch_causes(
-    config: RunConfig, batch: DataProtoRef, weight_version: int
-) -> tuple[np.ndarray | None, np.ndarray | None, bool] | None:
+def mismatch_causes(config: RunConfig, batch: DataProtoRef, weight_version: int) -> Causes | None:
     """Why sampler and trainer may differ in a trained batch; None: for one reason only, or it was not measured.
 
     Returns:
@@ -92,7 +91,7 @@ def mismatch_causes(
         which rows have tokens without recorded experts, or None if none are replayed; whether the sampler's
         distribution is cut). In a batch of several parts all but the first have newer weights than any engine.
     """
-    if config.old_log_probs_from == "rollout" or "old_log_probs" not in batch.columns:
+    if config.old_log_probs_from == "rollout":
         return None
     newest = lacks_routes = None
     if config.trainer.samples_during_updates:

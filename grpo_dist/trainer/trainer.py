@@ -357,10 +357,10 @@ class GRPOTrainer(TrainingLoop):
     async def measure(self, batch: DataProtoRef) -> None:
         """Turn the step's batch and timings into metrics."""
         self.metrics |= batch_metrics(batch)
-        if self.config.on_policy and "old_log_probs" in batch.columns:  # else the policy stood still
-            self.metrics |= await self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
-        if why := mismatch_causes(self.config, batch, self.weight_version - 1):
-            self.metrics |= await self.roles.reward.mismatch_by_cause(batch, *why)
+        correction = self.targets.rollout_correction if self.config.on_policy else None  # else the targets' metrics
+        causes = mismatch_causes(self.config, batch, self.weight_version - 1)
+        if "old_log_probs" in batch.columns and (correction or causes):  # without them the policy stood still
+            self.metrics |= await self.roles.reward.rollout_diagnostics(batch, correction, causes)
         engines = self.roles.rollout.num_ready
         self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=num_devices(self.place, engines))
         self.metrics |= self.order.metrics() | {"training/epoch": self.order.epoch}
