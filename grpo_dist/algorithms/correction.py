@@ -26,7 +26,7 @@ Two more masks depend on the advantage; what they leave out still counts in the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -81,7 +81,8 @@ def compute_rollout_correction(
     log_ratio = bounded_log_ratio(old, rollout)
     metrics = _diagnostics(old, rollout, log_ratio, mask)
     kept = mask.clone()
-    for name, accepted in _accepted(old, rollout, mask, read_rejections(rollout_rs, rollout_rs_threshold)):
+    for name, bounds in read_rejections(rollout_rs, rollout_rs_threshold):
+        accepted = _accepted(name, bounds, old, rollout, mask)
         kept &= accepted
         metrics[f"rollout_corr/{name}_masked_fraction"] = float(masked_mean((~accepted).float(), mask))
     if rollout_rs:
@@ -251,23 +252,28 @@ def kpop(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     return torch.maximum(binary_kl(log_probs, other_log_probs), binary_kl(other_log_probs, log_probs))
 
 
-def _accepted(
-    old: Tensor, rollout: Tensor, mask: Tensor, rejections: list[tuple[str, tuple[float | None, float]]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name of `rollout_rs` with the tokens that it leaves in the mask."""
-    log_ratio, length = bounded_log_ratio(old, rollout), mask.sum(-1, keepdim=True).clamp_min(1)
-    divergence = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1 - log_ratio}
-    divergence["kpop"] = kpop(old, rollout)
-    for name, (lower, upper) in rejections:
-        scope, k = name.rsplit("_", 1)
-        value = divergence[k].where(mask, 0.0)
-        if scope == "seq_max":
-            value = value.amax(-1, keepdim=True)
-        elif scope != "token":
-            value = value.sum(-1, keepdim=True) / (length if scope == "seq_mean" else 1)
-        below = value <= (upper if lower is None else math.log(upper))
-        # k1: the bounds are ratios pi_rollout / pi_old
-        yield name, (below if lower is None else below & (value >= math.log(lower))).expand_as(mask)
+def _accepted(name: str, bounds: tuple[float | None, float], old: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    """Return which tokens one of `rollout_rs` leaves in the mask, (N, T) bool."""
+    scope, k = name.rsplit("_", 1)
+    value = _divergence(k, old, rollout).where(mask, 0.0)
+    if scope == "seq_max":
+        value = value.amax(-1, keepdim=True)
+    elif scope != "token":
+        value = value.sum(-1, keepdim=True) / (mask.sum(-1, keepdim=True).clamp_min(1) if scope == "seq_mean" else 1)
+    lower, upper = bounds
+    if lower is None:
+        return (value <= upper).expand_as(mask)
+    # k1: the bounds are ratios pi_rollout / pi_old
+    return ((value >= math.log(lower)) & (value <= math.log(upper))).expand_as(mask)
+
+
+def _divergence(k: str, old: Tensor, rollout: Tensor) -> Tensor:
+    if k == "kpop":
+        return kpop(old, rollout)
+    log_ratio = bounded_log_ratio(old, rollout)
+    if k == "k1":
+        return -log_ratio
+    return 0.5 * log_ratio.square() if k == "k2" else log_ratio.exp() - 1 - log_ratio
 
 
 def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
