@@ -24,13 +24,14 @@ from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import ENGINE_KEY, rollout_engine
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
-from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.protocol.parquet import read_parquet
+from grpo_dist.errors import ConfigError
+from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import ROLLOUTS
 from grpo_dist.trainer.agreement import Agreement, Asked, compare, send_weights
 from grpo_dist.trainer.checkpoint.folder import read_state, step_of
 from grpo_dist.trainer.checkpoint.manifest import versions
+from grpo_dist.trainer.recorded_step import read_step
 from grpo_dist.trainer.run_prompts import read_prompts
 from grpo_dist.trainer.settings import sampling_settings
 
@@ -64,9 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _compare(model: TrainedModel, checkpoint: Path | None, options: argparse.Namespace) -> dict[str, Any]:
     """Start both ends and return the certificate."""
-    at_start = (
-        model if checkpoint is None else base_of(model)
-    )  # the checkpoint has what was trained, LoRA's factors too
+    at_start = model if checkpoint is None else base_of(model)  # the checkpoint has what was trained, factors too
     config, settings = at_start.config, _engine_settings(at_start)
     source, asked = _recorded(checkpoint, options) or ("", [])
     if not asked:
@@ -144,11 +143,8 @@ def _recorded(checkpoint: Path | None, options: argparse.Namespace) -> tuple[str
     if not files:
         return None
     step = min((step for step in files if step > step_of(checkpoint)), default=max(files))
-    try:
-        data = read_parquet(files[step])
-    except (OSError, ValueError) as error:
-        raise DataError(f"{files[step]}: the step cannot be read: {error}") from None
-    if "predecessors" in data.columns():
+    data = read_step(files[step])
+    if PREDECESSORS in data.columns():
         return None
     data, most = data.slice(0, min(options.n, len(data))), options.max_tokens
     sampled_by = {held for held in data["weight_versions"].values.tolist() if held >= 0}

@@ -133,9 +133,8 @@ class OptimConfig(AdamWConfig):
 
     def warmup_steps(self, total_steps: int) -> int:
         """Return the optimizer steps in which the rate rises; -1 means `lr_warmup_steps_ratio` of all steps."""
-        return (
-            self.lr_warmup_steps if self.lr_warmup_steps >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
-        )
+        steps = self.lr_warmup_steps
+        return steps if steps >= 0 else math.floor(self.lr_warmup_steps_ratio * total_steps)
 
 
 class ShardsConfig(Section):

@@ -12,7 +12,7 @@ from grpo_dist.config.problems import between_keys
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.sampler_rules import correction_rules, streaming_rules
+from grpo_dist.plan.sampler_rules import CORRECTION, correction_rules, streaming_rules
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     GROUP_ADV_ESTIMATORS,
@@ -24,7 +24,6 @@ from grpo_dist.plugins.names import (
 from grpo_dist.sizes import ENGINE_LORA_RANKS
 
 _USE_KL = "actor_rollout_ref.actor.use_kl_loss"
-_CORRECTION = "algorithm.rollout_correction"
 
 
 @between_keys
@@ -74,7 +73,7 @@ def method_rules(config: RunConfig) -> Iterator[str]:
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
     if actor.top_entropy_quantile < 1 and algorithm.rollout_correction.bypass_mode:
         why = "entropies come from the pass that bypass_mode leaves out"
-        yield f"<actor.top_entropy_quantile>, <{_CORRECTION}.bypass_mode>: {why}"
+        yield f"<actor.top_entropy_quantile>, <{CORRECTION}.bypass_mode>: {why}"
     if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
@@ -289,10 +288,10 @@ def stopping_rules(config: RunConfig) -> Iterator[str]:
         yield f"<trainer.health.kl.action>, <actor.use_kl_loss>: {why}"
     if health.rollout_mismatch.action == "stop" and bypass:
         why = "this mode computes no log-probs to compare the sampler's with; set the action to off"
-        yield f"<trainer.health.rollout_mismatch.action>, <{_CORRECTION}.bypass_mode>: {why}"
+        yield f"<trainer.health.rollout_mismatch.action>, <{CORRECTION}.bypass_mode>: {why}"
     if health.entropy.action == "stop" and bypass and not config.actor_rollout_ref.actor.entropy_coeff:
         why = "entropy is not known in this mode; set the action to off, or entropy_coeff above 0"
-        yield f"<trainer.health.entropy.action>, <{_CORRECTION}.bypass_mode>, <actor.entropy_coeff>: {why}"
+        yield f"<trainer.health.entropy.action>, <{CORRECTION}.bypass_mode>, <actor.entropy_coeff>: {why}"
 
 
 @between_keys
@@ -319,7 +318,7 @@ def run_notes(config: RunConfig) -> Iterator[str]:
     if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
         key, age = ("max_staleness", f"{stale} updates") if stale else ("stream_mini_batches", "some mini-batches")
         why = f"responses may be {age} old, and nothing corrects for it; set the second to auto"
-        yield f"<trainer.{key}>, <{_CORRECTION}.rollout_is>: {why}"
+        yield f"<trainer.{key}>, <{CORRECTION}.rollout_is>: {why}"
     if rollout.over_sample_rate:
         yield (
             "<rollout.over_sample_rate>: the slowest groups are aborted, so batches are biased towards short "

@@ -10,34 +10,34 @@ from grpo_dist.config.problems import between_keys
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plugins.names import ADV_ESTIMATORS, SEQUENCE_LOSSES, TOKEN_SELECTING_LOSSES, WHOLE_BATCH_ADV_ESTIMATORS
 
-_CORRECTION = "algorithm.rollout_correction"
+CORRECTION = "algorithm.rollout_correction"
 
 
 @between_keys
 def correction_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong between the keys that correct for the sampler."""
     loss, correction = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
-    own_bypass, reinforce = f"<{_CORRECTION}.bypass_mode>", correction.loss_type == "reinforce"
+    own_bypass, reinforce = f"<{CORRECTION}.bypass_mode>", correction.loss_type == "reinforce"
     if correction.bypass_mode and config.rollout_is is not None and not reinforce:
         why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
-        yield f"{own_bypass}, <{_CORRECTION}.rollout_is>: {why}"
+        yield f"{own_bypass}, <{CORRECTION}.rollout_is>: {why}"
     if correction.bypass_mode and correction.rollout_is_batch_normalize:
         why = "these weights change during the update, so there is no mean over the batch; set one of the two"
-        yield f"{own_bypass}, <{_CORRECTION}.rollout_is_batch_normalize>: {why}"
+        yield f"{own_bypass}, <{CORRECTION}.rollout_is_batch_normalize>: {why}"
     if correction.m2_threshold is not None and correction.bypass_mode:
         why = "the second moment is that of the whole batch by the log-probs that bypass_mode leaves out"
-        yield f"<{_CORRECTION}.m2_threshold>, {own_bypass}: {why}; set the first to null, or the second to false"
+        yield f"<{CORRECTION}.m2_threshold>, {own_bypass}: {why}; set the first to null, or the second to false"
     if correction.m2_threshold is not None and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode, or set the first to null"
-        yield f"<{_CORRECTION}.m2_threshold>, <actor.policy_loss.loss_mode>: {why}"
+        yield f"<{CORRECTION}.m2_threshold>, <actor.policy_loss.loss_mode>: {why}"
     if reinforce and not correction.bypass_mode:
         why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
-        yield f"<{_CORRECTION}.loss_type>, {own_bypass}: {why}"
+        yield f"<{CORRECTION}.loss_type>, {own_bypass}: {why}"
     if reinforce and loss != "vanilla":
         why = "two losses; leave one of them at its default"
-        yield f"<{_CORRECTION}.loss_type>, <actor.policy_loss.loss_mode>: {why}"
+        yield f"<{CORRECTION}.loss_type>, <actor.policy_loss.loss_mode>: {why}"
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
-        yield f"<{_CORRECTION}.rollout_rs>, <{_CORRECTION}.rollout_rs_threshold>: set both or none"
+        yield f"<{CORRECTION}.rollout_rs>, <{CORRECTION}.rollout_rs_threshold>: set both or none"
 
 
 @between_keys
@@ -52,8 +52,8 @@ def streaming_rules(config: RunConfig) -> Iterator[str]:
     whole = {
         "<algorithm.adv_estimator>": (estimator not in one_by_one, f"one of {', '.join(one_by_one)}"),
         "<algorithm.filter_groups.enable>": (algorithm.filter_groups.enable, "false"),
-        f"<{_CORRECTION}.rollout_is_batch_normalize>": (correction.rollout_is_batch_normalize, "false"),
-        f"<{_CORRECTION}.m2_threshold>": (correction.m2_threshold is not None, "null"),
+        f"<{CORRECTION}.rollout_is_batch_normalize>": (correction.rollout_is_batch_normalize, "false"),
+        f"<{CORRECTION}.m2_threshold>": (correction.m2_threshold is not None, "null"),
         "<rollout.over_sample_rate>": (config.actor_rollout_ref.rollout.over_sample_rate > 0, "0"),
         "<actor.ppo_epochs>": (actor.ppo_epochs > 1, "1"),
         "<actor.shuffle>": (actor.shuffle, "false"),

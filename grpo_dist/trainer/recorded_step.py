@@ -111,14 +111,23 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     if not trust:
         given = with_overrides({}, overrides, GRPO)
         require_trust(run_dir / CONFIG, code_of_run(config, (*MODEL, *REWARD, *UPDATE), given))
-    try:
-        data = read_parquet(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: the step cannot be read: {error}") from None
+    data = read_step(path)
     metrics = next((row for row in read_metrics(run_dir / METRICS) if row["step"] == step), {})
     if ran.old_log_probs_from == "rollout" != config.old_log_probs_from and "old_log_probs" in data.columns():
         _, data = data.pop(("old_log_probs",))  # they are the sampler's
     return Recorded(run_dir, step, config, data, metrics, ran if overrides else None)
+
+
+def read_step(path: Path) -> DataProto:
+    """Read the tokens of a step that a run has recorded.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        return read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: the step cannot be read: {error}") from None
 
 
 def first_difference(recorded: DataProto, computed: DataProto, tolerance: float) -> Difference | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from grpo_dist.algorithms.agreement import LOG_PROBS
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.protocol import DataProto
@@ -53,7 +54,7 @@ def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[st
             AttentionInterface.register(kind, kernel)
         if compiler is not None:
             compiler.on = was_on
-    return watch.seen | {"log_probs": log_probs.values.unsqueeze(1)}
+    return watch.seen | {LOG_PROBS: log_probs.values.unsqueeze(1)}
 
 
 class _Watch:
