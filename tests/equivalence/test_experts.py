@@ -25,7 +25,7 @@ from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, gene
 from tests.messages import says
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned, start_together
-from tests.roles.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, policy_settings
+from tests.roles.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, actor_settings
 from tests.worker_settings import engine_settings
 
 pytestmark = pytest.mark.ray
@@ -94,7 +94,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pyte
             for rank, transport in enumerate(TRANSPORTS)
         ]
         engines = rollout.answers([rollout.submit(rank, "start", "start", each) for rank, each in enumerate(settings)])
-        start_together(Gang(actor).start(policy_settings(path)), engines)
+        start_together(Gang(actor).start(actor_settings(path)), engines)
         yield Case(path, actor, rollout, BroadcastTransport(size, TIMEOUT_S))
 
 

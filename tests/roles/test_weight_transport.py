@@ -17,7 +17,7 @@ from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
 from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import ActorWorker
+from grpo_dist.roles.policy import ActorWorker, PolicySettings
 from grpo_dist.roles.rollout import RolloutWorker
 from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.roles.weight_sync import sync_weights
@@ -125,10 +125,15 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
             for rank in range(2)
         ]
         start_together(
-            Gang(actor).start(policy_settings(model_settings(path), weight_bucket_bytes=BUCKET_BYTES)),
+            Gang(actor).start(actor_settings(path)),
             RolloutGroup(rollout).start(engines),
         )
         yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S, backend))
+
+
+def actor_settings(path: str) -> PolicySettings:
+    """Of a rank that sends its weights in several buckets."""
+    return policy_settings(model_settings(path), weight_bucket_bytes=BUCKET_BYTES)
 
 
 def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: WorkerGroup) -> None:

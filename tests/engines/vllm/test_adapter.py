@@ -39,8 +39,8 @@ from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.messages import refuses, says
 from tests.models import random_model
 from tests.processes import spawned, start_together
-from tests.roles.test_weight_transport import TIMEOUT_S, policy_settings
-from tests.worker_settings import changed, engine_settings, lora, model_settings
+from tests.roles.test_weight_transport import TIMEOUT_S
+from tests.worker_settings import changed, engine_settings, lora, model_settings, policy_settings
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora": LoraSyncConfig(merge=False)}
 GREEDY = sampling(n=1, temperature=0.0, seed=None)
@@ -187,8 +187,7 @@ def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
     import transformers
 
     path = random_models["tied"]
-    settings = policy_settings(path)
-    settings = dataclasses.replace(settings, model=model_settings(path, lora(), merge=False), weight_bucket_bytes=8000)
+    settings = policy_settings(model_settings(path, lora(), merge=False), weight_bucket_bytes=8000)
     engine = changed(split_settings(path, "broadcast"), **LORA)
     with (
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,

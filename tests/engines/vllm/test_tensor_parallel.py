@@ -26,7 +26,7 @@ from tests.engines.vllm.test_engine import PROMPTS, generate, hf_greedy, perturb
 from tests.messages import refuses, says
 from tests.observed import alive_as, command_line
 from tests.processes import open_to_others, spawned, start_together
-from tests.roles.test_weight_transport import TIMEOUT_S, Case, actor_class, policy_settings
+from tests.roles.test_weight_transport import TIMEOUT_S, Case, actor_class, actor_settings
 from tests.worker_settings import changed, engine_settings
 
 pytestmark = pytest.mark.ray
@@ -66,7 +66,7 @@ def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[tuple[Ca
         spawned("rollout", SplitRolloutWorker, [()], env=env) as one,
     ):
         start_together(
-            Gang(actor).start(policy_settings(path)),
+            Gang(actor).start(actor_settings(path)),
             rollout.ask(0, "start", "start", split_settings(path, "broadcast")),
             one.ask(0, "start", "start", engine_settings(path, weight_transport="broadcast")),
         )
