@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +25,14 @@ from grpo_dist.engines.base import ENGINE_KEY, rollout_engine
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.errors import ConfigError
-from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.terminal import show
-from grpo_dist.tracking.jsonl import ROLLOUTS
-from grpo_dist.trainer.agreement import Agreement, Asked, compare, send_weights
-from grpo_dist.trainer.checkpoint.folder import read_state, step_of
+from grpo_dist.trainer.agreement import Agreement, compare, send_weights
 from grpo_dist.trainer.checkpoint.manifest import versions
-from grpo_dist.trainer.recorded_step import read_step
 from grpo_dist.trainer.run_prompts import read_prompts
 from grpo_dist.trainer.settings import sampling_settings
 
 LIMIT = 0.01  # nats per token: that of rollout_corr/k3_kl in docs/metrics.md
 _LAYER = re.compile(r"(.*\blayers\.\d+)(?:\.(.*))?")
-# What to look at where an operation differs, by parts of its name.
-HINTS = {
-    "rope": "the rotary positions: rope_theta and rope_scaling of config.json",
-    "norm": "the weight of the norm, or its epsilon",
-    "experts": "the experts' weights, and which is which",
-    "proj": "the weight, or LoRA's factors",
-    "attention": "the attention kernel: its mask, window or scale",
-    "log_probs": "the logits agree, so it is what is done to them: the temperature, top-p, top-k or min-p",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,26 +43,26 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--{flag} {value}: give at least {least}")
     model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     checkpoint = None if model.base is None else named_checkpoint(expanded(options.model), options.step)
-    certificate = asyncio.run(_compare(model, checkpoint, options))
+    agreement, certificate = asyncio.run(_compare(model, checkpoint, options))
     path = expanded(options.output)
     path.write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
-    show("\n".join([*_text(certificate), f"certificate: {path}"]) + "\n")
-    return 0 if certificate["kl"] <= options.limit else 2
+    show("\n".join([*_text(agreement, certificate), f"certificate: {path}"]) + "\n")
+    return 0 if agreement.kl <= options.limit else 2
 
 
-async def _compare(model: TrainedModel, checkpoint: Path | None, options: argparse.Namespace) -> dict[str, Any]:
-    """Start both ends and return the certificate."""
+async def _compare(
+    model: TrainedModel, checkpoint: Path | None, options: argparse.Namespace
+) -> tuple[Agreement, dict[str, Any]]:
+    """Start both ends; returns what they say and the certificate."""
     at_start = model if checkpoint is None else base_of(model)  # the checkpoint has what was trained, factors too
     config, settings = at_start.config, _engine_settings(at_start)
-    source, asked = _recorded(checkpoint, options) or ("", [])
-    if not asked:
-        source, prompts = _prompts(model, options)
+    prompts = _prompts(model, options)
     engine: Any = rollout_engine(settings.rollout.name)(settings)
     if not hasattr(engine, "watched"):
         raise ConfigError(f"{ENGINE_KEY}={settings.rollout.name}: this engine cannot be watched; set it to vllm")
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     sampling = replace(sampling_settings(config)[0], seed=config.trainer.seed, max_tokens=options.max_tokens)
-    asked = asked or [Asked(ids) for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
+    ids = [ids for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     from grpo_dist.trainer.replay import policy_engine  # Ray: seconds
 
@@ -87,27 +74,18 @@ async def _compare(model: TrainedModel, checkpoint: Path | None, options: argpar
         try:
             megabytes = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
             await send_weights(engine, trainer, megabytes << 20)
-            agreement = await compare(engine, trainer, asked, sampling)
+            agreement = await compare(engine, trainer, ids, sampling)
             kernels = await engine.attention_kernels()
         finally:
             engine.shutdown()
-        return {
+        sampler = {"type": settings.dtype, "temperature": sampling.temperature, "attention": kernels}
+        own = {"type": trainer.settings.compute_dtype, "temperature": config.actor_rollout_ref.rollout.temperature}
+        own |= {"attention": [trainer.model.config._attn_implementation], "layout": trainer.report}
+        return agreement, {
             "model": model.name,
-            "tokens": source,
             "versions": versions(),
-            "sampler": {
-                "type": settings.dtype,
-                "attention": kernels,
-                "layout": "one response alone: its prompt, then token by token",
-                "eager": settings.rollout.enforce_eager or settings.device == "cpu",
-                "temperature": sampling.temperature,
-            },
-            "trainer": {
-                "type": trainer.settings.compute_dtype,
-                "attention": [trainer.model.config._attn_implementation],
-                "layout": trainer.report,
-                "temperature": config.actor_rollout_ref.rollout.temperature,
-            },
+            "sampler": sampler | {"layout": "one response alone: its prompt, then token by token"},
+            "trainer": own,
             **_judged(agreement, tokenizer, options.limit),
         }
 
@@ -121,60 +99,24 @@ def _engine_settings(model: TrainedModel) -> EngineSettings:
     return replace(settings, rollout=rollout, model=policy if policy.sends_factors else settings.model)
 
 
-def _prompts(model: TrainedModel, options: argparse.Namespace) -> tuple[str, list[Prompt]]:
-    """Return whose prompts are asked, in words, and the prompts."""
+def _prompts(model: TrainedModel, options: argparse.Namespace) -> list[Prompt]:
     if options.prompts:
-        return "sampled for --prompts", given_prompts(model, options.prompts)[0][: options.n]
+        return given_prompts(model, options.prompts)[0][: options.n]
     files = model.config.data.val_files
     if not files:
         raise ConfigError(f"no prompts: {model.name} has no data.val_files; give --prompts")
-    return "sampled for data.val_files", read_prompts(model.config, "data.val_files", files, options.n, NO_ANSWERS)
-
-
-def _recorded(checkpoint: Path | None, options: argparse.Namespace) -> tuple[str, list[Asked]] | None:
-    """Return responses of the step behind a checkpoint, else of the newest.
-
-    Returns:
-        None: prompts are given, or no responses without branches are recorded.
-    """
-    if checkpoint is None or options.prompts:
-        return None
-    files = {int(path.stem): path for path in (checkpoint.parent / ROLLOUTS).glob("*.parquet") if path.stem.isdecimal()}
-    if not files:
-        return None
-    step = min((step for step in files if step > step_of(checkpoint)), default=max(files))
-    data = read_step(files[step])
-    if PREDECESSORS in data.columns():
-        return None
-    data, most = data.slice(0, min(options.n, len(data))), options.max_tokens
-    sampled_by = {held for held in data["weight_versions"].values.tolist() if held >= 0}
-    same = sampled_by <= {read_state(checkpoint).weight_version}
-    names = ("prompts", "responses", "weight_versions", "rollout_log_probs")
-    asked = [
-        Asked(prompt, response[:most], [held >= 0 for held in by[:most]], log_probs[:most] if same else None)
-        for prompt, response, by, log_probs in zip(
-            *([row.tolist() for row in data[name].rows()] for name in names), strict=True
-        )
-        if response
-    ]
-    return (f"recorded in step {step}", asked) if asked else None
+    return read_prompts(model.config, "data.val_files", files, options.n, NO_ANSWERS)
 
 
 def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any]:
     """Return what was measured, for the certificate."""
     row, position, token = agreement.places[agreement.worst]
     kl, first = agreement.kl, agreement.first
-    by_layer: dict[str, list[Operation]] = {}
-    for each in agreement.operations:
-        layer = _LAYER.fullmatch(each.name)
-        by_layer.setdefault(layer[1] if layer else each.name, []).append(each)
-    largest = {name: max(members, key=lambda each: each.largest) for name, members in by_layer.items()}
     return {
-        "responses": len({row for row, _, _ in agreement.places}),
+        "responses": 1 + max(row for row, _, _ in agreement.places),
         "num_tokens": len(agreement.places),
         "limit": limit,
         "kl": kl,
-        "recorded_kl": agreement.recorded_kl,
         "worst_token": {
             "response": row,
             "position": position,
@@ -183,54 +125,48 @@ def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any
             "sampler": float(agreement.sampler[agreement.worst]),
             "trainer": float(agreement.trainer[agreement.worst]),
         },
-        "operations": len(agreement.operations),
+        "operations": [asdict(each) for each in agreement.operations],
         "unseen": sorted({re.sub(r"\b\d+\b", "*", name) for name in agreement.unseen}),
-        "layers": [{"layer": name} | _numbers(each) for name, each in largest.items()],
-        "first_difference": None if first is None else _numbers(first),
+        "first_difference": None if first is None else asdict(first),
         "verdict": "beyond the limit" if not kl <= limit else "agree" if first is None else "differ",
     }
 
 
-def _numbers(each: Operation) -> dict[str, Any]:
-    return {"operation": each.name, "largest": each.largest, "mean": each.mean, "rounding": each.rounding}
-
-
-def _text(told: dict[str, Any]) -> Iterator[str]:
-    """Yield the certificate in plain words."""
-    yield f"{told['model']}: {told['num_tokens']} tokens of {told['responses']} responses, {told['tokens']}"
+def _text(agreement: Agreement, certificate: dict[str, Any]) -> Iterator[str]:
+    """Yield in plain words what the certificate says."""
+    yield f"{certificate['model']}: {certificate['num_tokens']} tokens of {certificate['responses']} responses"
     for end in ("sampler", "trainer"):
-        one = told[end]
-        kernels = ", ".join(one["attention"])
-        yield f"  {end}: {one['type']}, temperature {one['temperature']:g}, {kernels}; {one['layout']}"
+        yield f"  {end}: " + "{type}, temperature {temperature:g}, {attention[0]}; {layout}".format(**certificate[end])
     yield f"\n{'largest difference of a token':<44} {'any':>9} {'mean':>9} {'rounding':>9}"
-    for each in told["layers"]:
-        inside = each["operation"].removeprefix(each["layer"]).removeprefix(".")
-        name = f"{each['layer']} ({inside})" if inside else each["layer"]
-        yield f"  {name:<42} {each['largest']:9.2g} {each['mean']:9.2g} {each['rounding']:9.2g}"
+    by_layer: dict[str, list[Operation]] = {}
+    for each in agreement.operations:
+        layer = _LAYER.fullmatch(each.name)
+        by_layer.setdefault(layer[1] if layer else each.name, []).append(each)
+    for name, members in by_layer.items():
+        most = max(members, key=lambda each: each.largest)
+        inside = most.name.removeprefix(name).removeprefix(".")
+        shown = f"{name} ({inside})" if inside else name
+        yield f"  {shown:<42} {most.largest:9.2g} {most.mean:9.2g} {most.rounding:9.2g}"
     yield "(of an operation's output, relative to its size; of log_probs in nats)"
-    if told["operations"] == 1:
+    if len(agreement.operations) == 1:
         yield (
             "the sampler's operations were not seen: its code is compiled, or its modules have other names. Log-probs "
             "alone are compared; with actor_rollout_ref.rollout.enforce_eager=true it is not compiled"
         )
-    elif told["unseen"]:
-        yield f"not compared, as the sampler has none of that name and shape: {some(told['unseen'])}"
-    if (first := told["first_difference"]) is None:
-        yield f"no difference beyond rounding, in {told['operations']} operations"
+    elif certificate["unseen"]:
+        yield f"not compared, as the sampler has none of that name and shape: {some(certificate['unseen'])}"
+    if (first := agreement.first) is None:
+        yield f"no difference beyond rounding, in {len(agreement.operations)} operations"
     else:
-        hint = next((text for part, text in HINTS.items() if part in first["operation"]), "")
-        yield f"the first operation that differs beyond rounding: {first['operation']}"
-        yield f"  by {first['mean']:.2g} on average, where rounding explains {first['rounding']:.2g}"
-        yield from [f"  look at {hint}"] if hint else []
-    worst = told["worst_token"]
+        yield f"the first operation that differs beyond rounding: {first.name}"
+        yield f"  by {first.mean:.2g} on average, where rounding explains {first.rounding:.2g}"
     yield (
-        f"worst token: {worst['text']!r}, token {worst['position']} of response {worst['response']}: log-prob "
-        f"{worst['sampler']:.6f} in the sampler, {worst['trainer']:.6f} in the trainer"
+        "worst token: {text!r}, token {position} of response {response}: log-prob {sampler:.6f} in the sampler, "
+        "{trainer:.6f} in the trainer".format(**certificate["worst_token"])
     )
-    if told["recorded_kl"] is not None:
-        yield f"KL of the run's own sampler, by the same weights: {told['recorded_kl']:.3g} nats per token"
-    above = "above" if told["verdict"] == "beyond the limit" else "within"
-    yield f"KL from sampler to trainer: {told['kl']:.3g} nats per token (k3), {above} --limit {told['limit']:g}"
+    limit = certificate["limit"]
+    side = "within" if agreement.kl <= limit else "above"
+    yield f"KL from sampler to trainer: {agreement.kl:.3g} nats per token (k3), {side} --limit {limit:g}"
 
 
 def _parser() -> argparse.ArgumentParser:

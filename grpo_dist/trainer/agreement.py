@@ -24,33 +24,15 @@ from grpo_dist.trainer.rollout.job import group_seed
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A prompt, and the response that a run has recorded for it.
-
-    Attributes:
-        prompt: token ids.
-        response: token ids; None: one is sampled.
-        mask: whether the policy sampled each token; None: all.
-        log_probs: as the run's sampler has recorded them with the weights that are compared now; None: there are none.
-    """
-
-    prompt: list[int]
-    response: list[int] | None = None
-    mask: list[bool] | None = None
-    log_probs: list[float] | None = None
-
-
-@dataclass(frozen=True)
 class Agreement:
     """How far sampler and trainer agree.
 
     Attributes:
         operations: that were seen at both ends, in the trainer's order; the log-probs are the last.
         unseen: names of the trainer's operations that were not seen in the sampler, or not in the same shape.
-        places: row, position in the response and token id of all T sampled tokens.
+        places: response, position in it and token id of all T sampled tokens.
         sampler: (T,) log-probs of the sampler, nats.
         trainer: (T,) of the trainer.
-        recorded: (T,) of the run's sampler; None: not known.
     """
 
     operations: list[Operation]
@@ -58,7 +40,6 @@ class Agreement:
     places: list[tuple[int, int, int]]
     sampler: Tensor
     trainer: Tensor
-    recorded: Tensor | None = None
 
     @property
     def first(self) -> Operation | None:
@@ -68,15 +49,7 @@ class Agreement:
     @property
     def kl(self) -> float:
         """KL(sampler || trainer) by k3, nats per token."""
-        return self._kl_of(self.sampler)
-
-    @property
-    def recorded_kl(self) -> float | None:
-        """Likewise KL(recorded || trainer)."""
-        return None if self.recorded is None else self._kl_of(self.recorded)
-
-    def _kl_of(self, sampler: Tensor) -> float:
-        return float(k3(sampler.double(), self.trainer.double()).mean())  # in float32 it is 0 below 1e-7
+        return float(k3(self.sampler.double(), self.trainer.double()).mean())  # in float32 it is 0 below 1e-7
 
     @property
     def worst(self) -> int:
@@ -92,13 +65,15 @@ async def send_weights(sampler: Any, trainer: FSDPEngine, bucket_bytes: int) -> 
     await sampler.weights.load(list(pack(tensors, bucket_bytes=bucket_bytes)), sampler.weights.version + 1)
 
 
-async def compare(sampler: Any, trainer: FSDPEngine, asked: Sequence[Asked], sampling: SamplingSettings) -> Agreement:
-    """Run both over the same tokens, one response after the other.
+async def compare(
+    sampler: Any, trainer: FSDPEngine, prompts: Sequence[Sequence[int]], sampling: SamplingSettings
+) -> Agreement:
+    """Sample a response to each prompt (token ids), and run the trainer over the same tokens, one after the other.
 
     Args:
         sampler: a `VLLMEngine` without prefix cache, with the trainer's weights.
         trainer: on one rank.
-        asked: what to sample, and the tokens to go along.
+        prompts: token ids.
         sampling: of the sampler.
     """
     dtypes = (getattr(torch, sampler.settings.dtype), DTYPES[trainer.settings.compute_dtype])
@@ -107,11 +82,11 @@ async def compare(sampler: Any, trainer: FSDPEngine, asked: Sequence[Asked], sam
     unseen: dict[str, None] = {}
     places: list[tuple[int, int, int]] = []
     log_probs: list[tuple[Tensor, ...]] = []
-    for row, one in enumerate(asked):
+    for row, prompt in enumerate(prompts):
         seeded = replace(sampling, n=1, seed=group_seed(sampling.seed or 0, 0, row))
-        response, theirs = await sampler.watched(one.prompt, seeded, one.response)
+        response, theirs = await sampler.watched(prompt, seeded)
         theirs[LOG_PROBS] = torch.tensor(response.log_probs).unsqueeze(1)
-        data = _row(one.prompt, response)
+        data = _row(prompt, response)
         if row == 0:  # which compares layouts first
             trainer.compute_log_probs(data, micro_batch_size=1)
         own, wobbled = watched(trainer, data), watched(trainer, data, torch.finfo(coarser).eps)
@@ -122,19 +97,17 @@ async def compare(sampler: Any, trainer: FSDPEngine, asked: Sequence[Asked], sam
                 continue
             difference, wobble = (distances(name, other[name][:n], output[:n]) for other in (theirs, wobbled))
             apart[name].append((difference, wobble))
-        mask = torch.tensor(one.mask or [True] * len(response.token_ids))
-        places += [(row, i, response.token_ids[i]) for i in mask.nonzero().flatten().tolist()]
-        recorded = [] if one.log_probs is None else [torch.tensor(one.log_probs)]
-        log_probs.append(tuple(each[mask] for each in (theirs[LOG_PROBS][:, 0], own[LOG_PROBS][:, 0], *recorded)))
+        places += [(row, position, token) for position, token in enumerate(response.token_ids)]
+        log_probs.append((theirs[LOG_PROBS][:, 0], own[LOG_PROBS][:, 0]))
     operations = []
     for name, pairs in apart.items():
         differences, wobbles = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         operations.append(operation(name, differences, wobbles, coarser))
-    columns = (torch.cat(parts) for parts in zip(*log_probs, strict=True))
-    return Agreement(operations, list(unseen), places, *columns)
+    both = (torch.cat(parts) for parts in zip(*log_probs, strict=True))
+    return Agreement(operations, list(unseen), places, *both)
 
 
-def _row(prompt: list[int], response: Response) -> DataProto:
+def _row(prompt: Sequence[int], response: Response) -> DataProto:
     ids = response.token_ids
     tokens = {"prompts": prompt, "responses": ids, "response_mask": [1] * len(ids)}
     columns = {name: Ragged.from_rows([values], torch.int32) for name, values in tokens.items()}

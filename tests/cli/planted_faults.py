@@ -20,7 +20,7 @@ from torch import Tensor
 
 import grpo_dist.cli.agreement as command
 from grpo_dist.cli.entry import main
-from grpo_dist.trainer.agreement import Agreement, Asked, compare, send_weights
+from grpo_dist.trainer.agreement import Agreement, compare, send_weights
 
 LAYER = "model.layers.1"
 PROMPTS = ("w5 w6 w7 w8", "w40 w41 w42 w43 w44 w45 w46 w47 w48", "w90 w12 w31")
@@ -75,35 +75,33 @@ def told_of(agreement: Agreement) -> dict[str, Any]:
 
 async def with_faults(found: dict[str, Any], ends: tuple[Any, ...], faults: dict[str, Any]) -> None:
     """Compare with weights that differ, one after the other, and at last with the right ones again."""
-    engine, trainer, asked, sampling = ends
+    engine, trainer, prompts, sampling = ends
     for name, change in faults.items():
         await send_weights(engine, Spoiled(trainer, change), 1 << 20)  # type: ignore[arg-type]
-        found[name] = told_of(await compare(engine, trainer, asked, sampling))
+        found[name] = told_of(await compare(engine, trainer, prompts, sampling))
     await send_weights(engine, trainer, 1 << 20)
-    found["mended"] = told_of(await compare(engine, trainer, asked, sampling))
+    found["mended"] = told_of(await compare(engine, trainer, prompts, sampling))
 
 
 def call(folder: Path, experts: str) -> dict[str, Any]:
     """Call the command twice, and plant faults while its engines are there."""
     found: dict[str, Any] = {}
 
-    async def of_experts(engine: Any, trainer: Any, asked: list[Asked], sampling: Any) -> Agreement:
-        ends = engine, trainer, asked, sampling
+    async def of_experts(*ends: Any) -> Agreement:
         norms = {
             "no k norm": without_norm("self_attn.k_norm"),
             "no layer norm": without_norm("post_attention_layernorm"),
         }
         await with_faults(found, ends, norms | {"swapped experts": swapped})
-        found["another temperature"] = told_of(await compare(*ends[:3], replace(sampling, temperature=0.7)))
+        found["another temperature"] = told_of(await compare(*ends[:3], replace(ends[3], temperature=0.7)))
         for theta in (1e6, 1e4):
-            await engine._llm.collective_rpc(turn, (theta,))
+            await ends[0]._llm.collective_rpc(turn, (theta,))
             found["another theta" if theta > 1e4 else "mended theta"] = told_of(await compare(*ends))
         return await compare(*ends)
 
-    async def of_factors(engine: Any, trainer: Any, asked: list[Asked], sampling: Any) -> Agreement:
-        await with_faults(found, (engine, trainer, asked, sampling), {"an old factor": older})
-        found["asked"] = [len(each.response or ()) for each in asked]
-        return await compare(engine, trainer, asked, sampling)
+    async def of_factors(*ends: Any) -> Agreement:
+        await with_faults(found, ends, {"an old factor": older})
+        return await compare(*ends)
 
     async def moved(engine: Any, trainer: Any, bucket_bytes: int) -> None:
         """Norms that are not all ones, as training leaves them."""
@@ -115,13 +113,10 @@ def call(folder: Path, experts: str) -> dict[str, Any]:
         await send_weights(engine, trainer, bucket_bytes)
 
     prompts = [part for text in PROMPTS for part in ("--prompts", text)]
+    lora = [str(folder / "run"), "actor_rollout_ref.model.lora.merge=false", "--limit", "0", "--n", "2"]
     calls = {
         "experts": ([experts, *prompts, "--n", "3", "--max-tokens", "24"], of_experts, moved),
-        "run": (
-            [str(folder / "run"), "actor_rollout_ref.model.lora.merge=false", "--limit", "0"],
-            of_factors,
-            send_weights,
-        ),
+        "run": (lora, of_factors, send_weights),
     }
     for name, (arguments, comparing, sending) in calls.items():
         command.compare, command.send_weights = comparing, sending  # type: ignore[assignment]

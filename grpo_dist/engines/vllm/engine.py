@@ -11,7 +11,7 @@ import asyncio
 import io
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -111,23 +111,13 @@ class VLLMEngine:
             return None
         return [_response(r) for r in sorted(done, key=lambda r: r.index)]
 
-    async def watched(
-        self, prompt: Sequence[int], sampling: SamplingSettings, tokens: Sequence[int] | None = None
-    ) -> tuple[Response, dict[str, Any]]:
+    async def watched(self, prompt: Sequence[int], sampling: SamplingSettings) -> tuple[Response, dict[str, Any]]:
         """Sample a response alone in the engine, and note what each operation gives on the way.
-
-        Args:
-            prompt: token ids.
-            sampling: how, for one response.
-            tokens: of the response, whatever would be sampled; None: what is sampled.
 
         Returns:
             (the response, (tokens, F) outputs by the module's name; {} where the model is compiled); see watching.py.
         """
-        if tokens is not None:
-            free = {"ignore_eos": True, "stop": (), "min_tokens": 0}
-            sampling = replace(sampling, max_tokens=len(tokens), **free)  # type: ignore[arg-type]
-        await self._call(self._llm.collective_rpc("watch", args=(None if tokens is None else list(tokens),)))
+        await self._call(self._llm.collective_rpc("watch"))
         try:
             responses = await self.generate(prompt, sampling)
         finally:

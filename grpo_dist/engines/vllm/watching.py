@@ -1,4 +1,4 @@
-"""What each operation of vLLM's model gives, to compare it with the trainer, and tokens that the engine is led along.
+"""What each operation of vLLM's model gives, to compare it with the trainer.
 
 The outputs have the names of transformers' modules: fused projections are taken apart, and the residual stream after a
 layer is the sum that vLLM takes in the next norm. `rope.q` and `rope.k` are what enters the attention.
@@ -25,28 +25,19 @@ class Watching:
     _seen: defaultdict[str, list[Tensor]]
     _hooks: list[Any]
 
-    def watch(self, tokens: list[int] | None) -> None:
-        """Begin to note outputs, and let the sampler sample these tokens, whatever it would; None: what it samples."""
-        model, sampler = self.model_runner.get_model(), self.model_runner.sampler
+    def watch(self) -> None:
+        """Begin to note outputs."""
+        model = self.model_runner.get_model()
         self._seen, packed = defaultdict(list), getattr(model, "packed_modules_mapping", {})
         self._hooks = [
             module.register_forward_hook(functools.partial(self._note, name, packed))
             for name, module in model.named_modules()
         ]
-        if tokens is not None:
-            sample, ahead = sampler.sample, iter(tokens)
-
-            def led(*args: Any, **kwargs: Any) -> Any:
-                sampled, log_probs = sample(*args, **kwargs)
-                return sampled.fill_(next(ahead, tokens[-1])), log_probs
-
-            sampler.sample = led
 
     def watched(self) -> bytes:
         """End that; returns what `torch.save` makes of the outputs by name, (tokens, F) each."""
         for hook in self._hooks:
             hook.remove()
-        vars(self.model_runner.sampler).pop("sample", None)
         file = io.BytesIO()
         torch.save({name: torch.cat(parts) for name, parts in self._seen.items()}, file)
         return file.getvalue()
