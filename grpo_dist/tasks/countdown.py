@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-from grpo_dist.data.conversion import Row, write_splits
+from grpo_dist.data.conversion import Row, check_sizes, verl_row, write_splits
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.format import MINUS_SIGNS, last_tag_content
 
@@ -86,13 +86,7 @@ def make_row(problem: Problem, *, split: str, index: int) -> Row:
         "exactly once, with +, -, *, / and parentheses. Think first, then give the expression, and nothing else, in "
         "<answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."
     )
-    return {
-        "data_source": "countdown",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": {"target": target, "numbers": list(numbers)}},
-        "extra_info": {"split": split, "index": index},
-    }
+    return verl_row("countdown", content, {"target": target, "numbers": list(numbers)}, split=split, index=index)
 
 
 def prepare(
@@ -113,15 +107,9 @@ def prepare(
     Raises:
         DataError: a size is too small, or there are not so many different problems.
     """
-    for key, values, least in (
-        ("train_size", [train_size], 1),
-        ("test_size", [test_size], 1),
-        ("num_numbers", num_numbers, 2),
-    ):
-        if min(values) < least or max(values) > 10**7:
-            raise DataError(f"--{key}={', '.join(map(str, values))}: must be at least {least}")
-    if max(num_numbers) > 10:
-        raise DataError(f"--num_numbers={max(num_numbers)}: at most 10")
+    check_sizes(train_size=train_size, test_size=test_size)
+    if min(num_numbers) < 2 or max(num_numbers) > 10:
+        raise DataError(f"--num_numbers={', '.join(map(str, num_numbers))}: must be at least 2 and at most 10")
     problems = draw_problems(train_size + test_size, num_numbers, seed)
     splits = {"test": problems[:test_size], "train": problems[test_size:]}
     rows = {

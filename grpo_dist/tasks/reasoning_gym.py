@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from grpo_dist.data.conversion import Row, Written, write_splits
+from grpo_dist.data.conversion import Row, Written, check_sizes, verl_row, write_splits
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.rewards.format import last_tag_content
 
@@ -64,9 +64,7 @@ def prepare(
         DataError: a size is too small, a task or setting does not exist, or no training question is left.
         ConfigError: the package is not installed.
     """
-    for key, size in (("train_size", train_size), ("test_size", test_size)):
-        if not 1 <= size <= 10**7:
-            raise DataError(f"--{key}={size}: must be at least 1 and at most 10,000,000")
+    check_sizes(train_size=train_size, test_size=test_size)
     shares, count = [_share(text) for text in task], test_size + train_size
     if (evaluating := EVALUATING.intersection(name for name, _, _ in shares)) and not allow_eval:
         raise DataError(
@@ -150,14 +148,10 @@ def _make_row(task: str, settings: str, number: int, instruction: str) -> Row:
         raise DataError(
             f"--task {task}: entry {number} holds more than numbers, texts and lists of them: {written[:200]}"
         )
+    prompt = f"{question}\n\n{instruction}" if instruction else question
     extra = {"task": task, "settings": settings, "entry": written}
-    return {
-        "data_source": f"reasoning_gym/{task}",
-        "prompt": [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}],
-        "ability": "reasoning",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {**extra, "completion": f"<answer>{answer}</answer>" if answer else None},
-    }
+    extra["completion"] = f"<answer>{answer}</answer>" if answer else None
+    return verl_row(f"reasoning_gym/{task}", prompt, answer, ability="reasoning", **extra)
 
 
 @lru_cache(maxsize=64)
