@@ -82,10 +82,7 @@ class Episode:
     """One episode; what an `AgentLoop` works with.
 
     Args:
-        row: what it starts from.
         sampling: how to sample; `max_tokens` bounds the whole response, `seed` is that of the row's first episode.
-        index: which of the row's n episodes this is.
-        tokenizer: the model's.
         max_model_len: most tokens of prompt and response.
         max_episode_len: most different tokens of all calls at the endpoint.
         max_turns: most turns; None: as many as there is room for.
@@ -320,7 +317,6 @@ class Episode:
         `reward`, where a loop sets none, is the sum of all.
 
         Args:
-            value: the reward.
             turn: which turn, from 0, in the order in which they ended; None: the last one.
             agent_name: count the turns of this agent only.
 

@@ -111,7 +111,6 @@ class Columns:
         """Return the name and the value of the ground truth; None where there is none and none is needed.
 
         Args:
-            row: the row.
             turn: the last turn of its messages, if that is the assistant's.
             where: file and row, for messages.
             taken: see `source`.
@@ -160,8 +159,6 @@ def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
     """Check that a row has no pictures, films or sounds, which no policy gets here.
 
     Args:
-        row: the row.
-        where: file and row, for the message.
         read: columns that the reward function reads by name; what is in these is for it.
     """
     for name in MEDIA:

@@ -106,11 +106,7 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
     """Check one row.
 
     Args:
-        row: the row.
-        index: its position among all rows.
-        location: file and row.
         key: the config key that names the files, for messages.
-        columns: how rows are read.
     """
     where, taken = f"{key}: {location}", dict[str, str]()
     check_text_only(row, where, columns.kept or ())

@@ -35,9 +35,7 @@ class Response:
     """One response, token by token.
 
     Attributes:
-        token_ids: the tokens.
         log_probs: of each token, in nats, temperature applied.
-        truncated: whether the response was cut short.
         weight_versions: of the weights that sampled each token; -1: those of the model folder.
         stop: the text that ended it; None: the end-of-sequence token, or it was cut short.
         mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
@@ -153,7 +151,6 @@ class RolloutEngine(Protocol):
 
         Args:
             prompt: token ids.
-            sampling: how to sample.
             request_id: a name for `abort`.
 
         Returns:
@@ -194,7 +191,6 @@ def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
     """Check what `generate` of a rollout engine has returned.
 
     Args:
-        engine: the engine.
         returned: what it returned, if the request was not aborted.
         n: responses that it was asked for.
 

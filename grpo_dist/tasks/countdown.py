@@ -95,9 +95,6 @@ def prepare(
     """Write train.parquet and test.parquet; no problem stands in both.
 
     Args:
-        local_save_dir: where to; made if it is not there.
-        train_size: problems in train.parquet, at least 1.
-        test_size: problems in test.parquet, at least 1.
         num_numbers: how many numbers a problem may give, such as [3, 4]; each at least 2.
         seed: the same seed makes the same files, everywhere.
 
@@ -162,10 +159,7 @@ def compute_score(
     """Score the expression in the last `<answer>...</answer>`.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: {"target": int, "numbers": [int, ...]}.
-        extra_info: not used.
         format_score: for an expression that is no solution.
         tag: the tag that holds the expression.
 

@@ -43,8 +43,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
     Args:
         example: "question" and "answer" (the solution, which ends in `#### NUMBER`), both text.
-        split: "train" or "test".
-        index: position in the split, from 0.
         location: file and row, for messages.
 
     Raises:
@@ -77,10 +75,7 @@ def compute_score(
     """Score the answer.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the number, as text or as a number.
-        extra_info: not used.
         method: "strict" or "flexible".
         format_score: for an answer that is wrong, but in the right place.
 

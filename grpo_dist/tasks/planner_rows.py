@@ -202,12 +202,7 @@ def prepare(
     """Write train.parquet, test.parquet and sft.parquet (requests with answers); no plan stands in two of them.
 
     Args:
-        local_save_dir: where to; made if it is not there.
-        train_size: requests in train.parquet, at least 1.
-        test_size: requests in test.parquet, at least 1.
-        sft_size: requests in sft.parquet, at least 1.
         hasty_share: share of its answers whose steps stand as the request names them, in the right order or not.
-        size: one of `SIZES`.
         seed: the same seed makes the same files, everywhere.
 
     Returns:

@@ -49,7 +49,6 @@ def prepare(
     """Write train.parquet and test.parquet. Questions of the test are left out of the training rows.
 
     Args:
-        local_save_dir: where to; made if it is not there.
         task: names of tasks, or YAML, {NAME: {weight: 2, SETTING: VALUE}}; a weight is 1 unless it is given.
         train_size: entries drawn for train.parquet, at least 1.
         test_size: entries drawn for test.parquet, at least 1.
@@ -87,12 +86,6 @@ def prepare(
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """Score the answer with the scorer of the row's task.
-
-    Args:
-        data_source: not used.
-        solution_str: the response.
-        ground_truth: not used.
-        extra_info: the row's.
 
     Returns:
         score: the scorer's, 0.0 without an answer; acc: 1.0 where it is 1, else 0.0; unreadable: 1.0 where the scorer

@@ -130,7 +130,6 @@ def recompute_layers(
     transformers' own switch works in training mode only.
 
     Args:
-        model: whose layers these are.
         section: of the config with the switch, for messages.
         keeping: makes the context in which the inputs are kept; what it says of tensors that autograd saves goes for
             them alone, since within a layer `checkpoint` has the say.

@@ -29,9 +29,6 @@ class FSDPWeights:
     """Base of `FSDPEngine`: what it does with its weights besides forward and backward passes.
 
     Attributes:
-        settings: what was loaded.
-        device: where passes run.
-        model: the sharded model.
         optimizer: None for a frozen model; likewise `schedule`.
         offload: moves the tensors between device and CPU.
     """

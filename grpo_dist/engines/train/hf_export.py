@@ -49,8 +49,6 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
 
     Args:
         model: a policy, whose LoRA factors are merged, or a model with a linear head.
-        settings: what it was loaded from.
-        folder: where the files go.
         dtype: of the weights in the files: "fp32" or "bf16".
         usage: what the folder says of itself; None: nothing.
 
@@ -83,7 +81,6 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
     """Have rank 0 write a folder, which appears only when it is complete, and replaces one of that name. Collective.
 
     Args:
-        folder: the folder.
         write: writes the files into another, temporary folder.
         tensors: what rank 0 gathers while it writes: the other ranks take part, and drop them.
         num_bytes: about what is written; without as much room on the disk nothing is.

@@ -43,7 +43,6 @@ class VLLMEngine:
     """One vLLM engine; see `RolloutEngine`.
 
     Args:
-        settings: the engine's.
         folder: of its sockets and its tokenizer, which `vllm_engine` has made.
     """
 
@@ -118,7 +117,6 @@ class VLLMEngine:
 
         Args:
             prompt: token ids.
-            sampling: how, for one response.
             tokens: of the response, whatever would be sampled; None: what is sampled.
 
         Returns:

@@ -30,7 +30,6 @@ class WeightUpdater:
     Args:
         llm: vLLM's AsyncLLM, or LocalLLM.
         call: awaits one of its calls within a time limit (`timeout_s`), and makes its exceptions ours.
-        settings: the engine's.
     """
 
     def __init__(self, llm: Any, call: Callable[..., Awaitable[Any]], *, settings: EngineSettings) -> None:

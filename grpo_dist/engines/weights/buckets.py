@@ -47,7 +47,6 @@ class Bucket:
     """Some tensors as one (B,) uint8 array, and where each lies.
 
     Attributes:
-        data: the bytes.
         entries: the tensors in them.
         number: position among the buckets of a model.
         last: whether no other one follows.

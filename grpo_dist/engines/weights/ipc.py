@@ -150,7 +150,6 @@ class SharedMemoryGroup:
         store: at which all ranks meet.
         rank: the actor's ranks come first, then those of the engines.
         device: where the buckets lie.
-        address: of the group.
 
     Attributes:
         store: the part of it for the ranks on this device.

@@ -70,8 +70,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
     Args:
         example: "problem" and "solution", text; "level" and "type" (the subject) are kept where they are there.
-        split: "train" or "test".
-        index: position in the split, from 0.
         location: file and row, for messages.
     """
     require_text(example, ("problem", "solution"), location)
@@ -115,10 +113,7 @@ def compute_score(
     """Compare the final answer with the truth.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the answer in LaTeX, or a number; or a list of accepted ones.
-        extra_info: not used.
         right: the score of a right answer.
         wrong: the score of a wrong answer, and of none.
 
