@@ -15,7 +15,7 @@ import ast
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
 
@@ -174,7 +174,8 @@ def compute_score(
     tree = parse_expression(last_tag_content(solution_str, tag) or "")
     if tree is None:
         return {"score": 0.0, "format": 0.0, "numbers": 0.0, "acc": 0.0}
-    complete = sorted(_constants(tree)) == sorted(numbers)
+    used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    complete = sorted(used) == sorted(numbers)  # type: ignore[type-var]
     correct = complete and _reaches(tree, target)
     return {
         "score": 1.0 if correct else format_score,
@@ -188,10 +189,6 @@ def _is_arithmetic(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         return type(node.value) is int
     return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub, *_OPERATIONS))
-
-
-def _constants(tree: ast.expr) -> Iterator[int]:
-    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int))
 
 
 def _reaches(tree: ast.expr, target: int) -> bool:
