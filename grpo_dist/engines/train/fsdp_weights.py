@@ -16,10 +16,10 @@ from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, num_bytes, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
-from grpo_dist.engines.train.fsdp_model import full_factors, full_parameters
 from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.engines.train.hf_names import as_in_files as named_as_in_files
 from grpo_dist.engines.train.lm_head import ReferenceHead, copy_output_layer
+from grpo_dist.engines.train.lora import full_factors, full_parameters
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.optimizer import Offload
 from grpo_dist.engines.train.sharded_tensors import free_gathered
