@@ -187,13 +187,8 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _sample(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "data_source": data_source,
-        "solution_str": solution_str,
-        "ground_truth": ground_truth,
-        "extra_info": extra_info,
-    }
+def _sample(*row: Any) -> dict[str, Any]:
+    return dict(zip(("data_source", "solution_str", "ground_truth", "extra_info"), row, strict=True))
 
 
 def _checked_score(answer: Any, where: str) -> dict[str, Any]:
