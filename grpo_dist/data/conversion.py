@@ -32,9 +32,6 @@ def convert(
         local_dataset_path: a folder with the files of train and test; see `local_examples`. None: the hub.
         hub: the data set's name and configuration on the Hugging Face hub.
 
-    Returns:
-        The number of rows by file written.
-
     Raises:
         DataError: an example is broken, or a file cannot be read or written.
     """

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-from grpo_dist.data.conversion import Row, check_sizes, verl_row, write_splits
+from grpo_dist.data.conversion import Row, Written, check_sizes, verl_row, write_splits
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.format import MINUS_SIGNS, last_tag_content
 
@@ -89,17 +89,12 @@ def make_row(problem: Problem, *, split: str, index: int) -> Row:
     return verl_row("countdown", content, {"target": target, "numbers": list(numbers)}, split=split, index=index)
 
 
-def prepare(
-    local_save_dir: str, *, train_size: int, test_size: int, num_numbers: Sequence[int], seed: int
-) -> dict[str, int]:
+def prepare(local_save_dir: str, *, train_size: int, test_size: int, num_numbers: Sequence[int], seed: int) -> Written:
     """Write train.parquet and test.parquet; no problem stands in both.
 
     Args:
         num_numbers: how many numbers a problem may give, such as [3, 4]; each at least 2.
         seed: the same seed makes the same files, everywhere.
-
-    Returns:
-        Rows by file written.
 
     Raises:
         DataError: a size is too small, or there are not so many different problems.

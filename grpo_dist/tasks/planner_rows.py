@@ -204,9 +204,6 @@ def prepare(
     Args:
         hasty_share: share of its answers whose steps stand as the request names them, in the right order or not.
         seed: the same seed makes the same files, everywhere.
-
-    Returns:
-        Rows by file written.
     """
     numbers = {"test": test_size, "train": train_size, "sft": sft_size}
     check_sizes(**{f"{split}_size": number for split, number in numbers.items()})

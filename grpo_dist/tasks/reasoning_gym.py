@@ -56,9 +56,6 @@ def prepare(
         instruction: stands behind each question; may be empty.
         allow_eval: whether to take tasks whose scorers run answers as Python.
 
-    Returns:
-        Rows by file written.
-
     Raises:
         DataError: a size is too small, a task or setting does not exist, or no training question is left.
         ConfigError: the package is not installed.

@@ -64,11 +64,7 @@ def needed_gib(settings: EngineSettings, total_gib: float) -> float:
 
 
 async def wait_until_free(settings: EngineSettings) -> list[GPU]:
-    """Wait until the memory that an engine needs is free, and no process is freeing more of it.
-
-    Returns:
-        The engine's GPUs at that time.
-    """
+    """Wait until the memory that an engine needs is free, and no process is freeing more of it; returns the GPUs."""
     earlier: list[GPU] = []
     for _ in range(int(FREE_TIMEOUT_S / POLL_S)):
         state = gpus(settings.rollout.tensor_model_parallel_size)

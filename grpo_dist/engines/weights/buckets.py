@@ -180,11 +180,7 @@ def new_folder() -> Path:
 
 
 def note_segments(names: Iterable[str]) -> Path:
-    """List shared memory segments in a new folder: whoever removes the folder also removes them.
-
-    Returns:
-        The folder, for `remove`.
-    """
+    """List shared memory segments in a new folder, which is returned: whoever removes it also removes them."""
     folder = new_folder()
     (folder / SEGMENTS).write_text("\n".join(names))
     return folder
