@@ -139,7 +139,7 @@ def _make_row(task: str, settings: str, number: int, instruction: str) -> Row:
             f"--task {task}: entry {number} holds more than numbers, texts and lists of them: {written[:200]}"
         )
     prompt = f"{question}\n\n{instruction}" if instruction else question
-    extra = {"task": task, "settings": settings, "entry": written}
+    extra: dict[str, Any] = {"task": task, "settings": settings, "entry": written}
     extra["completion"] = f"<answer>{answer}</answer>" if answer else None
     return verl_row(f"reasoning_gym/{task}", prompt, answer, ability="reasoning", **extra)
 

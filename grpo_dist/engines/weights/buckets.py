@@ -62,7 +62,7 @@ class Header:
     def read(cls, content: Mapping[str, Any]) -> Self:
         """Make one of its fields by name, with those of each entry by name, as JSON has them."""
         entries = tuple(Entry(**entry | {"shape": tuple(entry["shape"])}) for entry in content["entries"])
-        return cls(**content | {"entries": entries})
+        return cls(**{**content, "entries": entries})
 
 
 @dataclass(frozen=True)
