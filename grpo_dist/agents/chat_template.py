@@ -44,13 +44,11 @@ def behind_turn(
     """Return what the chat template writes from the end of a turn of the policy to where the policy goes on.
 
     Args:
-        tokenizer: the model's.
         messages: those in front of the turn.
         added: those behind it.
         calls: of tools, that the turn has made, as `tool_call` has them.
         ends: tokens that may end a turn.
         is_ended: whether the turn has such a token already; else the template's stands at the beginning.
-        template_kwargs: variables of the template.
 
     Raises:
         ValueError: the template ends turns with none of `ends`.

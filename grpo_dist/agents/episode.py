@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import Recording, derived_seed
-from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes
+from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes, extend
 from grpo_dist.agents.turns import Turns, finite
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -82,10 +82,7 @@ class Episode:
     """One episode; what an `AgentLoop` works with.
 
     Args:
-        row: what it starts from.
         sampling: how to sample; `max_tokens` bounds the whole response, `seed` is that of the row's first episode.
-        index: which of the row's n episodes this is.
-        tokenizer: the model's.
         max_model_len: most tokens of prompt and response.
         max_episode_len: most different tokens of all calls at the endpoint.
         max_turns: most turns; None: as many as there is room for.
@@ -97,7 +94,6 @@ class Episode:
         index: which of the row's n episodes this is.
         tokenizer: the model's.
         prompt_ids: the row's prompt; after `endpoint` that of the first call there.
-        token_ids: the response so far, sampled and put in.
         template_kwargs: variables of the model's chat template.
         num_turns: how often the policy was sampled.
         turns: which tokens each turn has sampled, and for which agent.
@@ -132,14 +128,10 @@ class Episode:
         self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
         self._max_episode_len = max_episode_len or max_model_len
         self._end_id: int | None = None  # the token that has ended the turn right before
-        self.token_ids: list[int] = []
         self.num_turns, self.truncated = 0, False
         self._sampling = sampling
         self._longest = min(sampling.max_tokens, max_model_len - len(row.prompt_ids))
-        self._mask: list[int] = []
-        self._log_probs: list[float] = []
-        self._weight_versions: list[int] = []
-        self._predecessors: list[int] = []
+        self._written = Response([], [], False, [], mask=[], predecessors=[])  # so far
         self.prompt_ids = list(row.prompt_ids)
         self._sample: Sample | None = None
         self._open_endpoint: OpenEndpoint | None = None
@@ -162,6 +154,11 @@ class Episode:
     def connect(self, sample: Sample, open_endpoint: OpenEndpoint | None = None) -> None:
         """Set the functions that sample, and that open an endpoint; the runner calls this."""
         self._sample, self._open_endpoint = sample, open_endpoint
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The response so far, sampled and put in."""
+        return self._written.token_ids
 
     @property
     def room(self) -> int:
@@ -216,7 +213,8 @@ class Episode:
         self.num_turns += 1
         self.truncated = self.truncated or (response.truncated and limit == self.room)
         self.turns.spans.append((len(self.token_ids), len(self.token_ids) + len(response.token_ids), agent_name))
-        self._extend(response.token_ids, 1, response.log_probs, response.weight_versions)
+        last = len(self.token_ids) - 1
+        extend(self._written, response.token_ids, 1, response.log_probs, response.weight_versions, last)
         self._routes.add(response.routes, len(self.token_ids) - 1, self._predecessors)
         is_ended = response.stop is None and not response.truncated
         self._end_id = response.token_ids[-1] if is_ended and response.token_ids else None
@@ -255,11 +253,8 @@ class Episode:
         tree, calls = recording.tree, recording.calls
         if tree is None:
             return
-        row = tree.response
-        self.prompt_ids = tree.prompt_ids
+        self.prompt_ids, self._written, self._routes = tree.prompt_ids, tree.response, tree.routes
         self._longest = min(self._sampling.max_tokens, self._max_model_len - len(self.prompt_ids))
-        self.token_ids, self._log_probs, self._weight_versions = row.token_ids, row.log_probs, row.weight_versions
-        self._mask, self._predecessors, self._routes = row.mask or [], row.predecessors or [], tree.routes
         self.num_turns = len(calls)
         ends = [(call, 0 if call.place is None else call.place + 1) for call in calls]
         self.turns.spans = [(max(end - len(call.sampled), 0), end, call.agent_name) for call, end in ends]
@@ -283,7 +278,7 @@ class Episode:
         self.truncated = self.truncated or len(ids) > self.room
         ids = ids[: max(self.room, 0)]
         self._end_id = None
-        self._extend(ids, 0, [0.0] * len(ids), [NO_VERSION] * len(ids))
+        extend(self._written, ids, 0, [0.0] * len(ids), [NO_VERSION] * len(ids), len(self.token_ids) - 1)
 
     def append_messages(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]] = ()) -> None:
         """Put in what the chat template writes for messages behind the policy's turn, up to where the policy goes on.
@@ -320,7 +315,6 @@ class Episode:
         `reward`, where a loop sets none, is the sum of all.
 
         Args:
-            value: the reward.
             turn: which turn, from 0, in the order in which they ended; None: the last one.
             agent_name: count the turns of this agent only.
 
@@ -356,13 +350,8 @@ class Episode:
                 f"the episode ended without a turn, with {len(self.token_ids)} tokens put in and room for {self.room} "
                 "more (data.max_response_length): await episode.generate() at least once"
             )
-        return Response(
-            *(self.token_ids, self._log_probs, self.truncated, self._weight_versions),
-            mask=self._mask,
-            num_turns=self.num_turns,
-            predecessors=self._predecessors,
-            routes=self._routes.column(len(self.prompt_ids), len(self.token_ids)),
-        )
+        routes = self._routes.column(len(self.prompt_ids), len(self.token_ids))
+        return replace(self._written, truncated=self.truncated, num_turns=self.num_turns, routes=routes)
 
     def _turn_sampling(self, limit: int, stop: tuple[str, ...], length: int) -> SamplingSettings:
         """How to sample a turn. The first one has the attempt's seed; later ones follow it."""
@@ -384,12 +373,9 @@ class Episode:
         first = self._sampling.seed + self.index
         return derived_seed(f"{first}/attempt/{self.attempt}".encode()) if self.attempt else first
 
-    def _extend(self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int]) -> None:
-        self._predecessors.extend(range(len(self.token_ids) - 1, len(self.token_ids) - 1 + len(token_ids)))
-        self.token_ids.extend(token_ids)
-        self._mask.extend([mask] * len(token_ids))
-        self._log_probs.extend(log_probs)
-        self._weight_versions.extend(versions)
+    @property
+    def _predecessors(self) -> list[int]:
+        return self._written.predecessors or []
 
     def _context(self) -> list[int]:
         """The tokens that the next turn goes on from."""

@@ -78,7 +78,6 @@ class Recording:
 
     Attributes:
         sampling: the run's; `max_tokens` bounds all that stands behind a first prompt, `seed` is the episode's.
-        tokenizer: the model's.
         max_model_len: most tokens of a prompt and its response.
         max_episode_len: most different tokens of all calls.
         max_calls: how many there may be; None: `MOST_CALLS`.

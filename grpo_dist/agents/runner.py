@@ -225,7 +225,8 @@ class EpisodeRunner:
         group.check()
         if kind != "error":
             await self._cut_short(episode)
-        if not problem or (kind != "error" and self._can_be_scored(episode)):
+        scored = bool(episode.num_turns) and (episode.reward is not None or not self._made.gives_reward)
+        if not problem or (kind != "error" and scored):
             kind, problem = self._fault(episode)
         if problem:
             where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
@@ -241,9 +242,6 @@ class EpisodeRunner:
         with contextlib.suppress(*USER_ERRORS):  # then there is none
             async with asyncio.timeout(self.settings.timeout_s):
                 await self._made.cut_short(episode)
-
-    def _can_be_scored(self, episode: Episode) -> bool:
-        return bool(episode.num_turns) and (episode.reward is not None or not self._made.gives_reward)
 
     def _fault(self, episode: Episode) -> tuple[str, str]:
         """Return what is wrong with an episode whose loop has ended: the kind, and why; "": nothing."""
@@ -314,9 +312,11 @@ class EpisodeRunner:
         sign_of_life = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._events))
         if (await asyncio.wait({sign_of_life}, timeout=self.settings.timeout_s))[0]:
             return
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        line = _last_line(traceback.extract_stack(frame), type(self._made))
         raise EngineError(
             f"agent loop {self._name}: run() blocks its thread for more than {TIMEOUT_KEY}="
-            f"{self.settings.timeout_s:g} s{self._blocked_line()}; await there, or use asyncio.to_thread"
+            f"{self.settings.timeout_s:g} s{line}; await there, or use asyncio.to_thread"
         )
 
     @property
@@ -331,11 +331,6 @@ class EpisodeRunner:
     def _line_of(self, error: BaseException) -> str:
         """Where an exception was raised, in the files of the user's class if it passes there."""
         return _last_line(traceback.extract_tb(error.__traceback__), type(self._made))
-
-    def _blocked_line(self) -> str:
-        """Where the thread is, in the file of the user's class if it passes there."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return _last_line(traceback.extract_stack(frame), type(self._made))
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:

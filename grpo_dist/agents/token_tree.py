@@ -55,6 +55,20 @@ class TokenRoutes:
         return column
 
 
+def extend(
+    row: Response, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int], place: int
+) -> None:
+    """Put tokens behind a row that grows; the first of them follows the one at `place`."""
+    assert row.mask is not None
+    assert row.predecessors is not None
+    first, count = len(row.token_ids), len(token_ids)
+    row.predecessors.extend([place, *range(first, first + count - 1)][:count])
+    row.token_ids.extend(token_ids)
+    row.mask.extend([mask] * count)
+    row.log_probs.extend(log_probs)
+    row.weight_versions.extend(versions)
+
+
 class TokenTree:
     """The tokens, and of each one what a row of training has of it.
 
@@ -113,23 +127,16 @@ class TokenTree:
         count = len(put_in)
         if self.room(count) < len(sampled.token_ids):
             return None
-        place = self._extend(put_in, [0.0] * count, [NO_VERSION] * count, 0, place)
-        place = self._extend(sampled.token_ids, sampled.log_probs, sampled.weight_versions, 1, place)
+        place = self._extend(put_in, 0, [0.0] * count, [NO_VERSION] * count, place)
+        place = self._extend(sampled.token_ids, 1, sampled.log_probs, sampled.weight_versions, place)
         self.routes.add(sampled.routes, place, self.response.predecessors or ())
         return place
 
     def _extend(
-        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int], mask: int, place: int
+        self, token_ids: Sequence[int], mask: int, log_probs: Sequence[float], versions: Sequence[int], place: int
     ) -> int:
-        row = self.response
-        assert row.mask is not None
-        assert row.predecessors is not None
-        for token in token_ids:
-            self._next.setdefault((place, token), len(row.predecessors))
-            row.predecessors.append(place)
-            place = len(row.predecessors) - 1
-        row.token_ids.extend(token_ids)
-        row.log_probs.extend(log_probs)
-        row.weight_versions.extend(versions)
-        row.mask.extend([mask] * len(token_ids))
+        extend(self.response, token_ids, mask, log_probs, versions, place)
+        for new, token in enumerate(token_ids, len(self) - len(token_ids)):
+            self._next.setdefault((place, token), new)
+            place = new
         return place

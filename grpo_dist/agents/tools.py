@@ -39,7 +39,6 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-        name: the function's.
         schema: of its arguments, in OpenAI's form.
         function: takes the arguments, checks their types and converts them.
     """
@@ -82,7 +81,6 @@ class Toolbox:
     """Runs calls of tools; for many episodes at the same time.
 
     Args:
-        tools: by name.
         most_characters: of an answer; what is longer is cut in the middle.
         timeout_s: seconds that a call may take.
     """

@@ -92,7 +92,6 @@ def check_base(adapter: AdapterFolder, shapes: Shapes, setting: str) -> None:
     A model's modules may have other names than its files, at their beginning; so what follows it is compared.
 
     Args:
-        adapter: the adapter.
         shapes: of the tensors in the base model's files, by name.
         setting: the key and value that name the adapter, for messages.
     """

@@ -31,8 +31,6 @@ class ModelFolder:
     """A model folder that passed the checks.
 
     Attributes:
-        folder: its path.
-        config: its config.json.
         model_type: `model_type` of config.json, such as "qwen3".
         vocab_size: rows of the embedding; None if config.json does not say.
         shapes: shapes of the tensors in the weights, by name; empty if the weights were not checked.
@@ -58,7 +56,6 @@ def check_model_folder(
     """Check config.json and the weights of a Hugging Face folder against each other.
 
     Args:
-        folder: the folder.
         setting: the key and value that name the folder, for messages ("actor_rollout_ref.model.path=models/qwen").
         trust_remote_code: whether Python code that comes with the model may run.
         weights: whether to check the weights; False: check only config.json.

@@ -36,10 +36,7 @@ def tokenize_chats(
     joined by newlines, its content right behind them, and the end-of-sequence token; there can be one trained message.
 
     Args:
-        rows: checked rows.
-        tokenizer: a transformers tokenizer.
         max_length: most tokens of an example. Longer ones are left out whole, since a cut one is another answer.
-        apply_chat_template_kwargs: extra variables for the chat template.
         end_ids: tokens that end a response, besides the tokenizer's end of sequence; see `model_folder.end_token_ids`.
 
     Raises:

@@ -111,15 +111,15 @@ class Columns:
         """Return the name and the value of the ground truth; None where there is none and none is needed.
 
         Args:
-            row: the row.
             turn: the last turn of its messages, if that is the assistant's.
             where: file and row, for messages.
             taken: see `source`.
         """
         if self.answer_key is not None:
             setting = f" ({ANSWER_KEY}={self.answer_key})"
-            read = column_of if self.needs_ground_truth else _optional
-            return self.answer_key, read(row, self.answer_key, where, setting=setting)
+            if self.needs_ground_truth:
+                return self.answer_key, column_of(row, self.answer_key, where, setting=setting)
+            return self.answer_key, row.get(self.answer_key)
         model = row.get("reward_model")
         if model is not None and not isinstance(model, dict):
             raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(model)}")
@@ -160,8 +160,6 @@ def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
     """Check that a row has no pictures, films or sounds, which no policy gets here.
 
     Args:
-        row: the row.
-        where: file and row, for the message.
         read: columns that the reward function reads by name; what is in these is for it.
     """
     for name in MEDIA:
@@ -233,10 +231,6 @@ def missing(row: Row, name: str, where: str, setting: str = "", remedy: str = ""
     """Return the error that a row has no such column, or nothing in it."""
     columns = ", ".join(map(str, row))[:MOST_COLUMN_TEXT] or "nothing"
     return DataError(f"{where}: no column {name!r}{setting}; the row has {columns}{remedy}")
-
-
-def _optional(row: Row, name: str, where: str, *, setting: str) -> Any:
-    return row.get(name)
 
 
 def _present(row: Row, names: Collection[str]) -> list[str]:

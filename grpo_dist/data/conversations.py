@@ -38,10 +38,6 @@ def render_conversation(
     """Return the text of a conversation, and whether the tokenizer's own special tokens are still to come.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        prompt: the messages of the prompt.
-        answer: those that answer it.
-        template_kwargs: variables of the chat template.
         may_go_on: whether an answer goes on from the turn that a prompt has begun, as a policy does; False: it is a
             turn of its own.
 
@@ -171,9 +167,7 @@ class ConversationRenderer:
         """Return the token ids of the whole conversation.
 
         Args:
-            messages: those of the prompt.
             prompt: the prompt's token ids; read without an input tokenizer.
-            response: the response's token ids.
 
         Raises:
             DataError: the chat template refuses the conversation, or it has no tokens.

@@ -32,9 +32,6 @@ def convert(
         local_dataset_path: a folder with the files of train and test; see `local_examples`. None: the hub.
         hub: the data set's name and configuration on the Hugging Face hub.
 
-    Returns:
-        The number of rows by file written.
-
     Raises:
         DataError: an example is broken, or a file cannot be read or written.
     """
@@ -90,6 +87,26 @@ def require_text(example: Row, names: Sequence[str], location: str) -> None:
     for name in names:
         if not isinstance(example.get(name), str) or not example[name].strip():
             raise DataError(f"{location}: needs a non-empty text field {name!r}; it has {', '.join(map(str, example))}")
+
+
+def verl_row(
+    data_source: str, prompt: str | list[dict[str, str]], ground_truth: Any, *, ability: str = "math", **extra_info: Any
+) -> Row:
+    """Return a row in verl's schema; a prompt that is text is a message of the user."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
+def check_sizes(**sizes: int) -> None:
+    """Check numbers of rows, by the options that ask for them."""
+    for name, size in sizes.items():
+        if not 1 <= size <= 10**7:
+            raise DataError(f"--{name}={size}: must be at least 1 and at most 10,000,000")
 
 
 def write_splits(splits: Mapping[str, Sequence[Row]], local_save_dir: str) -> Written:

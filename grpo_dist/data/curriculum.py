@@ -64,14 +64,6 @@ class CustomSampler:
     """Runs the user's curriculum and checks what it returns.
 
     An epoch has as many batches as one pass over the data, whichever prompts the curriculum chooses.
-
-    Args:
-        class_path: Python file or importable module.
-        class_name: the class in it.
-        prompts: the training prompts.
-        batch_size: prompts per batch.
-        seed: `data.seed`.
-        options: more arguments of the class.
     """
 
     def __init__(

@@ -62,9 +62,7 @@ class JudgedResponses:
 
         Args:
             first: the first step of the iteration; steps count from 1.
-            last: its last step.
             share: of the earlier rows, in [0, 1]; rounded to whole rows.
-            seed: of the choice.
 
         Raises:
             DataError: a file is missing or damaged.

@@ -26,8 +26,6 @@ class PassRateCurriculum:
     """Weighted draws by posterior pass rates. `CustomSampler` runs it as it runs a class of the user's.
 
     Args:
-        prompts: the training prompts.
-        batch_size: prompts per batch.
         seed: of the draws; each batch depends on it, its number and the scores so far.
         exploration: share of a batch that is drawn from the prompts that were drawn least often.
         decay: share of the evidence that is left after as many batches as an epoch has.

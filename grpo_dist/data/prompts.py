@@ -106,11 +106,7 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
     """Check one row.
 
     Args:
-        row: the row.
-        index: its position among all rows.
-        location: file and row.
         key: the config key that names the files, for messages.
-        columns: how rows are read.
     """
     where, taken = f"{key}: {location}", dict[str, str]()
     check_text_only(row, where, columns.kept or ())
@@ -124,24 +120,16 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
         turn = messages.pop()["content"]
         if not messages:
             raise DataError(f"{where}: {name} has nothing but an answer of the assistant; put the question before it")
-    _check_end(messages, f"{where}: {name}")
+    if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):  # other begun turns are gone on from
+        raise DataError(
+            f"{where}: {name} ends in a call of a tool; put the tool's answer behind it, or leave out the call"
+        )
     truth_name, truth = columns.answer(row, turn, where, taken)
-    _check_ground_truth(truth, f"{where}: {truth_name}")
+    if isinstance(truth, float) and not math.isfinite(truth):  # a table's "nothing is there", which nothing equals
+        raise DataError(f"{where}: {truth_name} is {truth}; write a finite number, or text, or drop the row")
     others = columns.others(row, extra_info or {}, where)
     is_text = isinstance(value, str)
     return Prompt(index, data_source, messages, truth, extra_info or {}, location, others, is_text, taken, unread(row))
-
-
-def _check_end(messages: list[dict[str, Any]], where: str) -> None:
-    """Refuse a last turn that waits for what a tool says; any other begun turn of the assistant is gone on from."""
-    if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
-        raise DataError(f"{where} ends in a call of a tool; put the tool's answer behind it, or leave out the call")
-
-
-def _check_ground_truth(value: Any, where: str) -> None:
-    """Refuse a nan: a table says by it that nothing is there, and nothing equals it, so no response could be right."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"{where} is {value}; write a finite number, or text, or drop the row")
 
 
 def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:

@@ -47,10 +47,7 @@ class PromptSampler:
     dropped; these are at most batch_size - 1 prompts, and with shuffling different ones in each epoch.
 
     Args:
-        num_prompts: size of the data set.
-        batch_size: prompts per batch.
         shuffle: permute each epoch anew; False: file order.
-        seed: seed of the permutations.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:

@@ -79,7 +79,6 @@ def step_tokens(
         tokenizer: a fast transformers tokenizer, which tells where its tokens are in the text.
         prompt: the messages before the answer.
         steps: texts of the answer's steps, with or without the separator at their ends.
-        form: how they are written.
         padding_id: of the model, see `conversations.padding_id`.
 
     Raises:

@@ -53,13 +53,9 @@ def tokenize_prompts(
     nothing marks the end of the prompt, so the response continues the last line.
 
     Args:
-        prompts: checked rows.
-        tokenizer: a transformers tokenizer.
         max_prompt_length: most tokens per prompt, template included.
         truncation: for overlong prompts that are not filtered: "error"; or the part that is cut: "left",
             "right", or "middle" (keeps the first max_prompt_length // 2 tokens, the rest from the end).
-        filter_overlong_prompts: leave overlong prompts out.
-        apply_chat_template_kwargs: extra variables for the chat template.
 
     Returns:
         The tokenized prompts, in order; and the overlong ones, which were left out, or else cut.
@@ -93,7 +89,6 @@ def check_token_ids(largest: Iterable[tuple[str, int]], vocab_size: int, *, sett
 
     Args:
         largest: of each row, where it is and its largest token id.
-        vocab_size: of the model.
         setting: the key and value that name the model, for messages.
     """
     for location, token_id in largest:

@@ -1,32 +1,25 @@
 """What workers and agent loops ask of an engine, whichever it is, and the engines by name.
 
-A rollout engine samples responses; a train engine computes log-probs and takes optimizer steps. A new one is a class
-with these methods. Loads neither torch nor vLLM.
+A rollout engine samples responses, and a new one is a class with the methods of `RolloutEngine`; the train engine
+(train/fsdp_engine.py) computes log-probs and takes optimizer steps. Loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from grpo_dist.algorithms.settings import TrainingSettings
-from grpo_dist.assets.model_folder import Usage
-from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import described, load_attribute, wrong_return
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
-    from grpo_dist.engines.train.durable_files import FileDigest
     from grpo_dist.engines.weights.buckets import Bucket
-    from grpo_dist.protocol import DataProto, Metric, Ragged
+    from grpo_dist.protocol import Metric, Ragged
 
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
 # Its values -> what makes one; plugins/names.py has the names too, and a test compares them.
@@ -42,9 +35,7 @@ class Response:
     """One response, token by token.
 
     Attributes:
-        token_ids: the tokens.
         log_probs: of each token, in nats, temperature applied.
-        truncated: whether the response was cut short.
         weight_versions: of the weights that sampled each token; -1: those of the model folder.
         stop: the text that ended it; None: the end-of-sequence token, or it was cut short.
         mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
@@ -160,7 +151,6 @@ class RolloutEngine(Protocol):
 
         Args:
             prompt: token ids.
-            sampling: how to sample.
             request_id: a name for `abort`.
 
         Returns:
@@ -201,7 +191,6 @@ def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
     """Check what `generate` of a rollout engine has returned.
 
     Args:
-        engine: the engine.
         returned: what it returned, if the request was not aborted.
         n: responses that it was asked for.
 
@@ -232,154 +221,3 @@ class MiniBatchResult(NamedTuple):
 
     metrics: dict[str, Metric]
     log_probs: Ragged | None
-
-
-class TrainEngine(Protocol):
-    """One rank of a model that computes log-probs (a causal LM) or values (one with a linear head) and, if it has an
-    optimizer, trains.
-
-    Every method is collective: all ranks call it together, each with its own rows (a rank may have none).
-
-    `reference_head` is the reference's output layer, which the exact KL needs; None: the loss has no such KL.
-    """
-
-    reference_head: Any
-
-    def __init__(
-        self,
-        model: ModelSettings,
-        *,
-        device: str,
-        temperature: float,
-        optimizer: AdamWConfig | None = None,
-        total_steps: int = 1,
-        grad_clip: float = float("inf"),
-    ) -> None: ...
-
-    @property
-    def report(self) -> str:
-        """One sentence on how sequences are laid out, and why; "" before the first forward pass."""
-
-    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
-        """Within the block the weights, and with `optimizer` the optimizer's states, are on the device.
-
-        A block that only `reads` the weights does not change them, so they need not be copied back.
-        """
-
-    def compute_columns(
-        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
-    ) -> Mapping[str, Ragged]:
-        """Return the columns that a forward pass gives for the response tokens.
-
-        Args:
-            data: `SEQUENCE_COLUMNS`.
-            names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
-                (H numbers a token: the input of the output layer, in the compute type); of a model with a linear head
-                "values" (its output at the token before, of two outputs the second less the first).
-            micro_batch_size: sequences per forward pass, where there is no token budget.
-            max_token_len: tokens per forward pass; None: no token budget.
-
-        Returns:
-            By name, one row per row of `data`; float32 except for hidden states.
-
-        Raises:
-            TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
-        """
-
-    def compute_reference_columns(
-        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
-    ) -> Mapping[str, Ragged]:
-        """Return `compute_columns` of the model without its LoRA factors."""
-
-    def train_mini_batch(
-        self,
-        data: DataProto,
-        *,
-        micro_batch_size: int,
-        objective: TrainingSettings,
-        max_token_len: int | None = None,
-    ) -> MiniBatchResult:
-        """Take one optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
-
-        Args:
-            data: `SEQUENCE_COLUMNS` and `objective.columns`; for the losses of a reward model `response_mask` may be
-                missing, and for pairs there is `uid`, with both rows of a pair on the same rank.
-            micro_batch_size: sequences per forward and backward pass, where there is no token budget. A pair stays
-                whole.
-            objective: the loss.
-            max_token_len: tokens per forward and backward pass; None: no token budget.
-
-        Returns:
-            The metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
-
-        Raises:
-            TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite.
-        """
-
-    def evaluate(
-        self,
-        data: DataProto,
-        *,
-        micro_batch_size: int,
-        objective: TrainingSettings,
-        max_token_len: int | None = None,
-    ) -> dict[str, Metric]:
-        """The metrics of an objective on this rank's rows, to be merged over ranks, without a step.
-
-        Takes the arguments of `train_mini_batch`.
-
-        Raises:
-            TrainingDiverged: on all ranks, if any rank's loss is not finite.
-        """
-
-    def full_parameters(
-        self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The whole weights on `device`, tensor by tensor, with LoRA's factors merged; dtype is torch's name.
-
-        With `as_in_files` they have the names and the form of the model's files, as rollout engines load them, not
-        those of the model. Ranks that drop the tensors leave it out, since it holds some of them for a while.
-        """
-
-    def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-        """Yield LoRA's whole factors one by one, under the names of adapters in peft's form."""
-
-    def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Move the weights towards those of another `full_parameters`: w = share * other + (1 - share) * w."""
-
-    def output_layer(self, device: str) -> Any:
-        """A copy of the output layer, for another engine's `reference_head`; it has a method `to(device)`."""
-
-    def checkpoint_bytes(self) -> int:
-        """Bytes of all tensors that the ranks together write into a checkpoint. Not collective."""
-
-    def begin_save(self, folder: Path) -> None:
-        """Copy the weights and, if it trains, optimizer, schedule and random states, and begin to write them.
-
-        Raises:
-            CheckpointError: the checkpoint before is still being written.
-        """
-
-    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        """The files that this rank has written since `begin_save`, flushed to disk; None while it writes.
-
-        Raises:
-            CheckpointError: they cannot be written.
-        """
-
-    def load_checkpoint(self, folder: Path) -> None:
-        """Read what `begin_save` wrote, on any number of ranks.
-
-        Raises:
-            CheckpointError: the folder is not a readable checkpoint of this model.
-        """
-
-    def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
-        """Write the model and its tokenizer as a Hugging Face folder, in "fp32" or "bf16"; rank 0 writes.
-
-        With LoRA its factors are merged, and are beside it as an adapter in peft's form too, in `lora_adapter`. `usage`
-        is what each folder says of itself, and is in it once the folder appears; None: they say nothing.
-
-        Raises:
-            CheckpointError: on every rank: the files cannot be written.
-        """

@@ -21,18 +21,13 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 START_TIMEOUT = timedelta(minutes=30)  # until all ranks have connected; torch's own default
 
 
-def open_store(host: str, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
-    """Open a store in this process, at a free port. Unlike torch's own it listens on the address `host` alone.
-
-    Args:
-        host: an address of this machine.
-        timeout: limit of every wait on the store.
-    """
+def open_store(host: str) -> dist.TCPStore:
+    """Open a store in this process, at a free port. Unlike torch's own it listens on `host`, its own address, alone."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     descriptor = listener.detach()  # the store owns it from here on, and closes it when it ends
     return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=timeout
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=START_TIMEOUT
     )
 
 

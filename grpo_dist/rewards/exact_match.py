@@ -52,10 +52,7 @@ def compute_score(
     """Compare the answer with the accepted ones.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the answer, text or a number; or a list of accepted ones.
-        extra_info: not used.
         mode: "exact": the answer is an accepted one. "contains": one of them stands in it, as
             whole words and numbers: 5 stands in -5, not in 2.5.
         tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the

@@ -102,10 +102,7 @@ def compute_score(
     """Score the format, and the answer in the last tag.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the answer, or a list of accepted ones; compared as text, without surrounding white space.
-        extra_info: not used.
         tags: names of the tags, in order; the last one holds the answer.
         format_score: for the right format with a wrong answer; 1: the answer does not matter.
 

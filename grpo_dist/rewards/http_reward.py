@@ -44,10 +44,6 @@ def compute_score(
     """Return the service's score of one response.
 
     Args:
-        data_source: sent.
-        solution_str: sent.
-        ground_truth: sent.
-        extra_info: sent.
         url: http or https address of the service.
         **options: timeout_s, retries, backoff_s, headers_env; see `post_json`.
     """
@@ -67,10 +63,6 @@ def compute_score_batch(
     """Return the service's scores of many responses, by one request.
 
     Args:
-        data_sources: of each response; the others likewise.
-        solution_strs: the responses.
-        ground_truths: what they are compared with.
-        extra_infos: anything else.
         url: http or https address of the service.
         **options: timeout_s, retries, backoff_s, headers_env; see `post_json`.
     """
@@ -120,10 +112,8 @@ def post_json(
     """Send JSON, return the JSON of the answer.
 
     Args:
-        url: http or https address.
         body: what to send; arrays and numbers of numpy become lists and numbers.
         timeout_s: seconds to wait for the connection, and for each piece of the answer.
-        retries: how often to try again.
         backoff_s: seconds before the first retry; doubled for each further one, up to `LONGEST_WAIT_S`.
         headers_env: environment variable with a JSON object of headers.
 
@@ -197,13 +187,8 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _sample(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "data_source": data_source,
-        "solution_str": solution_str,
-        "ground_truth": ground_truth,
-        "extra_info": extra_info,
-    }
+def _sample(*row: Any) -> dict[str, Any]:
+    return dict(zip(("data_source", "solution_str", "ground_truth", "extra_info"), row, strict=True))
 
 
 def _checked_score(answer: Any, where: str) -> dict[str, Any]:

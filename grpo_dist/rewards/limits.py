@@ -12,6 +12,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 AGAIN_S = 0.1  # of CPU time, after which the error is raised again where somebody has caught it
@@ -35,7 +36,8 @@ def limited(*, cpu_s: float, memory_bytes: int) -> Iterator[None]:
         TooCostly: the block went beyond the CPU time, or raised MemoryError.
     """
     before = resource.getrlimit(resource.RLIMIT_AS)
-    most = _address_space() + memory_bytes
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + memory_bytes
     if before[0] != resource.RLIM_INFINITY:
         most = min(most, before[0])
     resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
@@ -63,8 +65,3 @@ def _alarm(cpu_s: float) -> Iterator[None]:
     finally:  # also where the alarm came on the way out
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, before)
-
-
-def _address_space() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()

@@ -58,7 +58,6 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
         path: Python file or importable module, also with `:function`; None: the built-in scorer of each row's data
             source.
         name: the function where the path has none.
-        reward_kwargs: extra keyword arguments for the function.
 
     Raises:
         ConfigError: the function cannot be imported, cannot be called, or does not take these arguments.

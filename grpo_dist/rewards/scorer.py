@@ -42,8 +42,6 @@ class Scorer:
 
     Args:
         path: `custom_reward_function.path`; None: the built-in scorers.
-        name: the name of the function.
-        reward_kwargs: its extra keyword arguments.
         timeout_s: the number of seconds that one call of the function may take.
     """
 

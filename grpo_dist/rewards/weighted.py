@@ -50,10 +50,6 @@ def compute_score(
     """Return the weighted sum for one response; see `weighted_sum` for what is in it.
 
     Args:
-        data_source: of the row.
-        solution_str: the response.
-        ground_truth: of the row.
-        extra_info: of the row.
         functions: each with `path`, `name` (compute_score), `weight` (1), `reward_kwargs` ({}) and `label` (the
             function's name where the path has it, else the last part of the path), as in `custom_reward_function`.
         key: the config key that lists them, for messages.

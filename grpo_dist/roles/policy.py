@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
+from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, PassLimits
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
@@ -36,6 +36,7 @@ from grpo_dist.runtime.process import Process, use_threads
 
 if TYPE_CHECKING:
     from grpo_dist.engines.train.durable_files import FileDigest
+    from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class PolicySettings:
         device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
         temperature: the sampling temperature.
-        columns: what a log-prob pass computes: a name of `TrainEngine.compute_columns`, with `old_` or `ref_` before it
+        columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
             where it is one of log-probs.
         forward: the limits of a forward pass.
         update: the limits of a forward and backward pass; None: nothing trains.
@@ -112,7 +113,7 @@ class PolicyWorker(Process):
     """
 
     settings: PolicySettings
-    engine: TrainEngine
+    engine: FSDPEngine
     freed_memory: FreedMemory | None = None
     _profile: TorchProfile | None = None
 

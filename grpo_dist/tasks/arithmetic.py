@@ -45,13 +45,7 @@ def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def pairs(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
-    """Pairs of answers to the questions of a split: the right sum, and another number that a sum may be.
-
-    Takes the arguments of `rows`.
-
-    Raises:
-        ValueError: no such split.
-    """
+    """Pairs of answers to the questions of `rows`: the right sum, and another number that a sum may be."""
     rng = random.Random(f"{seed} {split}")
     pairs = []
     for row in rows(split, seed=seed):
@@ -64,13 +58,7 @@ def pairs(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def outcomes(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
-    """Answers that show the work, half of them with a mistake, each with one label: whether the sum is right.
-
-    Takes the arguments of `rows`.
-
-    Raises:
-        ValueError: no such split.
-    """
+    """Answers of `rows` that show the work, half of them with a mistake, each labelled by whether the sum is right."""
     return [
         {"prompt": row["prompt"], "completions": [" ".join(row["completions"])], "labels": row["labels"][-1:]}
         for row in steps(split, seed=seed)
@@ -78,11 +66,7 @@ def outcomes(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def steps(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
-    """Return the answers of `rows` as steps, each with a label of its own. Takes the arguments of `rows`.
-
-    Raises:
-        ValueError: no such split.
-    """
+    """Return the answers of `outcomes` as steps, each with a label of its own."""
     rng = random.Random(f"{seed} {split} steps")
     labelled = []
     for row in rows(split, seed=seed):
@@ -95,13 +79,7 @@ def steps(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
 
 
 def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
-    """The questions of a split with answers that show the work.
-
-    Takes the arguments of `rows`.
-
-    Raises:
-        ValueError: no such split.
-    """
+    """The questions of `rows` with answers that show the work."""
     return [
         {"prompt": row["prompt"][0]["content"], "completion": worked_answer(*_operands(row))}
         for row in rows(split, seed=seed)

@@ -15,11 +15,11 @@ import ast
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-from grpo_dist.data.conversion import Row, write_splits
+from grpo_dist.data.conversion import Row, Written, check_sizes, verl_row, write_splits
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.format import MINUS_SIGNS, last_tag_content
 
@@ -86,42 +86,22 @@ def make_row(problem: Problem, *, split: str, index: int) -> Row:
         "exactly once, with +, -, *, / and parentheses. Think first, then give the expression, and nothing else, in "
         "<answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."
     )
-    return {
-        "data_source": "countdown",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": {"target": target, "numbers": list(numbers)}},
-        "extra_info": {"split": split, "index": index},
-    }
+    return verl_row("countdown", content, {"target": target, "numbers": list(numbers)}, split=split, index=index)
 
 
-def prepare(
-    local_save_dir: str, *, train_size: int, test_size: int, num_numbers: Sequence[int], seed: int
-) -> dict[str, int]:
+def prepare(local_save_dir: str, *, train_size: int, test_size: int, num_numbers: Sequence[int], seed: int) -> Written:
     """Write train.parquet and test.parquet; no problem stands in both.
 
     Args:
-        local_save_dir: where to; made if it is not there.
-        train_size: problems in train.parquet, at least 1.
-        test_size: problems in test.parquet, at least 1.
         num_numbers: how many numbers a problem may give, such as [3, 4]; each at least 2.
         seed: the same seed makes the same files, everywhere.
-
-    Returns:
-        Rows by file written.
 
     Raises:
         DataError: a size is too small, or there are not so many different problems.
     """
-    for key, values, least in (
-        ("train_size", [train_size], 1),
-        ("test_size", [test_size], 1),
-        ("num_numbers", num_numbers, 2),
-    ):
-        if min(values) < least or max(values) > 10**7:
-            raise DataError(f"--{key}={', '.join(map(str, values))}: must be at least {least}")
-    if max(num_numbers) > 10:
-        raise DataError(f"--num_numbers={max(num_numbers)}: at most 10")
+    check_sizes(train_size=train_size, test_size=test_size)
+    if min(num_numbers) < 2 or max(num_numbers) > 10:
+        raise DataError(f"--num_numbers={', '.join(map(str, num_numbers))}: must be at least 2 and at most 10")
     problems = draw_problems(train_size + test_size, num_numbers, seed)
     splits = {"test": problems[:test_size], "train": problems[test_size:]}
     rows = {
@@ -174,10 +154,7 @@ def compute_score(
     """Score the expression in the last `<answer>...</answer>`.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: {"target": int, "numbers": [int, ...]}.
-        extra_info: not used.
         format_score: for an expression that is no solution.
         tag: the tag that holds the expression.
 
@@ -192,7 +169,8 @@ def compute_score(
     tree = parse_expression(last_tag_content(solution_str, tag) or "")
     if tree is None:
         return {"score": 0.0, "format": 0.0, "numbers": 0.0, "acc": 0.0}
-    complete = sorted(_constants(tree)) == sorted(numbers)
+    used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    complete = sorted(used) == sorted(numbers)  # type: ignore[type-var]
     correct = complete and _reaches(tree, target)
     return {
         "score": 1.0 if correct else format_score,
@@ -206,10 +184,6 @@ def _is_arithmetic(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         return type(node.value) is int
     return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub, *_OPERATIONS))
-
-
-def _constants(tree: ast.expr) -> Iterator[int]:
-    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int))
 
 
 def _reaches(tree: ast.expr, target: int) -> bool:

@@ -22,7 +22,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from grpo_dist.data.conversion import Row, require_text
+from grpo_dist.data.conversion import Row, require_text, verl_row
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.contract import check_choice
 from grpo_dist.rewards.format import MINUS_SIGNS
@@ -43,8 +43,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
     Args:
         example: "question" and "answer" (the solution, which ends in `#### NUMBER`), both text.
-        split: "train" or "test".
-        index: position in the split, from 0.
         location: file and row, for messages.
 
     Raises:
@@ -55,13 +53,8 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
     match = re.search(r"#### (-?[0-9.,]+)", answer)
     if match is None:
         raise DataError(f"{location}: the answer has no '#### NUMBER': ...{answer[-80:]!r}")
-    return {
-        "data_source": HUB[0],
-        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": match.group(1).replace(",", "")},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
-    }
+    extra = {"split": split, "index": index, "answer": answer, "question": question}
+    return verl_row(HUB[0], f"{question} {INSTRUCTION}", match.group(1).replace(",", ""), **extra)
 
 
 def extract_answer(text: str, method: str = "strict") -> str | None:
@@ -82,10 +75,7 @@ def compute_score(
     """Score the answer.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the number, as text or as a number.
-        extra_info: not used.
         method: "strict" or "flexible".
         format_score: for an answer that is wrong, but in the right place.
 

@@ -39,7 +39,6 @@ def extract_plan(text: str, tag: str | None = None) -> list[Any] | None:
     """The JSON list of a response: in its last ```json fence, or from the first [ to the last ].
 
     Args:
-        text: the response.
         tag: only what stands in the last `<tag>...</tag>` is looked at; None: all.
 
     Returns:
@@ -88,8 +87,6 @@ def compute_score(
     """Score the plan.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the right plan: a list of {"agent", "task"}, or that list as JSON text.
         extra_info: its "agents", if there, are the allowed agents of this row.
         agents: the allowed agents of all rows; None: the row's, or those of the ground truth.

@@ -20,7 +20,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_dist.data.conversion import Row, Written, write_splits
+from grpo_dist.data.conversion import Row, Written, check_sizes, verl_row, write_splits
 from grpo_dist.errors import DataError
 
 TAG = "plan"
@@ -174,13 +174,8 @@ def make_prompt(request: str, size: Size) -> list[dict[str, str]]:
 
 def make_row(plan: Plan, request: str, *, size: Size, split: str, index: int) -> Row:
     """One request in verl's schema; the ground truth is the plan, a list of {"agent", "task"}."""
-    return {
-        "data_source": "planner",
-        "prompt": make_prompt(request, size),
-        "ability": "planning",
-        "reward_model": {"style": "rule", "ground_truth": as_steps(plan)},
-        "extra_info": {"split": split, "index": index, "agents": list(size.agents)},
-    }
+    extra = {"split": split, "index": index, "agents": list(size.agents)}
+    return verl_row("planner", make_prompt(request, size), as_steps(plan), ability="planning", **extra)
 
 
 def make_answer(plan: Plan, request: str, *, size: Size) -> Row:
@@ -207,21 +202,11 @@ def prepare(
     """Write train.parquet, test.parquet and sft.parquet (requests with answers); no plan stands in two of them.
 
     Args:
-        local_save_dir: where to; made if it is not there.
-        train_size: requests in train.parquet, at least 1.
-        test_size: requests in test.parquet, at least 1.
-        sft_size: requests in sft.parquet, at least 1.
         hasty_share: share of its answers whose steps stand as the request names them, in the right order or not.
-        size: one of `SIZES`.
         seed: the same seed makes the same files, everywhere.
-
-    Returns:
-        Rows by file written.
     """
     numbers = {"test": test_size, "train": train_size, "sft": sft_size}
-    for split, number in numbers.items():
-        if not 1 <= number <= 10**7:
-            raise DataError(f"--{split}_size={number}: must be at least 1 and at most 10,000,000")
+    check_sizes(**{f"{split}_size": number for split, number in numbers.items()})
     if not 0.0 <= hasty_share <= 1.0:
         raise DataError(f"--hasty_share={hasty_share}: must be from 0 to 1")
     sizing, rng = SIZES[size], random.Random(seed)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from grpo_dist.data.conversion import Row, Written, write_splits
+from grpo_dist.data.conversion import Row, Written, check_sizes, verl_row, write_splits
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.rewards.format import last_tag_content
 
@@ -49,7 +49,6 @@ def prepare(
     """Write train.parquet and test.parquet. Questions of the test are left out of the training rows.
 
     Args:
-        local_save_dir: where to; made if it is not there.
         task: names of tasks, or YAML, {NAME: {weight: 2, SETTING: VALUE}}; a weight is 1 unless it is given.
         train_size: entries drawn for train.parquet, at least 1.
         test_size: entries drawn for test.parquet, at least 1.
@@ -57,16 +56,11 @@ def prepare(
         instruction: stands behind each question; may be empty.
         allow_eval: whether to take tasks whose scorers run answers as Python.
 
-    Returns:
-        Rows by file written.
-
     Raises:
         DataError: a size is too small, a task or setting does not exist, or no training question is left.
         ConfigError: the package is not installed.
     """
-    for key, size in (("train_size", train_size), ("test_size", test_size)):
-        if not 1 <= size <= 10**7:
-            raise DataError(f"--{key}={size}: must be at least 1 and at most 10,000,000")
+    check_sizes(train_size=train_size, test_size=test_size)
     shares, count = [_share(text) for text in task], test_size + train_size
     if (evaluating := EVALUATING.intersection(name for name, _, _ in shares)) and not allow_eval:
         raise DataError(
@@ -89,12 +83,6 @@ def prepare(
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """Score the answer with the scorer of the row's task.
-
-    Args:
-        data_source: not used.
-        solution_str: the response.
-        ground_truth: not used.
-        extra_info: the row's.
 
     Returns:
         score: the scorer's, 0.0 without an answer; acc: 1.0 where it is 1, else 0.0; unreadable: 1.0 where the scorer
@@ -150,14 +138,10 @@ def _make_row(task: str, settings: str, number: int, instruction: str) -> Row:
         raise DataError(
             f"--task {task}: entry {number} holds more than numbers, texts and lists of them: {written[:200]}"
         )
-    extra = {"task": task, "settings": settings, "entry": written}
-    return {
-        "data_source": f"reasoning_gym/{task}",
-        "prompt": [{"role": "user", "content": f"{question}\n\n{instruction}" if instruction else question}],
-        "ability": "reasoning",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {**extra, "completion": f"<answer>{answer}</answer>" if answer else None},
-    }
+    prompt = f"{question}\n\n{instruction}" if instruction else question
+    extra: dict[str, Any] = {"task": task, "settings": settings, "entry": written}
+    extra["completion"] = f"<answer>{answer}</answer>" if answer else None
+    return verl_row(f"reasoning_gym/{task}", prompt, answer, ability="reasoning", **extra)
 
 
 @lru_cache(maxsize=64)

@@ -15,10 +15,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     """Score an answer that shows its work, and its steps, which spaces separate (reward.step_separator=' ').
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the sum, as text.
-        extra_info: not used.
 
     Returns:
         score, acc and pred, as the scorer of gsm8k.py; and `step_scores`, 1 for each good step and 0 for the others.

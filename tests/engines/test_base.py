@@ -14,10 +14,10 @@ from grpo_dist.engines.base import (
     EngineWeights,
     Response,
     RolloutEngine,
-    TrainEngine,
     check_responses,
     rollout_engine,
 )
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.vllm.engine import VLLMEngine
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.errors import ConfigError
@@ -26,17 +26,18 @@ from grpo_dist.plugins.registry import load_attribute
 from tests.engines.fakes import FakeRolloutEngine, FakeTrainEngine, FakeWeights
 from tests.messages import refuses
 
+# What workers and agent loops call of a rollout engine, and PolicyWorker of the one train engine.
 METHODS = {
     protocol: [name for name in vars(protocol) if inspect.isfunction(vars(protocol)[name]) and name[0] != "_"]
-    for protocol in (RolloutEngine, EngineWeights, TrainEngine)
+    for protocol in (RolloutEngine, EngineWeights)
 }
+METHODS[FSDPEngine] = [name for name in vars(FakeTrainEngine) if name[0] != "_"]
 CLASSES = [
     (RolloutEngine, VLLMEngine),
     (RolloutEngine, FakeRolloutEngine),
     (EngineWeights, WeightUpdater),
     (EngineWeights, FakeWeights),
-    (TrainEngine, load_attribute(FSDP, key="FSDP")),
-    (TrainEngine, FakeTrainEngine),
+    (FSDPEngine, FakeTrainEngine),
 ]
 
 
@@ -48,6 +49,10 @@ def test_an_engine_has_what_its_protocol_says(protocol: type, engine: type) -> N
         assert inspect.iscoroutinefunction(found) == inspect.iscoroutinefunction(wanted), name
         arguments = [(p.name, p.kind, p.default) for p in inspect.signature(wanted).parameters.values()]
         assert [(p.name, p.kind, p.default) for p in inspect.signature(found).parameters.values()] == arguments, name
+
+
+def test_the_train_engine_is_found_by_name() -> None:
+    assert load_attribute(FSDP, key="FSDP") is FSDPEngine
 
 
 def test_the_names_are_those_of_the_config() -> None:

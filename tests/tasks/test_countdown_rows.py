@@ -84,7 +84,7 @@ def test_rows_fit_the_scorer(tmp_path: Path) -> None:
         (["--train_size=0"], ["--train_size=0", "1"]),
         (["--test_size=-1"], ["--test_size=-1", "least 1"]),
         (["--num_numbers", "1"], ["--num_numbers=1", "2"]),
-        (["--num_numbers", "3", "11"], ["--num_numbers=11", "10"]),
+        (["--num_numbers", "3", "11"], ["--num_numbers=3, 11", "10"]),
     ],
 )
 def test_impossible_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list, words: list) -> None:

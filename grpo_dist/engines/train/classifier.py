@@ -72,8 +72,6 @@ def token_classifier(config: Any, settings: ModelSettings, shapes: Mapping[str, 
     is given the number of labels, whether the head has a bias, and the name of the class that will load an export.
 
     Args:
-        config: the model's config.
-        settings: what the model is loaded from.
         shapes: of the weights in its files, by name.
     """
     setting = settings.setting
@@ -98,7 +96,6 @@ def judging_head(config: Any, settings: ModelSettings, tensors: Mapping[str, Any
     Math-Shepherd (arXiv 2312.08935) reads the logits of two tokens alone; two outputs are what is left of the layer.
 
     Args:
-        config: the model's config.
         settings: what the model is loaded from, with `judging_tokens`.
         tensors: of its files by name, of which rows can be read.
     """

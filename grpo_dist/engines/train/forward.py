@@ -55,7 +55,6 @@ class PolicyForward:
         layout: the wanted one: padded, packed or shared.
         temperature: logits are divided by it.
         compute_dtype: of the forward pass, for the tolerance of the check.
-        device: where it runs.
         sequence_group: ranks that split the tokens of packed and shared micro-batches; padded ones stay whole.
 
     Attributes:

@@ -40,9 +40,10 @@ NOT_TAKEN = "the optimizer step was not taken"
 
 
 class FSDPEngine(FSDPWeights):
-    """A causal LM, or a backbone with a linear head, sharded over the default process group; see `TrainEngine`.
+    """A causal LM, or a backbone with a linear head, sharded over the default process group: one rank of it.
 
-    It trains if it is given an optimizer.
+    It computes log-probs (a linear head: values) and, if it is given an optimizer, trains. All ranks call every method
+    together, each with its own rows (a rank may have none).
 
     Args:
         model: what to load and how to shard it.
@@ -51,6 +52,9 @@ class FSDPEngine(FSDPWeights):
         optimizer: the config's section; None for a frozen model (the reference).
         total_steps: optimizer steps of the whole run, at whose end the schedule ends.
         grad_clip: largest gradient norm.
+
+    Attributes:
+        reference_head: the reference's output layer, which the exact KL needs; None: the loss has no such KL.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class FSDPEngine(FSDPWeights):
 
     @property
     def report(self) -> str:
-        """See `TrainEngine.report`."""
+        """One sentence on how sequences are laid out, and why; "" before the first forward pass."""
         return self.forward.report
 
     # --- log-probs ---------------------------------------------------------------------------------------------
@@ -103,7 +107,22 @@ class FSDPEngine(FSDPWeights):
     def compute_columns(
         self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
     ) -> dict[str, Ragged]:
-        """See `TrainEngine.compute_columns`."""
+        """Return the columns that a forward pass gives for the response tokens.
+
+        Args:
+            data: `SEQUENCE_COLUMNS`.
+            names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
+                (H numbers a token: the input of the output layer, in the compute type); of a model with a linear head
+                "values" (its output at the token before, of two outputs the second less the first).
+            micro_batch_size: sequences per forward pass, where there is no token budget.
+            max_token_len: tokens per forward pass; None: no token budget.
+
+        Returns:
+            By name, one row per row of `data`; float32 except for hidden states.
+
+        Raises:
+            TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
+        """
         self._check_forward(data, micro_batch_size, max_token_len)
         parts: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(data) for name in names}
         plan = self._plan(data, micro_batch_size, max_token_len)
@@ -126,7 +145,7 @@ class FSDPEngine(FSDPWeights):
     def compute_reference_columns(
         self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
     ) -> dict[str, Ragged]:
-        """See `TrainEngine.compute_reference_columns`."""
+        """Return `compute_columns` of the model without its LoRA factors."""
         with adapters_off(self.model):
             return self.compute_columns(data, names, micro_batch_size=micro_batch_size, max_token_len=max_token_len)
 
@@ -139,7 +158,24 @@ class FSDPEngine(FSDPWeights):
         objective: TrainingSettings,
         max_token_len: int | None = None,
     ) -> MiniBatchResult:
-        """See `TrainEngine.train_mini_batch`. The schedule counts the steps that were taken."""
+        """Take one optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
+
+        The schedule counts the steps that were taken.
+
+        Args:
+            data: `SEQUENCE_COLUMNS` and `objective.columns`; for the losses of a reward model `response_mask` may be
+                missing, and for pairs there is `uid`, with both rows of a pair on the same rank.
+            micro_batch_size: sequences per forward and backward pass, where there is no token budget. A pair stays
+                whole.
+            objective: the loss.
+            max_token_len: tokens per forward and backward pass; None: no token budget.
+
+        Returns:
+            The metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
+
+        Raises:
+            TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite.
+        """
         trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
         data, counts, plan = self._begin(trained, data, micro_batch_size, max_token_len)
         losses: list[Loss] = []
@@ -185,7 +221,13 @@ class FSDPEngine(FSDPWeights):
         objective: TrainingSettings,
         max_token_len: int | None = None,
     ) -> dict[str, Metric]:
-        """See `TrainEngine.evaluate`."""
+        """The metrics of an objective on this rank's rows, to be merged over ranks, without a step.
+
+        Takes the arguments of `train_mini_batch`.
+
+        Raises:
+            TrainingDiverged: on all ranks, if any rank's loss is not finite.
+        """
         judged = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
         data, counts, plan = self._begin(judged, data, micro_batch_size, max_token_len)
         losses: list[Loss] = []

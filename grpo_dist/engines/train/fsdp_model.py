@@ -23,18 +23,11 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.compiled import Compiler
 from grpo_dist.engines.train.lm_head import ResponseHead, head_modules, join_float32_head
-from grpo_dist.engines.train.lora import (
-    add_lora,
-    draw_factors,
-    factors,
-    load_factors,
-    lora_hidden,
-    merged_parameters,
-)
+from grpo_dist.engines.train.lora import add_lora, draw_factors, load_factors, lora_hidden
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
 from grpo_dist.engines.train.router_replay import RouterReplay
-from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards, whole
+from grpo_dist.engines.train.sharded_tensors import num_shards
 from grpo_dist.errors import ConfigError
 
 
@@ -130,7 +123,6 @@ def recompute_layers(
     transformers' own switch works in training mode only.
 
     Args:
-        model: whose layers these are.
         section: of the config with the switch, for messages.
         keeping: makes the context in which the inputs are kept; what it says of tensors that autograd saves goes for
             them alone, since within a layer `checkpoint` has the say.
@@ -160,26 +152,6 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, by the class names that the model itself says must not be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def full_parameters(
-    model: nn.Module, dtype: torch.dtype, device: str = "cpu", *, head_dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
-
-    The output layer comes in `head_dtype`, if that is given. LoRA's factors are merged. Collective: all ranks iterate
-    together.
-    """
-    free_gathered(model)  # or these would be copies in the compute type
-    for name, tensor in merged_parameters(model, dtype, head_dtype or dtype):
-        yield name, tensor.to(device)
-
-
-def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """As `full_parameters`, LoRA's factors alone, under the names of adapters in peft's form."""
-    free_gathered(model)
-    for name, parameter in factors(model):
-        yield name, whole(model.get_parameter(parameter).detach().to(dtype)).to(device)
 
 
 @contextlib.contextmanager

@@ -26,9 +26,8 @@ from grpo_dist.assets.model_folder import Usage
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
-from grpo_dist.engines.train.fsdp_model import full_factors, full_parameters
 from grpo_dist.engines.train.hf_names import as_in_files
-from grpo_dist.engines.train.lora import lora_layers
+from grpo_dist.engines.train.lora import full_factors, full_parameters, lora_layers
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.errors import CheckpointError
 from grpo_dist.sizes import EXPORT_FILE_BYTES
@@ -49,8 +48,6 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
 
     Args:
         model: a policy, whose LoRA factors are merged, or a model with a linear head.
-        settings: what it was loaded from.
-        folder: where the files go.
         dtype: of the weights in the files: "fp32" or "bf16".
         usage: what the folder says of itself; None: nothing.
 
@@ -83,7 +80,6 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
     """Have rank 0 write a folder, which appears only when it is complete, and replaces one of that name. Collective.
 
     Args:
-        folder: the folder.
         write: writes the files into another, temporary folder.
         tensors: what rank 0 gathers while it writes: the other ranks take part, and drop them.
         num_bytes: about what is written; without as much room on the disk nothing is.

@@ -59,7 +59,6 @@ class HeadRequest:
     Attributes:
         predictors: (M,) int64, which of the B * L tokens predicts each.
         targets: (M,) int64, the response tokens.
-        temperature: logits are divided by it.
         entropies: whether to compute entropies.
         hidden_states: whether to return the predictors' hidden states, detached.
         reference: the reference's output layer, for the exact KL, or None.
@@ -171,7 +170,6 @@ def response_values(
         hidden: (B, L, H).
         weight: (V, H).
         bias: (V,) or None.
-        request: what for.
         chunk_tokens: tokens whose logits exist at once; None: by `CHUNK_LOGITS`.
         compiler: of what is computed from logits; None: nothing is compiled.
     """

@@ -23,7 +23,7 @@ from grpo_dist.assets import POLICY_SECTION, expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder
 from grpo_dist.assets.model_folder import some
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
-from grpo_dist.engines.train.sharded_tensors import place, whole
+from grpo_dist.engines.train.sharded_tensors import free_gathered, place, whole
 from grpo_dist.errors import ConfigError, DataError
 
 ADAPTER = "default"  # peft's name of the first adapter
@@ -207,15 +207,19 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def merged_parameters(model: Any, dtype: torch.dtype, head_dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name before LoRA, whole tensor in `dtype`) one at a time; a tied tensor comes once. Collective.
+def full_parameters(
+    model: Any, dtype: torch.dtype, device: str = "cpu", *, head_dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
 
-    The output layer comes in `head_dtype`.
+    The output layer comes in `head_dtype`, if that is given. LoRA's factors are merged. Collective: all ranks iterate
+    together.
     """
+    free_gathered(model)  # or these would be copies in the compute type
     layers, head = lora_layers(model), model.get_output_embeddings()
     of_head = set() if head is None else {id(parameter) for parameter in head.parameters()}
     for name, parameter, plain in _named(model):
-        wanted = head_dtype if id(parameter) in of_head else dtype
+        wanted = head_dtype if head_dtype is not None and id(parameter) in of_head else dtype
         owner, base, leaf = name.rpartition(".base_layer.")
         if base and leaf == "weight":
             layer = layers[owner]
@@ -223,13 +227,20 @@ def merged_parameters(model: Any, dtype: torch.dtype, head_dtype: torch.dtype) -
             change = layer.scaling[ADAPTER] * (factors[0] @ factors[1])
             if layer.fan_in_fan_out:  # Conv1D (GPT-2) holds its weight as (in, out), transposed
                 change = change.t()
-            yield plain, (whole(parameter.detach().float()) + change).to(wanted)
+            yield plain, (whole(parameter.detach().float()) + change).to(wanted).to(device)
         else:
-            yield plain, whole(parameter.detach().to(wanted))
+            yield plain, whole(parameter.detach().to(wanted)).to(device)
+
+
+def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """As `full_parameters`, LoRA's factors alone, under the names of adapters in peft's form."""
+    free_gathered(model)
+    for name, parameter in factors(model):
+        yield name, whole(model.get_parameter(parameter).detach().to(dtype)).to(device)
 
 
 def merged_names(model: nn.Module) -> list[str]:
-    """The names that `merged_parameters` yields."""
+    """The names that `full_parameters` yields."""
     return [plain for _, _, plain in _named(model)]
 
 

@@ -47,7 +47,6 @@ def smaller_passes(limits: PassLimits, *, ranks: int = 1) -> Iterator[None]:
     """Add to an `OutOfMemory` of the block, a pass of these limits, which key makes passes smaller.
 
     Args:
-        limits: of the pass.
         ranks: that split a pass, each with its share of those tokens.
     """
     name, value = ("micro_batch_size", limits.micro_batch_size)

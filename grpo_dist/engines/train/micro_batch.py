@@ -87,9 +87,7 @@ def make_micro_batch(
     the collectives of the forward and backward pass.
 
     Args:
-        data: the rows.
         columns: per-token columns to pad.
-        padding_id: token id of padding.
         layout: padded, packed or shared.
         row_width: tokens that a tensor row may grow to, for packed and shared; 0: as long as the longest piece.
         min_width: tokens that tensor rows have at least, for packed and shared.

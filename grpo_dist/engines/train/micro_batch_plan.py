@@ -91,7 +91,6 @@ def plan_micro_batches(
     """Rows of each micro-batch.
 
     Args:
-        lengths: the rows.
         micro_batch_size: most sequences of a micro-batch, where there is no token budget.
         max_token_len: most tokens of a micro-batch (one sequence may exceed it); None: count sequences.
         shared: whether a group's prompt counts once.
@@ -157,10 +156,6 @@ def balance(lengths: Lengths, num_ranks: int) -> list[np.ndarray]:
 
     While the slowest rank costs over 5 % more than the mean, the largest group is cut in half; each half then computes
     the prompt again.
-
-    Args:
-        lengths: groups, prompt lengths and response lengths of the rows.
-        num_ranks: number of ranks.
 
     Returns:
         Row indices of each rank, ascending, int64.

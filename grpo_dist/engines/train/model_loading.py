@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.initialization import meta_device_safe_creation_ops
@@ -283,7 +283,7 @@ def _check_names(report: Any, setting: str) -> None:
 
 def _check_numbers(model: Any, settings: ModelSettings) -> None:
     """Check on all ranks that every rank's weights are numbers, and that what is to be tied is one tensor."""
-    for name, other in _tied(model):
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(name) is not model.get_parameter(other):
             raise DataError(
                 f"{settings.setting}: config.json ties {name} to {other}, and the weights have both, with different "
@@ -294,8 +294,3 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
     dist.all_gather_object(bad_of_ranks, bad)
     if names := sorted({name for of_rank in bad_of_ranks for name in of_rank}):
         raise DataError(f"{settings.setting}: nan or infinity in the weights: {some(names)}; the file is damaged")
-
-
-def _tied(model: nn.Module) -> list[tuple[str, str]]:
-    """Weights that the model's config ties: name, and the name of the one that it is."""
-    return list(model.get_expanded_tied_weights_keys(all_submodels=True).items())  # type: ignore[operator]

@@ -250,11 +250,7 @@ OBJECTIVES: dict[type[TrainingSettings], type[Objective]] = {
 
 
 def read_metrics(losses: Sequence[Loss]) -> tuple[list[float], dict[str, Metric]]:
-    """Read the numbers of the micro-batches of a mini-batch, all at once.
-
-    Returns:
-        The loss of each; and the metrics of all.
-    """
+    """Read the loss of each micro-batch of a mini-batch, and the metrics of all of them, in one wait for the device."""
     device = losses[0].loss.device
     read: list[Tensor] = []
     for loss in losses:

@@ -90,7 +90,6 @@ class Offload:
 
     Attributes:
         model: a module, sharded with FSDP2 or not.
-        optimizer: its optimizer, or None.
         device: where phases run. On CPU nothing moves.
         parameters: whether the weights are offloaded.
         optimizer_states: whether the optimizer's states are.

@@ -38,8 +38,6 @@ def place(model: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter or buffer by a tensor of rank 0, of which each rank gets its part. Collective.
 
     Args:
-        model: the model.
-        name: of the parameter or buffer.
         value: the whole tensor, of the same shape and type, on the model's device; only rank 0's content counts.
     """
     path, _, leaf = name.rpartition(".")

@@ -49,7 +49,6 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     """Return the `AsyncEngineArgs` of an engine; the config's `engine_kwargs` win.
 
     Args:
-        settings: of the engine.
         folder: that `prepare` has made, for its tokenizer.
         usual: arguments that are others where the config does not name them; None: none are.
     """

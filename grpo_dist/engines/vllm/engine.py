@@ -43,7 +43,6 @@ class VLLMEngine:
     """One vLLM engine; see `RolloutEngine`.
 
     Args:
-        settings: the engine's.
         folder: of its sockets and its tokenizer, which `vllm_engine` has made.
     """
 
@@ -64,10 +63,7 @@ class VLLMEngine:
         return self._llm.load if isinstance(self._llm, LocalLLM) else self._load
 
     async def start(self) -> Footprint | None:
-        """Load the model; on GPUs once there is enough free memory.
-
-        Returns:
-            The memory that it took of its GPUs; None without GPUs.
+        """See `RolloutEngine.start`; on GPUs once there is enough free memory.
 
         Raises:
             ConfigError: vLLM refuses the settings.
@@ -94,13 +90,7 @@ class VLLMEngine:
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
     ) -> list[Response] | None:
-        """See `RolloutEngine.generate`; concurrent calls share vLLM's batch.
-
-        Raises:
-            BatchError: the prompt is empty, too long, or has an id outside the vocabulary, which would kill vLLM.
-            ConfigError: vLLM refuses the sampling settings.
-            EngineError: the engine failed, or a failed sync has left its weights mixed.
-        """
+        """See `RolloutEngine.generate`; concurrent calls share vLLM's batch."""
         self.weights.check_not_mixed()
         self._check_prompt(prompt)
         params = _sampling_params(sampling, self._stop_token_ids)
@@ -237,7 +227,7 @@ class VLLMEngine:
                 f"(actor_rollout_ref.rollout.max_model_len={self.settings.max_model_len})"
             )
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            raise BatchError(
+            raise BatchError(  # it would kill vLLM
                 f"prompt ids {min(prompt)}..{max(prompt)} leave the model's vocabulary of {self._vocab_size}: "
                 "tokenizer and model do not belong together"
             )

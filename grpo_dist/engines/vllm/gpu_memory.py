@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,18 +46,14 @@ def gpus(count: int) -> list[GPU]:
     """
     nvml: Any = import_pynvml()
     try:
-        return _gpus(nvml, count)
+        nvml.nvmlInit()
+        try:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+            return [_gpu(nvml, name.strip()) for name in seen.split(",")[:count]]
+        finally:
+            nvml.nvmlShutdown()
     except nvml.NVMLError as error:
         raise EngineError(f"the driver does not say how much memory of the GPUs is free (NVML: {error})") from None
-
-
-def _gpus(nvml: Any, count: int) -> list[GPU]:
-    nvml.nvmlInit()
-    try:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        return [_gpu(nvml, name.strip()) for name in seen.split(",")[:count]]
-    finally:
-        nvml.nvmlShutdown()
 
 
 def needed_gib(settings: EngineSettings, total_gib: float) -> float:
@@ -68,16 +63,11 @@ def needed_gib(settings: EngineSettings, total_gib: float) -> float:
     return settings.rollout.gpu_memory_utilization * total_gib if settings.rollout.kv_cache_memory_gib is None else 0.0
 
 
-async def wait_until_free(settings: EngineSettings, read_gpus: Callable[[int], list[GPU]] | None = None) -> list[GPU]:
-    """Wait until the memory that an engine needs is free, and no process is freeing more of it.
-
-    Returns:
-        The engine's GPUs at that time.
-    """
-    read_gpus = read_gpus or gpus
+async def wait_until_free(settings: EngineSettings) -> list[GPU]:
+    """Wait until the memory that an engine needs is free, and no process is freeing more of it; returns the GPUs."""
     earlier: list[GPU] = []
     for _ in range(int(FREE_TIMEOUT_S / POLL_S)):
-        state = read_gpus(settings.rollout.tensor_model_parallel_size)
+        state = gpus(settings.rollout.tensor_model_parallel_size)
         short = [gpu for gpu in state if gpu.free / GIB < needed_gib(settings, gpu.total / GIB)]
         settled = earlier and all(now.free <= then.free for now, then in zip(state, earlier, strict=True))
         if settled and not short:

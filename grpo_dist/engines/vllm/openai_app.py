@@ -138,7 +138,6 @@ def server_arguments(
     """The arguments of vLLM's server.
 
     Args:
-        settings: of the engine.
         usage: what the run says where a request says nothing.
         name: under which the model is served.
         folder: see `engine_args`.

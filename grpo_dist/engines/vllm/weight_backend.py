@@ -48,7 +48,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """One bucket: in a file (weights/buckets.py), or as it is, if engine and worker are one process.
 
     Attributes:
-        file: what `read_bucket` takes. Entries are plain lists: they cross a process boundary.
+        file: what `read_bucket` takes. Entries are plain dicts: they cross a process boundary.
         bucket: the bucket, which has been checked.
     """
 

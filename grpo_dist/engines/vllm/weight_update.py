@@ -30,7 +30,6 @@ class WeightUpdater:
     Args:
         llm: vLLM's AsyncLLM, or LocalLLM.
         call: awaits one of its calls within a time limit (`timeout_s`), and makes its exceptions ours.
-        settings: the engine's.
     """
 
     def __init__(self, llm: Any, call: Callable[..., Awaitable[Any]], *, settings: EngineSettings) -> None:
@@ -77,13 +76,7 @@ class WeightUpdater:
         self._paused = self._asleep = True
 
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
-        """Replace all weights by those in the buckets, which are all checked before the first is loaded.
-
-        Raises:
-            WeightSyncError: a bucket is damaged or missing, or `version` is not newer than the one in force; the engine
-                keeps its weights.
-            EngineError: the engine failed, and is replaced.
-        """
+        """See `EngineWeights.load`; all buckets are checked before the first is loaded."""
         with self._keeps_weights(version):
             self._check_newer(version)
             check_buckets(buckets)
@@ -94,11 +87,7 @@ class WeightUpdater:
             await self._replace(({"file": file} for file in files), version)
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
-        """Make all workers of the engine join a weight group; the first one gets `first_rank`.
-
-        Raises:
-            WeightSyncError: the group was not formed; the engine keeps its weights.
-        """
+        """See `EngineWeights.join`; without the group the engine keeps its weights."""
         request = WeightTransferInitRequest({"address": asdict(address), "first_rank": first_rank})
         await self._call(self._llm.init_weight_transfer_engine(request))
         _, fault = await self._receipt()

@@ -27,23 +27,12 @@ from torch import Tensor
 
 from grpo_dist.engines.rendezvous import LOOPBACK, own_ip, refuse_loopback
 from grpo_dist.engines.settings import SENDER, GroupAddress
-from grpo_dist.engines.weights.buckets import Entry, pack_tensors, unpack
+from grpo_dist.engines.weights.buckets import Header, pack_tensors, unpack
 from grpo_dist.engines.weights.ipc import SharedMemoryGroup
 from grpo_dist.errors import GrpoDistError, WeightSyncError
 
 # Words that are summed up at once for a checksum: their products stay in a CPU's cache.
 _CHECKSUM_WORDS = 1 << 17
-
-
-@dataclass(frozen=True)
-class Header:
-    """Sent ahead of a bucket; see `buckets.Bucket`."""
-
-    number: int
-    last: bool
-    num_bytes: int
-    checksum: int
-    entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
@@ -111,9 +100,7 @@ class WeightGroup:
             raise WeightSyncError(f"the sender announced no weight bucket {number} within {limit}") from None
         if isinstance(content, str):
             raise WeightSyncError(f"the sender gave up at weight bucket {number}: {content}")
-        return Header(
-            **content | {"entries": tuple(Entry(**e | {"shape": tuple(e["shape"])}) for e in content["entries"])}
-        )
+        return Header.read(content)
 
     def forget(self) -> None:
         """Sender: delete the announcements of syncs that all receivers have finished."""
@@ -170,14 +157,12 @@ def send(group: WeightGroup, tensors: Iterable[tuple[str, Tensor]], *, version: 
     try:
         group.forget()
         on_its_way = None
-        for packed in pack_tensors(stream, bucket_bytes=bucket_bytes):
-            checksum = position_checksum(packed.data)
-            header = Header(packed.number, packed.last, len(packed.data), checksum, packed.entries)
+        for data, header in pack_tensors(stream, bucket_bytes=bucket_bytes, checksum=position_checksum):
             if on_its_way is not None:
                 group.wait(on_its_way[0])
             group.publish(version, announced, header)
             announced += 1
-            on_its_way = group.broadcast(packed.data), packed  # which must stay until it has arrived
+            on_its_way = group.broadcast(data), data  # which must stay until it has arrived
         if on_its_way is not None:
             group.wait(on_its_way[0])
     except Exception as error:

@@ -15,10 +15,10 @@ import tempfile
 import uuid
 import warnings
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,32 +43,33 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Some tensors as one (B,) uint8 array, and where each lies.
+class Header:
+    """What is said of a bucket ahead of its bytes, of which `position_checksum` (broadcast.py) or CRC-32 is sent too.
 
     Attributes:
-        data: the bytes.
-        entries: the tensors in them.
+        entries: the tensors in it.
         number: position among the buckets of a model.
         last: whether no other one follows.
-        checksum: CRC-32 of `data`.
     """
 
-    data: np.ndarray
     entries: tuple[Entry, ...]
     number: int
     last: bool
+    num_bytes: int
     checksum: int
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any]) -> Self:
+        """Make one of its fields by name, with those of each entry by name, as JSON has them."""
+        entries = tuple(Entry(**entry | {"shape": tuple(entry["shape"])}) for entry in content["entries"])
+        return cls(**{**content, "entries": entries})
 
 
 @dataclass(frozen=True)
-class PackedTensors:
-    """A bucket before it has a checksum: `data` is a (B,) uint8 tensor on any device; see `Bucket` for the rest."""
+class Bucket(Header):
+    """Some tensors as one (B,) uint8 array, and its CRC-32."""
 
-    data: Tensor
-    entries: tuple[Entry, ...]
-    number: int
-    last: bool
+    data: np.ndarray
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> None:
@@ -101,12 +102,14 @@ def damage(bucket: Bucket) -> str:
 
 def pack(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
     """`pack_tensors` on CPU, as arrays with a CRC-32."""
-    for packed in pack_tensors(tensors, bucket_bytes=bucket_bytes):
-        data = packed.data.numpy()
-        yield Bucket(data, packed.entries, packed.number, packed.last, zlib.crc32(data.data))
+    packed = pack_tensors(tensors, bucket_bytes=bucket_bytes, checksum=lambda data: zlib.crc32(data.numpy().data))
+    for data, header in packed:
+        yield Bucket(**vars(header), data=data.numpy())
 
 
-def pack_tensors(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[PackedTensors]:
+def pack_tensors(
+    tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int, checksum: Callable[[Tensor], int]
+) -> Iterator[tuple[Tensor, Header]]:
     """Pack tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own).
 
     A bucket lies on the device of its tensors, and its bytes are a multiple of `ALIGNMENT`.
@@ -116,13 +119,13 @@ def pack_tensors(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) ->
     for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if pending and used + num_bytes > bucket_bytes:
-            yield _fill(pending, used, number, last=False)
+            yield _fill(pending, used, number, checksum, last=False)
             pending, used, number = [], 0, number + 1
         dtype = str(tensor.dtype).removeprefix("torch.")
         pending.append((Entry(name, dtype, tuple(tensor.shape), used, num_bytes), tensor))
         used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if pending:
-        yield _fill(pending, used, number, last=True)
+        yield _fill(pending, used, number, checksum, last=True)
 
 
 def unpack(data: np.ndarray | Tensor, entries: Iterable[Entry]) -> list[tuple[str, Tensor]]:
@@ -135,14 +138,16 @@ def unpack(data: np.ndarray | Tensor, entries: Iterable[Entry]) -> list[tuple[st
     ]
 
 
-def _fill(pending: list[tuple[Entry, Tensor]], num_bytes: int, number: int, *, last: bool) -> PackedTensors:
+def _fill(
+    pending: list[tuple[Entry, Tensor]], num_bytes: int, number: int, checksum: Callable[[Tensor], int], *, last: bool
+) -> tuple[Tensor, Header]:
     data = torch.empty(num_bytes, dtype=torch.uint8, device=pending[0][1].device)
     entries = tuple(entry for entry, _ in pending)
     for (entry, tensor), (_, target) in zip(pending, unpack(data, entries), strict=True):
         target.copy_(tensor)
         end = entry.offset + entry.num_bytes
         data[end : end + -end % ALIGNMENT] = 0  # the checksum covers the gaps
-    return PackedTensors(data, entries, number, last)
+    return data, Header(entries, number, last, num_bytes, checksum(data))
 
 
 PREFIX = "grpo_dist-weights"
@@ -159,22 +164,14 @@ def bucket_files(buckets: Sequence[Bucket]) -> Generator[dict[str, Any], None, N
         for bucket in buckets:
             path = Path(folder) / uuid.uuid4().hex
             bucket.data.tofile(path)
-            yield {
-                "path": str(path),
-                "num_bytes": len(bucket.data),
-                "entries": [[e.name, e.dtype, list(e.shape), e.offset, e.num_bytes] for e in bucket.entries],
-                "number": bucket.number,
-                "last": bucket.last,
-                "checksum": bucket.checksum,
-            }
+            yield vars(bucket) | {"data": str(path), "entries": [asdict(entry) for entry in bucket.entries]}
             path.unlink()
 
 
 def read_bucket(file: Mapping[str, Any]) -> Bucket:
     """The bucket in a file, mapped, not copied: its memory is freed with the last reference. Nothing is checked."""
-    data = torch.from_file(file["path"], shared=True, size=file["num_bytes"], dtype=torch.uint8).numpy()
-    entries = tuple(Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in file["entries"])
-    return Bucket(data, entries, file["number"], file["last"], file["checksum"])
+    data = torch.from_file(file["data"], shared=True, size=file["num_bytes"], dtype=torch.uint8).numpy()
+    return Bucket.read({**file, "data": data})
 
 
 def new_folder() -> Path:
@@ -183,11 +180,7 @@ def new_folder() -> Path:
 
 
 def note_segments(names: Iterable[str]) -> Path:
-    """List shared memory segments in a new folder: whoever removes the folder also removes them.
-
-    Returns:
-        The folder, for `remove`.
-    """
+    """List shared memory segments in a new folder, which is returned: whoever removes it also removes them."""
     folder = new_folder()
     (folder / SEGMENTS).write_text("\n".join(names))
     return folder

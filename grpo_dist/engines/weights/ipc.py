@@ -13,6 +13,7 @@ sources and has not been run.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -32,8 +33,8 @@ from grpo_dist.engines.weights.buckets import is_alive, new_folder, remove, shar
 
 # A rank that waits for another checks this often if that one is still alive.
 WATCH = timedelta(seconds=2)
-# The arguments of torch's `reduce_tensor` for a tensor on a GPU that are bytes, and those that are numbers.
-HANDLES = ("handle", "ref_counter_handle", "event_handle")
+# The arguments by which torch rebuilds a tensor on a GPU that are bytes, and those that are numbers.
+HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 
@@ -80,14 +81,9 @@ class CudaMemory:
         data = _outside_of_segments(
             data, os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         )
-        _, arguments = reductions.reduce_tensor(data)
-        (_, _, _, tensor_offset, _, _, _, handle, storage_size_bytes, storage_offset_bytes, _, *rest) = arguments
-        ref_counter_handle, ref_counter_offset, event_handle, event_sync_required = rest
-        blobs = (handle, ref_counter_handle, event_handle)
-        numbers = (tensor_offset, storage_size_bytes, storage_offset_bytes, ref_counter_offset, event_sync_required)
-        return {name: bytes(blob).hex() for name, blob in zip(HANDLES, blobs, strict=True)} | {
-            name: int(number) for name, number in zip(NUMBERS, numbers, strict=True)
-        }
+        rebuild, arguments = reductions.reduce_tensor(data)
+        told = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=True))
+        return {name: bytes(told[name]).hex() for name in HANDLES} | {name: int(told[name]) for name in NUMBERS}
 
     def copy(self, shared: dict[str, Any], target: Tensor) -> None:
         """See `FileMemory.copy`. When this returns the copy is complete, and the sender's count of readers lowered."""
@@ -102,23 +98,16 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
 
     def _opened(self, shared: dict[str, Any], target: Tensor) -> Tensor:
-        handle, ref_counter_handle, event_handle = (bytes.fromhex(shared[name]) for name in HANDLES)
+        told = {name: bytes.fromhex(shared[name]) for name in HANDLES} | {name: shared[name] for name in NUMBERS}
         opened: Tensor = reductions.rebuild_cuda_tensor(
             tensor_cls=Tensor,
             tensor_size=target.shape,
             tensor_stride=(1,),
-            tensor_offset=shared["tensor_offset"],
             storage_cls=torch.storage.TypedStorage,
             dtype=torch.uint8,
             storage_device=self.device.index,
-            storage_handle=handle,
-            storage_size_bytes=shared["storage_size_bytes"],
-            storage_offset_bytes=shared["storage_offset_bytes"],
             requires_grad=False,
-            ref_counter_handle=ref_counter_handle,
-            ref_counter_offset=shared["ref_counter_offset"],
-            event_handle=event_handle,
-            event_sync_required=bool(shared["event_sync_required"]),
+            **told | {"event_sync_required": bool(shared["event_sync_required"])},
         )
         return opened
 
@@ -150,7 +139,6 @@ class SharedMemoryGroup:
         store: at which all ranks meet.
         rank: the actor's ranks come first, then those of the engines.
         device: where the buckets lie.
-        address: of the group.
 
     Attributes:
         store: the part of it for the ranks on this device.

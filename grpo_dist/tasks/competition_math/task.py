@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from grpo_dist.data.conversion import Row, require_text
+from grpo_dist.data.conversion import Row, require_text, verl_row
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.format import accepted_answers
 
@@ -70,8 +70,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
     Args:
         example: "problem" and "solution", text; "level" and "type" (the subject) are kept where they are there.
-        split: "train" or "test".
-        index: position in the split, from 0.
         location: file and row, for messages.
     """
     require_text(example, ("problem", "solution"), location)
@@ -80,13 +78,7 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
     if not answer:
         raise DataError(f"{location}: the solution has no '\\boxed{{ANSWER}}': ...{solution[-80:]!r}")
     kept = {name: str(example[name]) for name in ("level", "type") if example.get(name) is not None}
-    return {
-        "data_source": HUB[0],
-        "prompt": [{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": split, "index": index, **kept},
-    }
+    return verl_row(HUB[0], f"{problem} {INSTRUCTION}", answer, split=split, index=index, **kept)
 
 
 def extract_answer(text: str) -> str | None:
@@ -121,10 +113,7 @@ def compute_score(
     """Compare the final answer with the truth.
 
     Args:
-        data_source: not used.
-        solution_str: the response.
         ground_truth: the answer in LaTeX, or a number; or a list of accepted ones.
-        extra_info: not used.
         right: the score of a right answer.
         wrong: the score of a wrong answer, and of none.
 

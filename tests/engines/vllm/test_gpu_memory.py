@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -47,7 +48,8 @@ def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> list[GPU]:
             for i, free in enumerate(last[-1])
         ]
 
-    return asyncio.run(wait_until_free(settings, look))
+    with mock.patch.object(gpu_memory, "gpus", look):
+        return asyncio.run(wait_until_free(settings))
 
 
 def test_what_an_engine_needs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from grpo_dist.engines.rendezvous import open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress
-from grpo_dist.engines.weights.broadcast import Header, Receipt, WeightGroup, position_checksum, receive, send
+from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, position_checksum, receive, send
+from grpo_dist.engines.weights.buckets import Header
 from grpo_dist.errors import WeightSyncError
 from tests.messages import says
 from tests.ranks import run_ranks
@@ -139,7 +141,7 @@ def _in_wrong_order(rank: int) -> Any:
     def misnumber(version: int, number: int, header: Header | str) -> None:
         assert isinstance(header, Header)
         wrong = {1: 2, 2: 1}.get(number, number)
-        publish(version, number, Header(wrong, header.last, header.num_bytes, header.checksum, header.entries))
+        publish(version, number, dataclasses.replace(header, number=wrong))
 
     with mock.patch.object(group, "publish", misnumber):
         return peer.sync(group, weights(1).items(), 1)

@@ -185,7 +185,7 @@ def test_one_bucket_is_there_at_a_time(memory: Path) -> None:
     assert len(buckets) == 3
     found = {}
     for update in bucket_files(buckets):
-        assert files_in(memory) == [Path(update["path"])]
+        assert files_in(memory) == [Path(update["data"])]
         bucket = read_bucket(update)
         assert (bucket.number, bucket.last) == (len(found), len(found) == 2)
         assert damage(bucket) == ""
@@ -197,7 +197,7 @@ def test_one_bucket_is_there_at_a_time(memory: Path) -> None:
 def test_damage_between_writing_and_reading_is_found(memory: Path) -> None:
     files = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
     update = next(files)
-    with Path(update["path"]).open("r+b") as file:
+    with Path(update["data"]).open("r+b") as file:
         file.write(b"\x01")
     says(damage(read_bucket(update)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
     files.close()
@@ -219,7 +219,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     outside.touch()
     (memory / "queue of another").touch()
     mine = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
-    in_use = Path(next(mine)["path"])
+    in_use = Path(next(mine)["data"])
     assert f"-{os.getpid()}-" in in_use.parent.name
     elsewhere = memory / f"{module.PREFIX}-1-{2**30}-container"  # process ids of another namespace mean nothing here
     other = memory / f"{module.PREFIX}-notes"
