@@ -1,26 +1,5 @@
 """The errors of grpo_dist.
 
-    GrpoDistError            exit code 1: the run stopped; the message names role, rank, node and stage
-    ├── ConfigError          exit code 2, no traceback: something the user wrote and can fix (also a ValueError)
-    │   └── DataError        a data file, row or model folder cannot be used
-    ├── BatchError           a contract of protocol/fields.py was broken (also a ValueError)
-    ├── RewardError          a reward function raised, returned an invalid value, or timed out
-    ├── AgentError           an episode failed: its agent loop raised, gave up or timed out; carries the kind
-    ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
-    ├── HealthError          a rule of trainer.health with action=stop is broken
-    ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
-    ├── EngineError          the rollout engine failed or hangs; its worker is replaced
-    ├── CheckpointError      a checkpoint cannot be written or read
-    ├── DiskError            another file of the run cannot be written: a disk that is full, or has failed
-    ├── RayLost              exit code 3: Ray's control service or raylet is gone; the same command goes on
-    ├── DataLost             what the run needs was in the memory of a lost machine
-    │   └── WeightsLost      the rest of a step cannot be sampled: its engines are gone, and the actor has trained on
-    └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
-        ├── WorkerLost       its process died or does not answer, so the call may be repeated on another one
-        └── OutOfMemory      a GPU ran out of memory; carries the key to lower
-    Interrupted              SIGINT, the Ctrl-C of a terminal (a KeyboardInterrupt): exit code 130
-    └── Terminated           SIGTERM, handled likewise: exit code 143
-
 Every message says what failed, the value, the config key or the rank, and what to do.
 """
 
@@ -73,7 +52,7 @@ class DataError(ConfigError):
 
 
 class BatchError(GrpoDistError, ValueError):
-    """A batch misses a column, or its columns disagree."""
+    """A batch misses a column, or its columns disagree (protocol/fields.py)."""
 
 
 class RewardError(GrpoDistError):

@@ -4,8 +4,6 @@ The config checks names before torch is imported, so those of the built-in estim
 with groups of them that have common properties. What has these names is registered, or listed, beside its code; a test
 keeps the two equal. Functions and classes are named as `pkg.module:name` or `path/to/file.py:name`; nothing is imported
 here.
-
-How configs name a function or a class: `pkg.module:name` or `path/to/file.py:name`. Nothing is imported here.
 """
 
 from __future__ import annotations
