@@ -46,7 +46,9 @@ def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
         steps: responses by step (`rollouts.read_step`), which go into the page; None: the page asks the server for
             what it shows (server.py).
     """
-    parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": _plotly()}
+    from plotly.offline import get_plotlyjs
+
+    parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": get_plotlyjs()}
     if steps is None:
         blobs = ""
     else:
@@ -95,9 +97,3 @@ def _packed(value: Any) -> str:
 
 def _static(name: str) -> str:
     return (STATIC / name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
