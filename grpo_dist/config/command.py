@@ -96,9 +96,7 @@ def halved(config: Config, setting: tuple[str, int] | None, command: Command[Con
     """Return the config with one integer setting halved, for a run that goes on after a GPU ran out of memory.
 
     Args:
-        config: a valid config.
         setting: (dotted key, its current value); None: there is nothing to halve.
-        command: whose config it is.
 
     Returns:
         The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the

@@ -142,17 +142,6 @@ def _some_and_distinct(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None
     return values
 
 
-def one_of(names: Sequence[str]) -> AfterValidator:
-    """Accepts one of `names`."""
-
-    def check(value: str) -> str:
-        if value not in names:
-            raise ValueError(not_one_of(value, names))
-        return value
-
-    return AfterValidator(check)
-
-
 def _alias(names: Mapping[str, str]) -> BeforeValidator:
     """Translates the names of PyTorch, vLLM and verl into the name that this key uses."""
 

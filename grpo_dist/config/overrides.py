@@ -47,11 +47,8 @@ class CommandLine:
 
 
 def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCommand) -> CommandLine:
-    """Sort overrides into groups, values and problems; the last override of a key wins.
-
-    Args:
-        overrides: as written on a command line; or key and value, from Python.
-        command: whose keys they are.
+    """Sort overrides, as written on a command line or (key, value), into groups, values and problems; of a key the last
+    one wins.
     """
     line = CommandLine()
     parser = OverridesParser.create()

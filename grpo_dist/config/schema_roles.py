@@ -33,16 +33,15 @@ from grpo_dist.config.field_types import (
     TrainDtype,
     TrainDtypeName,
     builtin_or_custom,
-    one_of,
 )
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema_algorithm import PolicyLossConfig
 from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
-    LOSS_AGG_MODES,
     ROLLOUT_ENGINES,
-    WEIGHT_TRANSPORTS,
+    LossAggMode,
+    WeightTransport,
 )
 
 Device = Literal["cpu", "cuda"]
@@ -191,7 +190,7 @@ class UpdateSection(Section):
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat
-    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
+    loss_agg_mode: LossAggMode
     optim: OptimConfig
 
     @property
@@ -278,7 +277,7 @@ def _verls_backend(value: Any) -> Any:
 class CheckpointEngineConfig(Section):
     """`actor_rollout_ref.rollout.checkpoint_engine`: how new weights reach the engines."""
 
-    backend: Annotated[Annotated[str, one_of(WEIGHT_TRANSPORTS)] | None, BeforeValidator(_verls_backend)]
+    backend: Annotated[WeightTransport | None, BeforeValidator(_verls_backend)]
     update_weights_bucket_megabytes: Count
 
     def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:

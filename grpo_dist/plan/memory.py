@@ -199,7 +199,6 @@ def memory_estimate(
     Other models are left out if their config.json is not on this machine.
 
     Args:
-        config: the run's config.
         model_config: config.json of the model that is trained.
         num_parameters: parameters in its weight files; 0: unknown, so they are computed from config.json.
     """

@@ -34,13 +34,7 @@ _ALREADY_SCALED = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepsee
 
 
 def position_problems(config: JobConfig, model: Model, model_config: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Report a model with fewer positions than the longest sequence that it reads.
-
-    Args:
-        config: the run's config.
-        model: a row of the table.
-        model_config: its config.json; None: unknown, so nothing is checked.
-    """
+    """Report a model with fewer positions, by its config.json (None: unknown), than the longest sequence it reads."""
     positions = max_positions({**(model_config or {}), **(model.override_config or {})})
     if positions is None or model.longest <= positions[1]:
         return
@@ -65,8 +59,7 @@ def model_problems(
     """Reports settings that do not fit the model.
 
     Args:
-        config: the run's config.
-        model_config: the model's config.json; None: unknown, so nothing is checked.
+        model_config: config.json; None: unknown, so nothing is checked.
         memory_gib: memory of one GPU, GiB; None: unknown, or there is no GPU.
         host_gib: CPU memory of the machine, GiB, if the whole run is on it; None: unknown.
         num_parameters: see `memory_estimate`.

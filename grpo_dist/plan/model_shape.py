@@ -87,8 +87,7 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
     """Sizes of a Llama-like decoder (grouped-query attention, gated or plain MLP, also experts); None for others.
 
     Args:
-        model_config: its config.json.
-        num_parameters: parameters in its weight files; 0: unknown.
+        num_parameters: in its weight files; 0: unknown.
     """
     text = text_config(model_config)
     needed = [count(text, name) for name in _SIZES]

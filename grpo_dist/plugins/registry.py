@@ -61,7 +61,6 @@ class Registry(Generic[F]):
         """Decorator: register a function under one or more names, each of which must be new.
 
         Args:
-            names: the function's names.
             needs: names of the inputs that the function needs besides those of all functions of its kind.
         """
 

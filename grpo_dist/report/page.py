@@ -39,10 +39,9 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
-    """The page.
+    """The page of a run, and of those that it is compared with, which come after it.
 
     Args:
-        runs: the run that is reported, then those that it is compared with.
         steps: responses by step (`rollouts.read_step`), which go into the page; None: the page asks the server for
             what it shows (server.py).
     """

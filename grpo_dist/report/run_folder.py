@@ -110,12 +110,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def find_alarms(rows: Sequence[Row], settings: Mapping[str, Any] | None) -> list[Alarm]:
-    """Judge the steps by the run's health rules again, as the run itself did.
-
-    Args:
-        rows: one for each step.
-        settings: `trainer.health` of the run; None: its command has no such rules.
-    """
+    """Judge the steps by `trainer.health` again, as the run itself did; None: its command has no such rules."""
     if settings is None:
         return []
     monitor, alarms = HealthMonitor(HealthConfig.model_validate(settings)), []

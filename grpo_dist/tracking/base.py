@@ -80,9 +80,6 @@ class Tracker:
     It is made once, in the driver, before training; an exception there stops the run. An exception of a later method
     is shown as a warning, and the run goes on without the tracker. No method may wait long for a service: training
     waits for it.
-
-    Args:
-        run: the run.
     """
 
     note: str = ""

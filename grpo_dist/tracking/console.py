@@ -30,7 +30,6 @@ class Progress:
     is left if the coming steps take as long as those so far.
 
     Args:
-        total_steps: step number of the last step.
         initial_step: last step of the checkpoint that this run resumes from; 0 for a fresh start.
         stream: where to write; None: show nothing (`trainer.console=false`).
     """
