@@ -5,9 +5,11 @@ Every message says what failed, the value, the config key or the rank, and what 
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
     from typing import Any
 
@@ -63,7 +65,6 @@ class AgentError(GrpoDistError):
     """An attempt at an episode failed.
 
     Args:
-        message: what happened.
         kind: "error" (the agent loop raised), "failed" (it said so), "rejected" (it refused the response), "timeout" or
             "turns" (it reached a limit, and there is no reward for what it had done).
         was_last: whether the episode had no attempt left.
@@ -122,10 +123,8 @@ class WorkerError(GrpoDistError):
 
     Args:
         message: what happened, in one line.
-        role: "actor", "rollout", "ref" or "reward".
         rank: position of the worker in its group.
         node: host the worker ran on ("?" when it never started).
-        stage: the stage of the call that failed.
         remote_traceback: the traceback inside the worker, if it raised.
     """
 
@@ -158,9 +157,7 @@ class OutOfMemory(WorkerError):
     """A worker's GPU ran out of memory.
 
     Args:
-        message: what needed the memory, in one line.
         location: role, rank, ... as in `WorkerError`; a worker that raises it leaves them out (see `locate`).
-        remedy: what to do.
         setting: (key, value) of the setting that, if halved, about halves the memory; None: there is none.
     """
 
@@ -175,3 +172,9 @@ class OutOfMemory(WorkerError):
 def in_a_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of what it says, which may be nothing."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
+    """Return a hint at the name that resembles a word, as the end of a message; "" if none does."""
+    nearest = difflib.get_close_matches(word, list(names), n=1)
+    return f"; did you mean {before}{nearest[0]}?" if nearest else ""

@@ -36,7 +36,6 @@ class CheckedModel:
     """A row of the table of models with what ranks load it by.
 
     Attributes:
-        model: the row.
         settings: how ranks load it. With `num_labels` it is of a class of transformers' own, whatever code comes with
             it; with `new_head_seed` a head that is missing is drawn.
     """

@@ -6,13 +6,12 @@ Exit codes: those of the command; 2 where there is no such command.
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
 
 import grpo_dist
-from grpo_dist.errors import GrpoDistError
+from grpo_dist.errors import GrpoDistError, did_you_mean
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact_text
 from grpo_dist.terminal import show
@@ -68,8 +67,7 @@ def overview() -> str:
 
 
 def _no_such_command(name: str) -> str:
-    nearest = difflib.get_close_matches(name, ENTRIES, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    hint = did_you_mean(name, ENTRIES)
     if "=" in name:  # an override, as `python -m grpo_dist.main` takes them
         hint = f"; did you mean grpo-dist train {name}?"
     return f"error: grpo-dist {name}: there is no such command{hint}\n\n{overview()}"

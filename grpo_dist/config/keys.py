@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -148,13 +148,11 @@ class Elsewhere:
         why: what else there is to say.
     """
 
-    write: tuple[str, ...]
-    why: str
+    write: Sequence[str] = ()
+    why: str = ""
 
 
-ELSEWHERE = {
-    name: Elsewhere(tuple(entry.get("write", ())), entry.get("why", "")) for name, entry in _TABLE["elsewhere"].items()
-}
+ELSEWHERE = {name: Elsewhere(**entry) for name, entry in _TABLE["elsewhere"].items()}
 
 
 @dataclass(frozen=True)

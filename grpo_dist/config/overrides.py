@@ -6,7 +6,6 @@ Hydra.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ from grpo_dist.config.keys import (
 )
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import did_you_mean
 from grpo_dist.redact import redact
 
 RECIPE = "recipe"  # the group of published methods
@@ -172,9 +172,8 @@ def _unreadable(text: str, error: HydraException, schema: type[JobConfig]) -> Pr
 
 
 def _no_such_option(group: str, option: str, options: list[str], own: str) -> str:
-    nearest = difflib.get_close_matches(option, options, n=1)
-    hint = f"; did you mean {group}={nearest[0]}?" if nearest else ""
-    if own and not nearest:
+    hint = did_you_mean(option, options, f"{group}=")
+    if own and not hint:
         hint = f"; for one of your own write {own}={option}"
     return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
 

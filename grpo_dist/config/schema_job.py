@@ -132,15 +132,10 @@ class RayKwargsConfig(Section):
 
 
 class JobConfig(Section):
-    """What the configs of all commands have.
+    """What the configs of all commands have."""
 
-    Attributes:
-        model_key: of the path of the model that is trained.
-        fsdp_key: of the section that says how its weights are held.
-    """
-
-    model_key: ClassVar[str]
-    fsdp_key: ClassVar[str]
+    model_key: ClassVar[str]  # of the path of the model that is trained
+    fsdp_key: ClassVar[str]  # of the section that says how its weights are held
 
     data: JobDataConfig
     trainer: JobTrainerConfig

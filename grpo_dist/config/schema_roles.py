@@ -372,11 +372,6 @@ class RefConfig(Section):
         """Tell if the reference moves towards the policy after a training step."""
         return self.ref_model_sync_steps > 0 and step % self.ref_model_sync_steps == 0
 
-    def weights_dtype(self, default: TrainDtype) -> TrainDtype:
-        """Type of the held weights: fp32 where shares of the policy are mixed in, which bf16 would round away."""
-        mixes = self.ref_model_sync_steps > 0 and self.ref_model_mixup_alpha < 1
-        return "fp32" if mixes else self.fsdp_config.resolved_dtype(default)
-
 
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the three roles and the model they share."""
@@ -386,8 +381,3 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig
     rollout: RolloutConfig
     ref: RefConfig
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Tell if the responses of a group are one sequence behind their prompt."""
-        return self.model.use_remove_padding and self.actor.use_prefix_grouper

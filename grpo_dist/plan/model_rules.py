@@ -102,19 +102,13 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
     return factor
 
 
-def _heads(model_config: Mapping[str, Any]) -> tuple[int, int]:
-    """Attention heads, and key-value heads; 0 if config.json does not say."""
-    text = text_config(model_config)
-    heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
-    return heads, count(text, "num_key_value_heads") or heads
-
-
 def _engines_split_it(config: RunConfig, entries: Mapping[str, Any]) -> Iterator[str]:
     """Tensor parallelism gives each process whole attention heads, whole key-value heads or a copy of one, and a part
     of every expert along its intermediate size.
     """
     size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, text_config(entries)
-    heads, kv_heads = _heads(entries)
+    heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
+    kv_heads = count(text, "num_key_value_heads") or heads
     if heads and not heads_split(heads, kv_heads, size):
         per_node = config.trainer.n_gpus_per_node or heads
         of_node = (number for number in range(1, per_node + 1) if per_node % number == 0)
@@ -137,8 +131,7 @@ def _experts_are_trained_as_asked(config: RunConfig, entries: Mapping[str, Any])
     key, balance = f"{_MODEL}.override_config", model.override_config.get("router_aux_loss_coef")
     why = "the router's auxiliary loss is not part of the training loss (as in verl), so it would have no effect"
     if text.get("output_router_logits") is True:
-        it = "its config has output_router_logits=true"
-        yield f"<model.path>: {it}: {why}; set {key}.output_router_logits=false"
+        yield f"<model.path>: its config has output_router_logits=true: {why}; set {key}.output_router_logits=false"
     elif balance:
         yield f"{key}.router_aux_loss_coef={balance}: {why}; leave it out"
     in_experts = [name for name in model.target_modules if name in MLP_NAMES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,15 +66,6 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All parameters of the model; tied embeddings count once."""
         return self.counted or self.num_layers * self.layer + self.root
-
-    @property
-    def kv_values_per_token(self) -> int:
-        """Elements of the KV cache for one token, in all layers."""
-        return 2 * self.num_layers * self.key_width
-
-    def without_output_layer(self) -> ModelShape:
-        """Return the sizes of such a model with a small head; its weight files were counted with what they have."""
-        return replace(self, tied=True, output_layer=0, counted=0)
 
     def lora_parameters(self, model: LoraSection) -> int:
         """Number of parameters of the LoRA adapters."""

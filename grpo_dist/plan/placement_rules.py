@@ -26,7 +26,6 @@ _LENGTHS = "<data.max_prompt_length>, <data.max_response_length>"
 
 
 def _trained(config: RunConfig) -> list[Role]:
-    """Return the rows of the roles that train."""
     return [row for row in roles_of(config) if row.trains]
 
 

@@ -47,7 +47,7 @@ class Role:
     name: str
     worker: str
     group: str
-    present: Callable[[Any], bool]
+    present: Callable[[Any], bool] = lambda config: True
     section: str = ""
     size_key: str = ""
     fsdp: str = ""
@@ -67,17 +67,12 @@ class Role:
         return bool(self.settings) and self.name != "actor" and bool(self.shares)
 
 
-def _by_name(*rows: Role) -> dict[str, Role]:
-    return {row.name: row for row in rows}
-
-
 _BESIDE: tuple[Colocation, ...] = ("actor_ref", "all")
-ROLES: dict[str, Role] = _by_name(
+_ROWS = (
     Role(
         "actor",
         f"{_ROLES}.policy:ActorWorker",
         f"{_ROLES}.gang:ActorGroup",
-        lambda config: True,
         section=_ACTOR,
         size_key="cluster.actor_world_size",
         fsdp=f"{_ACTOR}.fsdp_config",
@@ -91,7 +86,6 @@ ROLES: dict[str, Role] = _by_name(
         "rollout",
         f"{_ROLES}.rollout:RolloutWorker",
         f"{_ROLES}.rollout_group:RolloutGroup",
-        lambda config: True,
         section="actor_rollout_ref.rollout",
         size_key="cluster.rollout_world_size",
         shares=("all",),
@@ -145,11 +139,11 @@ ROLES: dict[str, Role] = _by_name(
         "reward",
         f"{_ROLES}.reward:RewardWorker",
         f"{_ROLES}.reward_pool:RewardPool",
-        lambda config: True,
         section="reward",
         size_key="reward.num_workers",
     ),
 )
+ROLES: dict[str, Role] = {row.name: row for row in _ROWS}
 
 
 def _supervised(schema: type[SupervisedConfig]) -> Role:
@@ -168,7 +162,7 @@ def _supervised(schema: type[SupervisedConfig]) -> Role:
     )
 
 
-SUPERVISED_ROLES: dict[str, Role] = _by_name(_supervised(SFTConfig), _supervised(RewardModelTrainingConfig))
+SUPERVISED_ROLES = {schema.role: _supervised(schema) for schema in (SFTConfig, RewardModelTrainingConfig)}
 
 
 def table_of(config: JobConfig) -> Mapping[str, Role]:

@@ -28,8 +28,6 @@ class Chart:
     """Curves over the steps.
 
     Attributes:
-        title: of the chart.
-        unit: of its values.
         lines: (metric, label) of each curve.
         note: what to look for.
         share: whether the values are shares, drawn in percent from 0.

@@ -38,7 +38,6 @@ class RunFolder:
     """A run, as its folder has it.
 
     Attributes:
-        path: of the folder.
         name: for titles: project and experiment, or the folder's name.
         rows: one for each step, "step" and metrics.
         config: resolved, secrets replaced.

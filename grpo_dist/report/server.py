@@ -30,7 +30,6 @@ class ReportServer(ThreadingHTTPServer):
 
     Args:
         folders: of the run, and of those that it is compared with.
-        port: 0: a free one.
     """
 
     daemon_threads = True

@@ -47,8 +47,6 @@ class RunInfo:
 
     Attributes:
         run_dir: the run directory; for trackers it is absolute, and exists.
-        project_name: `trainer.project_name`.
-        experiment_name: `trainer.experiment_name`.
         config: the resolved config; secrets are removed before any tracker sees it.
         resumed_step: last step of the checkpoint that this run resumes from; None for a fresh start.
     """
@@ -240,7 +238,6 @@ def _start(name: str, run: RunInfo) -> Tracker:
 
 
 def _tracker_class(name: str) -> type[Tracker]:
-    """Import a tracker's class."""
     if name not in TRACKERS:
         own = load_attribute(name, key=KEY)
         if not (isinstance(own, type) and issubclass(own, Tracker)):
