@@ -174,7 +174,7 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def did_you_mean(word: str, names: Iterable[str], before: str = "") -> str:
+def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:
     """Return a hint at the name that resembles a word, as the end of a message; "" if none does."""
     nearest = difflib.get_close_matches(word, list(names), n=1)
-    return f"; did you mean {before}{nearest[0]}?" if nearest else ""
+    return f"; did you mean {form.format(nearest[0])}?" if nearest else ""

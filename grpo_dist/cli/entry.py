@@ -67,7 +67,7 @@ def overview() -> str:
 
 
 def _no_such_command(name: str) -> str:
-    hint = did_you_mean(name, ENTRIES)
+    hint = did_you_mean(name, ENTRIES, "{}")
     if "=" in name:  # an override, as `python -m grpo_dist.main` takes them
         hint = f"; did you mean grpo-dist train {name}?"
     return f"error: grpo-dist {name}: there is no such command{hint}\n\n{overview()}"

@@ -172,7 +172,7 @@ def _unreadable(text: str, error: HydraException, schema: type[JobConfig]) -> Pr
 
 
 def _no_such_option(group: str, option: str, options: list[str], own: str) -> str:
-    hint = did_you_mean(option, options, f"{group}=")
+    hint = did_you_mean(option, options, f"{group}={{}}")
     if own and not hint:
         hint = f"; for one of your own write {own}={option}"
     return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
