@@ -47,7 +47,7 @@ class CheckedModel:
 def checked_models(config: JobConfig) -> list[CheckedModel]:
     """Return the models of a run, the one that is trained and has the tokenizer first."""
     place = placement(config)
-    rows = [row for row in roles_of(config) if row.model is not None and row.model(config) is not None]
+    rows = [row for row in roles_of(config) if row.model(config) is not None]
     return [CheckedModel(model_of(config, row), model_settings(config, row, place)) for row in rows]
 
 

@@ -166,16 +166,16 @@ class ForeignKey:
     """
 
     why: str
-    only: tuple[str, ...] = ()
+    only: Sequence[str] = ()
     refused: bool = False
 
 
-def _without_effect(entry: str | dict[str, Any]) -> ForeignKey:
-    return ForeignKey(entry) if isinstance(entry, str) else ForeignKey(entry["why"], tuple(entry["only"]))
-
-
-FOREIGN_KEYS = {key: _without_effect(entry) for key, entry in _TABLE["without_effect"].items()} | {
-    key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()
+FOREIGN_KEYS = {
+    **{key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()},
+    **{
+        key: ForeignKey(entry) if isinstance(entry, str) else ForeignKey(**entry)
+        for key, entry in _TABLE["without_effect"].items()
+    },
 }
 
 

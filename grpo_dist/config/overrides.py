@@ -104,7 +104,8 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
         problem = _take_option(line, key, str(override.value()), options, command)
     elif key in section_keys(schema) and not isinstance(override.value(), dict):
         below = [known for known in leaf_keys(schema) if known.startswith(f"{key}.")]
-        problem = Problem(f"{text}: {key} is a section; its keys are {_names_below(key, schema)}", (key, *below))
+        names = dict.fromkeys(known.removeprefix(f"{key}.").partition(".")[0] for known in below)
+        problem = Problem(f"{text}: {key} is a section; its keys are {', '.join(names)}", (key, *below))
     elif key not in leaf_keys(schema) and key not in section_keys(schema) and not is_free_form(key, schema):
         problem = Problem(
             unknown_key(key, schema) if key else f"{text}: the key is missing; write key=value",
@@ -176,8 +177,3 @@ def _no_such_option(group: str, option: str, options: list[str], own: str) -> st
     if own and not hint:
         hint = f"; for one of your own write {own}={option}"
     return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
-
-
-def _names_below(section: str, schema: type[JobConfig]) -> str:
-    below = [key for key in (*section_keys(schema), *leaf_keys(schema)) if key.startswith(f"{section}.")]
-    return ", ".join(dict.fromkeys(key.removeprefix(f"{section}.").partition(".")[0] for key in below))

@@ -61,11 +61,6 @@ class RoleMemory:
     saved: float = 0.0
     share: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """Sum of `parts`, GiB."""
-        return sum(self.parts.values())
-
 
 # --- the formula ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -204,7 +199,7 @@ def memory_estimate(
     if policy is None:
         return None
     for row in roles_of(config):
-        model = None if row.model is None else row.model(config)
+        model = row.model(config)
         if row.name == "rollout":
             assert isinstance(config, RunConfig)
             roles.append(_engine(config, policy))

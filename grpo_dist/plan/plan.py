@@ -165,7 +165,7 @@ def _placement_rows(config: JobConfig) -> Rows:
     rows = [("machines", f"{trainer.nnodes} with {_many(trainer.n_gpus_per_node, 'GPU')} each")]
     for row in table_of(config).values():
         if row.present(config):
-            rows += [(row.name, processes)] if (processes := _processes(config, row)) else []
+            rows.append((row.name, _processes(config, row)))
         elif why := row.absent(config):
             rows.append((row.name, f"not started: {why}"))
     if place.device == "cuda":
@@ -189,10 +189,8 @@ def _processes(config: JobConfig, row: Role) -> str:
             f"{rollout.resolved_dtype(config.default_dtype)}{_head(config.actor_rollout_ref.model.head_dtype)}, "
             f"deterministic={shown(rollout.resolved_deterministic(place.device))}"
         )
-    if row.model is None:
-        return _many(value_of(config, row.size_key), "process", "processes")
     if (model := row.model(config)) is None:
-        return ""
+        return _many(value_of(config, row.size_key), "process", "processes")
     split = config.sequence_parallel_size(row.name)
     ranks = _many(place.world_sizes[row.name], "rank")
     if split > 1:

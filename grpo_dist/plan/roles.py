@@ -34,7 +34,7 @@ class Role:
         fsdp: the key of the section that says how its weights are sharded.
         settings: `module:function` that returns what ranks are built from: (config, training steps, what all roles'
             ranks have) -> `PolicySettings`; "": it is no gang.
-        model: the model that ranks hold; None: the policy's.
+        model: the model that ranks hold; None: the policy's, or it has no path, which a rule reports.
         trains: whether it has an optimizer: its state is in every checkpoint, and without one a lost rank ends the run.
         resumes: whether it loads the state that a checkpoint may have of it.
         shares: the values of `cluster.colocate` with which it lies on the actor's GPUs.
@@ -52,7 +52,7 @@ class Role:
     size_key: str = ""
     fsdp: str = ""
     settings: str = ""
-    model: Callable[[Any], Model | None] | None = None
+    model: Callable[[Any], Model | None] = lambda config: None
     trains: bool = False
     resumes: Callable[[Any], bool] = lambda config: True
     shares: tuple[Colocation, ...] = ()
@@ -194,4 +194,4 @@ def offloads_optimizer(config: JobConfig, row: Role) -> bool:
 
 def models_of(config: JobConfig) -> list[Model]:
     """Return the rows of a run's models; the first is trained, and has the tokenizer."""
-    return [model for row in roles_of(config) if row.model is not None and (model := row.model(config)) is not None]
+    return list(filter(None, (row.model(config) for row in roles_of(config))))
