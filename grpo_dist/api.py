@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
@@ -37,7 +38,6 @@ class TrainingResult:
     """The results of a run.
 
     Attributes:
-        run_dir: its folder.
         model_path: the trained policy as a Hugging Face folder; None where the config turns it off, and of a dry run.
         metrics: of each step, as in metrics.jsonl, with `step`; 0 is before the first. None of a dry run.
     """
@@ -89,8 +89,9 @@ def train(
         "train_dataset": ("data.train_files", train_dataset),
         "eval_dataset": ("data.val_files", eval_dataset),
     }
+    keys_set = {name.lstrip("+") for name, _ in flatten(given)}
     for argument, (key, value) in set_by.items():
-        if value is not None and _sets(given, key):
+        if value is not None and key in keys_set:
             raise ConfigError(f"{argument}=, config={{{key!r}: ...}}: both set {key}; leave one of them out")
     if model is not None:
         given[model_key] = str(model)
@@ -100,16 +101,6 @@ def train(
         if rows is not None:
             given[key] = _file(rows, folder, key)
     return _run(given, callbacks)
-
-
-def _sets(config: Mapping[str, Any], key: str) -> bool:
-    for name, value in config.items():
-        name = name.lstrip("+")
-        if name == key or (
-            key.startswith(f"{name}.") and isinstance(value, Mapping) and _sets(value, key[len(name) + 1 :])
-        ):
-            return True
-    return False
 
 
 def _is_option(model: str | Path) -> bool:

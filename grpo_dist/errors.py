@@ -1,34 +1,15 @@
 """The errors of grpo_dist.
 
-    GrpoDistError            exit code 1: the run stopped; the message names role, rank, node and stage
-    ├── ConfigError          exit code 2, no traceback: something the user wrote and can fix (also a ValueError)
-    │   └── DataError        a data file, row or model folder cannot be used
-    ├── BatchError           a contract of protocol/fields.py was broken (also a ValueError)
-    ├── RewardError          a reward function raised, returned an invalid value, or timed out
-    ├── AgentError           an episode failed: its agent loop raised, gave up or timed out; carries the kind
-    ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
-    ├── HealthError          a rule of trainer.health with action=stop is broken
-    ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
-    ├── EngineError          the rollout engine failed or hangs; its worker is replaced
-    ├── CheckpointError      a checkpoint cannot be written or read
-    ├── DiskError            another file of the run cannot be written: a disk that is full, or has failed
-    ├── RayLost              exit code 3: Ray's control service or raylet is gone; the same command goes on
-    ├── DataLost             what the run needs was in the memory of a lost machine
-    │   └── WeightsLost      the rest of a step cannot be sampled: its engines are gone, and the actor has trained on
-    └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
-        ├── WorkerLost       its process died or does not answer, so the call may be repeated on another one
-        └── OutOfMemory      a GPU ran out of memory; carries the key to lower
-    Interrupted              SIGINT, the Ctrl-C of a terminal (a KeyboardInterrupt): exit code 130
-    └── Terminated           SIGTERM, handled likewise: exit code 143
-
 Every message says what failed, the value, the config key or the rank, and what to do.
 """
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
     from typing import Any
 
@@ -73,7 +54,7 @@ class DataError(ConfigError):
 
 
 class BatchError(GrpoDistError, ValueError):
-    """A batch misses a column, or its columns disagree."""
+    """A batch misses a column, or its columns disagree (protocol/fields.py)."""
 
 
 class RewardError(GrpoDistError):
@@ -84,7 +65,6 @@ class AgentError(GrpoDistError):
     """An attempt at an episode failed.
 
     Args:
-        message: what happened.
         kind: "error" (the agent loop raised), "failed" (it said so), "rejected" (it refused the response), "timeout" or
             "turns" (it reached a limit, and there is no reward for what it had done).
         was_last: whether the episode had no attempt left.
@@ -143,10 +123,8 @@ class WorkerError(GrpoDistError):
 
     Args:
         message: what happened, in one line.
-        role: "actor", "rollout", "ref" or "reward".
         rank: position of the worker in its group.
         node: host the worker ran on ("?" when it never started).
-        stage: the stage of the call that failed.
         remote_traceback: the traceback inside the worker, if it raised.
     """
 
@@ -179,9 +157,7 @@ class OutOfMemory(WorkerError):
     """A worker's GPU ran out of memory.
 
     Args:
-        message: what needed the memory, in one line.
         location: role, rank, ... as in `WorkerError`; a worker that raises it leaves them out (see `locate`).
-        remedy: what to do.
         setting: (key, value) of the setting that, if halved, about halves the memory; None: there is none.
     """
 
@@ -196,3 +172,9 @@ class OutOfMemory(WorkerError):
 def in_a_line(error: BaseException) -> str:
     """Return the type of an exception and the first line of what it says, which may be nothing."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:
+    """Return a hint at the name that resembles a word, as the end of a message; "" if none does."""
+    nearest = difflib.get_close_matches(word, list(names), n=1)
+    return f"; did you mean {form.format(nearest[0])}?" if nearest else ""

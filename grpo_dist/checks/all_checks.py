@@ -43,7 +43,6 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
     """Check everything that a run needs, including all files that it reads.
 
     Args:
-        config: the run's config.
         tell: called with a line for each check that passed.
         dry_run: whether this is a dry run: weights are not downloaded from the hub, and the checkpoint to resume from
             is fully verified, which a run does later, when it loads it.

@@ -25,7 +25,6 @@ class Machine:
     """The machine or cluster that a run will use.
 
     Attributes:
-        description: for the user.
         gpu_gib: memory of the smallest GPU, GiB; None: unknown, or there is no GPU.
         host_gib: CPU memory, GiB; None: unknown.
     """

@@ -36,7 +36,6 @@ class CheckedModel:
     """A row of the table of models with what ranks load it by.
 
     Attributes:
-        model: the row.
         settings: how ranks load it. With `num_labels` it is of a class of transformers' own, whatever code comes with
             it; with `new_head_seed` a head that is missing is drawn.
     """
@@ -48,16 +47,12 @@ class CheckedModel:
 def checked_models(config: JobConfig) -> list[CheckedModel]:
     """Return the models of a run, the one that is trained and has the tokenizer first."""
     place = placement(config)
-    rows = [row for row in roles_of(config) if row.model is not None and row.model(config) is not None]
+    rows = [row for row in roles_of(config) if row.model(config) is not None]
     return [CheckedModel(model_of(config, row), model_settings(config, row, place)) for row in rows]
 
 
 def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
-    """Find a model's folder, download it if it is a hub model, and check its files.
-
-    Args:
-        row: of the table.
-        weights: whether to download the weights and check their headers.
+    """Find a model's folder, download it if it is a hub model, and check its files; with `weights` those of these too.
 
     Raises:
         ConfigError: there is no such model.
@@ -215,11 +210,7 @@ def check_conversations(
 ) -> None:
     """Check that the reward model reads what the policy writes: the same tokens, or a chat template for the roles.
 
-    Args:
-        config: the run's config, with a reward model.
-        policy: the policy's folder.
-        scorer: the reward model's folder.
-        prompts: all prompts, of which one of each sequence of roles is rendered.
+    Of all prompts one of each sequence of roles is rendered.
 
     Raises:
         ConfigError: the tokenizer that reads the responses has other tokens than the policy's.
@@ -264,14 +255,9 @@ def _renderer(config: RunConfig, own: Any, scorer: ModelFolder, theirs: Any) -> 
 
 
 def build_models(rows: Iterable[CheckedModel], device: str, tell: Callable[[str], None]) -> None:
-    """Build each model without memory, with LoRA's factors, and match it with the names in its files.
+    """Build each model without memory, with LoRA's factors, match it with the names in its files, and tell its size.
 
     A run leaves those without factors to its ranks, since it takes the model's code.
-
-    Args:
-        rows: of the table.
-        device: "cpu" or "cuda".
-        tell: called with a line for each model that was built.
 
     Raises:
         ConfigError: LoRA or gradient checkpointing do not fit a model.

@@ -40,11 +40,6 @@ WEIGHT_KEY = "actor_rollout_ref.rollout.agent.reward_function_weight"
 def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -> RowNeeds:
     """Import what the config names, and try its own estimators, losses and KL terms, each of which may be wrong.
 
-    Args:
-        config: the run's config.
-        checks: collects what is wrong.
-        tell: called with a line for each check that passed.
-
     Returns:
         What the reward function reads of a row; nothing if it cannot be imported, since nobody knows then.
     """

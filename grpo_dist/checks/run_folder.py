@@ -32,10 +32,7 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
     """Check that config and rows fit the checkpoint to resume from; with `verify` its files are checked too.
 
     Args:
-        config: the run's config.
         identity: number and fingerprint of the training rows.
-        steps: training steps of the run.
-        verify: whether to check the files.
 
     Returns:
         The checkpoint in a few words, for a dry run; "" if there is none.
@@ -93,11 +90,8 @@ def _check_model(config: JobConfig, run_dir: Path) -> None:
 
 
 def is_finished(config: JobConfig, steps: int) -> bool:
-    """Tell if an earlier start of this run has trained all steps, and written the model if that is asked for.
-
-    Args:
-        config: a config that `check_resume` has accepted.
-        steps: training steps of the run.
+    """Tell if an earlier start of this run, which `check_resume` has accepted, has trained all steps, and written the
+    model if that is asked for.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     folder = last_checkpoint(run_dir)

@@ -41,9 +41,7 @@ class Asker:
     """An engine that answers conversations.
 
     Attributes:
-        model: what it runs.
         engine: started.
-        tokenizer: of the model.
         sampling: how it samples; a seed is replaced by one for each prompt.
         limits: the section `data` of the run whose rows are asked: what it validates on; None: prompts of the user's
             own, which are asked whole.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import command_parser
@@ -29,14 +29,6 @@ MOST_SHOWN = 160  # characters of a prompt's end and of a response
 _OF_PROMPT = {field.name for field in fields(Prompt)}
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A response to score, and where it comes from."""
-
-    text: str
-    source: str
-
-
 def main(arguments: Sequence[str]) -> int:
     """Score answers and show what the reward function says; 1 if it fails on one of them."""
     options = _parser().parse_intermixed_args(arguments)
@@ -51,8 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     num_failed = 0
     try:
         for prompt in _rows(config, scorer.needs, options.row, options.rows):
-            answers = [Answer(text, "--answer") for text in options.answer] or [own_answer(prompt)]
-            samples = [_sample(config, prompt, answer.text) for answer in answers]
+            answers = [(text, "--answer") for text in options.answer] or [own_answer(prompt)]
+            samples = [_sample(config, prompt, text) for text, _ in answers]
             results = scorer.score(samples)
             scores += [result.score for result in results if isinstance(result, RewardResult)]
             num_failed += sum(isinstance(result, Failure) for result in results)
@@ -70,15 +62,15 @@ def sample_of(prompt: Prompt, text: str) -> Sample:
     return Sample(solution_str=text, **row)
 
 
-def own_answer(prompt: Prompt) -> Answer:
-    """Return the whole answer that a row has, else its ground truth."""
+def own_answer(prompt: Prompt) -> tuple[str, str]:
+    """Return the whole answer that a row has, else its ground truth, and where that comes from."""
     for name in OWN_ANSWERS:
         if isinstance(text := {**prompt.columns, **prompt.extra_info}.get(name), str) and text:
-            return Answer(text, f"the row's {name}")
+            return text, f"the row's {name}"
     truth = prompt.ground_truth
     if truth is None:
         raise ConfigError(f"{prompt.location}: the row has no answer of its own; give one with --answer TEXT")
-    return Answer(truth if isinstance(truth, str) else json.dumps(truth, default=str), "the row's ground truth")
+    return truth if isinstance(truth, str) else json.dumps(truth, default=str), "the row's ground truth"
 
 
 def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> list[Prompt]:
@@ -100,14 +92,18 @@ def _sample(config: RunConfig, prompt: Prompt, text: str) -> Sample:
 
 
 def _shown(
-    prompt: Prompt, answers: Sequence[Answer], results: Sequence[RewardResult | Failure], printed: list[str], more: int
+    prompt: Prompt,
+    answers: Sequence[tuple[str, str]],
+    results: Sequence[RewardResult | Failure],
+    printed: list[str],
+    more: int,
 ) -> Iterator[str]:
     text = prompt.messages[-1]["content"]
     yield f"{prompt.location}, data_source={prompt.data_source}"
     yield f"  prompt     {'...' if len(text) > MOST_SHOWN else ''}{text[-MOST_SHOWN:]!r}"
-    for answer, result in zip(answers, results, strict=True):
-        left = "..." if len(answer.text) > MOST_SHOWN else ""
-        yield f"  response   {answer.text[:MOST_SHOWN]!r}{left} ({answer.source})"
+    for (text, source), result in zip(answers, results, strict=True):
+        left = "..." if len(text) > MOST_SHOWN else ""
+        yield f"  response   {text[:MOST_SHOWN]!r}{left} ({source})"
         if isinstance(result, Failure):
             yield "  FAILED     " + result.text.replace("\n", "\n             ")
             continue

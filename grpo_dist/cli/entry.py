@@ -6,42 +6,32 @@ Exit codes: those of the command; 2 where there is no such command.
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
-from dataclasses import dataclass
 
 import grpo_dist
-from grpo_dist.errors import GrpoDistError
+from grpo_dist.errors import GrpoDistError, did_you_mean
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact_text
 from grpo_dist.terminal import show
 
-
-@dataclass(frozen=True)
-class Entry:
-    """A command: its main function, which takes the arguments and returns the exit code, and what it is for."""
-
-    function: str
-    purpose: str
-
-
-ENTRIES = {
-    "train": Entry("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (also python -m grpo_dist.main)"),
-    "sft": Entry("grpo_dist.main:sft", "fine-tune a model on conversations"),
-    "reward-model": Entry("grpo_dist.main:reward_model", "train a reward model"),
-    "check-reward": Entry("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
-    "generate": Entry("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),
-    "eval": Entry("grpo_dist.cli.evaluate:main", "compare models on rows, with confidence intervals"),
-    "serve": Entry("grpo_dist.cli.serve:main", "serve a trained model over HTTP, as OpenAI's API"),
-    "report": Entry("grpo_dist.cli.report:main", "curves, alarms and responses of a run, as a page"),
-    "replay": Entry("grpo_dist.cli.replay:main", "compute a recorded step again, and name what differs"),
-    "agreement": Entry("grpo_dist.cli.agreement:main", "run sampler and trainer on the same tokens, layer by layer"),
-    "export": Entry("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
-    "data": Entry("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
-    "doctor": Entry("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),
-    "help": Entry("grpo_dist.cli.help:main", "explain a command or a key: grpo-dist help lr"),
+# By command: its main function, which takes the arguments and returns the exit code, and what it is for.
+ENTRIES: dict[str, tuple[str, str]] = {
+    "train": ("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (also python -m grpo_dist.main)"),
+    "sft": ("grpo_dist.main:sft", "fine-tune a model on conversations"),
+    "reward-model": ("grpo_dist.main:reward_model", "train a reward model"),
+    "check-reward": ("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
+    "generate": ("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),
+    "eval": ("grpo_dist.cli.evaluate:main", "compare models on rows, with confidence intervals"),
+    "serve": ("grpo_dist.cli.serve:main", "serve a trained model over HTTP, as OpenAI's API"),
+    "report": ("grpo_dist.cli.report:main", "curves, alarms and responses of a run, as a page"),
+    "replay": ("grpo_dist.cli.replay:main", "compute a recorded step again, and name what differs"),
+    "agreement": ("grpo_dist.cli.agreement:main", "run sampler and trainer on the same tokens, layer by layer"),
+    "export": ("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
+    "data": ("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
+    "doctor": ("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),
+    "help": ("grpo_dist.cli.help:main", "explain a command or a key: grpo-dist help lr"),
 }
 
 
@@ -57,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before a command imports torch
     try:
-        return int(load_attribute(ENTRIES[name].function, key="command")(rest))
+        return int(load_attribute(ENTRIES[name][0], key="command")(rest))
     except GrpoDistError as error:
         show(f"error: {redact_text(str(error))}\n", sys.stderr)
         return error.exit_code
@@ -71,14 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
 def overview() -> str:
     """The commands, with what they are for."""
     lines = ["usage: grpo-dist COMMAND ...      (or python -m grpo_dist COMMAND ...)", "", "commands:"]
-    lines += [f"  {name:<13} {entry.purpose}" for name, entry in ENTRIES.items()]
+    lines += [f"  {name:<13} {purpose}" for name, (_, purpose) in ENTRIES.items()]
     lines += ["", "grpo-dist COMMAND --help says more; grpo-dist help KEY explains a key; --version"]
     return "\n".join(lines) + "\n"
 
 
 def _no_such_command(name: str) -> str:
-    nearest = difflib.get_close_matches(name, ENTRIES, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    hint = did_you_mean(name, ENTRIES, "{}")
     if "=" in name:  # an override, as `python -m grpo_dist.main` takes them
         hint = f"; did you mean grpo-dist train {name}?"
     return f"error: grpo-dist {name}: there is no such command{hint}\n\n{overview()}"

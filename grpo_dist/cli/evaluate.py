@@ -65,8 +65,6 @@ class Figures:
     """The results of a model on the rows of one data source.
 
     Attributes:
-        model: its name.
-        source: the data source.
         variable: what was measured: `acc` if the reward function returns it, else `reward`.
         rows: which prompts, by their positions in the files.
         values: by statistic, a number for each prompt: mean@n, pass@k (best@k where values are not 0 and 1), maj@n.
@@ -109,7 +107,8 @@ def main(arguments: Sequence[str]) -> int:
             reached += figures(model.name, answers)
             if file is not None:
                 _write(file, model.name, answers)
-    _print(compared(reached), _title(prompts, sampling), options)
+    table = compared(reached)
+    show(json.dumps(table, indent=2) + "\n" if options.json else _title(prompts, sampling) + _text(table))
     return 0
 
 
@@ -258,14 +257,10 @@ def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
     file.flush()
 
 
-def _print(table: Sequence[dict[str, Any]], title: str, options: argparse.Namespace) -> None:
-    as_json, about = json.dumps(table, indent=2) + "\n", f"{title}; in brackets 95 % confidence intervals"
-    show(as_json if options.json else f"{about}\n{_text(table)}")
-
-
 def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:
     how = "greedy" if sampling.temperature == 0.0 else f"temperature {sampling.temperature:g}"
-    return f"{len(prompts)} rows, {sampling.n} responses each, {how}"
+    about = f"{len(prompts)} rows, {sampling.n} responses each, {how}"
+    return f"{about}; in brackets 95 % confidence intervals\n"
 
 
 def _text(table: Sequence[dict[str, Any]]) -> str:

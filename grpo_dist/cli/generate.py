@@ -120,7 +120,6 @@ class Chat:
 
     Args:
         answer: from the messages so far to the answers; the first one becomes part of the conversation.
-        name: of the model.
     """
 
     def __init__(self, answer: Callable[[list[dict[str, str]]], Awaitable[list[str]]], name: str) -> None:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     if words in ([], ["help"]):
         show(overview())
     elif len(words) == 1 and words[0] in ENTRIES:
-        return int(load_attribute(ENTRIES[words[0]].function, key="command")(["--help"]))
+        return int(load_attribute(ENTRIES[words[0]][0], key="command")(["--help"]))
     else:
         command = words.pop(0) if len(words) > 1 and words[0] in COMMANDS else "train"
         show(explain(" ".join(words), command))

@@ -7,15 +7,11 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import command_parser
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
-
-if TYPE_CHECKING:
-    from grpo_dist.report.server import ReportServer
 
 MOST_RESPONSES = 10_000
 
@@ -30,7 +26,10 @@ def main(arguments: Sequence[str]) -> int:
     folders = [expanded(folder) for folder in (options.run_dir, *options.compare)]
     runs = [run_folder.read_run(folder) for folder in folders]
     if options.serve:
-        return _serve(server.ReportServer(folders, options.port))
+        with server.ReportServer(folders, options.port) as opened, contextlib.suppress(KeyboardInterrupt):
+            show(f"{opened.url}\nends with Ctrl-C\n")
+            opened.serve_forever()
+        return 0
     steps = rollouts.chosen_steps(folders[0], runs[0].rollout_steps, options.responses)
     problems, texts = [problem for run in runs for problem in run.problems], None
     with run_folder.noting(problems, "all tokens are left out"):
@@ -49,14 +48,6 @@ def main(arguments: Sequence[str]) -> int:
     left_out = len(runs[0].rollout_steps) - len(steps)
     more = f"; responses of {len(steps)} steps, {left_out} left out (--responses, --serve)" if left_out else ""
     show(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
-    return 0
-
-
-def _serve(opened: ReportServer) -> int:
-    with opened as server:
-        show(f"{server.url}\nends with Ctrl-C\n")
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
     return 0
 
 

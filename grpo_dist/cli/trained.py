@@ -74,8 +74,6 @@ def find_trained(
     """Find a model; a checkpoint that has not been exported yet is exported into the run's folder.
 
     Args:
-        named: what the user has named.
-        overrides: of the config.
         step: of the checkpoint; None: the last one.
         trust: whether the run's folder may name code to run.
     """
@@ -119,11 +117,7 @@ def base_of(model: TrainedModel) -> TrainedModel:
 
 
 def named_checkpoint(folder: Path, step: int | None) -> Path | None:
-    """Return the checkpoint that a folder is, else of the run in it the last one, or the one of a step.
-
-    Returns:
-        None: the folder has no checkpoint of its last run.
-    """
+    """Return the checkpoint that a folder is, else of the last run in it the last one, or the one of a step, if any."""
     if folder.name.startswith("global_step_") and (folder / STATE).is_file():
         if step not in (None, step_of(folder)):
             raise ConfigError(f"--step {step}: {folder} is a checkpoint of another step; name the run's folder")
@@ -214,7 +208,6 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
     """Return the settings of an engine that serves this model alone, on the GPUs of one engine or on the CPU.
 
     Args:
-        model: to serve.
         max_model_len: longest prompt and response; None: what the run has set, else what the model's config.json
             allows, but no more than `MOST_TOKENS`, or the run's prompts and responses.
     """

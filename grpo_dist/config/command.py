@@ -31,12 +31,9 @@ class Command(Generic[Config]):
 
     Attributes:
         name: the command, as `grpo-dist NAME`.
-        purpose: one sentence for --help.
         examples: (what it does, overrides) for --help.
         file: its YAML file; folders beside it are its groups.
         shared: a YAML file with keys that other commands have too; None: there is none.
-        schema: the class of the config.
-        rules: each yields what is wrong between keys.
         notes: each yields what the user of a valid config may not expect.
         load: `module:function` that loads the rows: (config, folder of the trained model, what the reward function
             reads of a row) -> what the run trains on, with `counts` of its rows in a line and `identity`, the number of
@@ -96,9 +93,7 @@ def halved(config: Config, setting: tuple[str, int] | None, command: Command[Con
     """Return the config with one integer setting halved, for a run that goes on after a GPU ran out of memory.
 
     Args:
-        config: a valid config.
         setting: (dotted key, its current value); None: there is nothing to halve.
-        command: whose config it is.
 
     Returns:
         The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the

@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder
+from grpo_dist.config.problems import Problem, missing_path
 
 HUB = "hf:"
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -49,46 +49,30 @@ class DataFile:
     split: str | None = None
 
 
-@dataclass(frozen=True)
-class DataFileProblem:
-    """Why an entry cannot be used. `missing`: something is absent that may exist on another machine, or later."""
+def parse_data_file(key: str, name: str) -> DataFile | Problem:
+    """Parse one entry of a key. Checks whether files and folders exist, but reads none."""
 
-    text: str
-    missing: bool = False
+    def problem(why: str, *, missing: bool = False) -> Problem:
+        return Problem(f"{key}={name}: {why}", (key,), missing_file=missing)
 
-
-def parse_data_file(name: str) -> DataFile | DataFileProblem:
-    """Parse one entry. Checks whether files and folders exist, but reads none."""
+    library = find_spec("datasets") is not None
     if name.startswith(BUILTIN):
         return DataFile("builtin", name.removeprefix(BUILTIN))
     if name.startswith(HUB):
         match = _HUB_NAME.fullmatch(name.removeprefix(HUB))
         if match is None:
-            return DataFileProblem(f"must be {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG, either with :SPLIT")
-        return _with_library(DataFile("hub", *match.groups()))
+            return problem(f"must be {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG, either with :SPLIT")
+        return DataFile("hub", *match.groups()) if library else problem(NEEDS_DATASETS, missing=True)
     path, split = expanded(name), None
     named = _WITH_SPLIT.fullmatch(name)
     if not (is_file(path) or is_folder(path)) and named is not None and path.suffix not in SUFFIXES:
         path, split = expanded(named[1]), named[2]
     if is_folder(path):
-        return _folder(path, split)
+        if is_file(path / "dataset_dict.json") or is_file(path / "state.json"):
+            return DataFile("saved", str(path), split=split) if library else problem(NEEDS_DATASETS, missing=True)
+        if any(path.glob("*.parquet")):
+            return DataFile("parquet_folder", str(path), split=split)
+        return problem("is a folder with no .parquet files, and was not written by datasets.save_to_disk")
     if split is None and path.suffix in SUFFIXES:
-        return DataFile("file", str(path)) if is_file(path) else _missing("file", path)
-    return _missing("folder", path) if not path.suffix else DataFileProblem(FORMS)
-
-
-def _folder(path: Path, split: str | None) -> DataFile | DataFileProblem:
-    if is_file(path / "dataset_dict.json") or is_file(path / "state.json"):
-        return _with_library(DataFile("saved", str(path), split=split))
-    if any(path.glob("*.parquet")):
-        return DataFile("parquet_folder", str(path), split=split)
-    return DataFileProblem("is a folder with no .parquet files, and was not written by datasets.save_to_disk")
-
-
-def _with_library(file: DataFile) -> DataFile | DataFileProblem:
-    return file if find_spec("datasets") is not None else DataFileProblem(NEEDS_DATASETS, missing=True)
-
-
-def _missing(kind: str, path: Path) -> DataFileProblem:
-    where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
-    return DataFileProblem(f"no such {kind}{where}", missing=True)
+        return DataFile("file", str(path)) if is_file(path) else missing_path(key, name, "file")
+    return problem(FORMS) if path.suffix else missing_path(key, name, "folder")

@@ -32,16 +32,9 @@ Place = tuple[str | int, ...]
 
 
 def find_references(config: Container, values: Any) -> dict[Place, str]:
-    """Find the references to the environment, each in a form that needs nothing else of the config.
+    """Find the references to the environment by their places, each in a form that needs nothing else of the config.
 
-    Numbers and switches are no secrets, and stay values.
-
-    Args:
-        config: before interpolations are resolved.
-        values: the same, resolved.
-
-    Returns:
-        The references by the place of their values.
+    Numbers and switches are no secrets, and stay values. `values` is the config with its interpolations resolved.
     """
     written = OmegaConf.to_container(config, resolve=False)
     if _RESOLVER not in str(written):
@@ -52,11 +45,8 @@ def find_references(config: Container, values: Any) -> dict[Place, str]:
 
 
 def recorded(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config as they are shown and saved: without secrets, and with references to the environment.
-
-    Args:
-        config: a `JobConfig`.
-        values: its values, as plain dicts and lists.
+    """The values of a `JobConfig`, plain dicts and lists, as they are shown and saved: without secrets, and with
+    references to the environment.
     """
     result: dict[str, Any] = redact(values)
     for (*sections, last), reference in config.references.items():
@@ -126,13 +116,8 @@ WORKING_COPIES = "working_dir_files"
 
 
 def keep_run_dir(raw: dict[str, Any]) -> list[str]:
-    """Take a relative run directory from the home folder where the present one is Ray's working copy of a job.
-
-    Args:
-        raw: the composed config, in which the key is replaced.
-
-    Returns:
-        A note for the user, if that was done.
+    """Put a relative run directory into the home folder where the present one is Ray's working copy of a job; returns
+    a note for the user then.
     """
     trainer = raw.get("trainer")
     given = trainer.get("default_local_dir") if isinstance(trainer, dict) else None
@@ -153,7 +138,7 @@ def take_adapter(raw: dict[str, Any], section: str, given: Collection[str]) -> t
 
     Args:
         raw: the config before it is validated; changed in place.
-        section: the section with LoRA's keys, such as "actor_rollout_ref.model".
+        section: of LoRA's keys, such as "actor_rollout_ref.model".
         given: the keys that the user has set.
 
     Returns:

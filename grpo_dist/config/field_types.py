@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from grpo_dist.errors import did_you_mean
 from grpo_dist.plugins.names import parse_code
 
 
@@ -115,9 +115,7 @@ def _none_or_more(value: Any) -> Any:
 
 def not_one_of(value: Any, names: Sequence[str]) -> str:
     """The error message for a value that is not one of `names`; suggests the closest one."""
-    nearest = difflib.get_close_matches(str(value), names, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"not one of {', '.join(names)}{hint}"
+    return f"not one of {', '.join(names)}{did_you_mean(str(value), names)}"
 
 
 def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
@@ -140,17 +138,6 @@ def _some_and_distinct(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None
         twice = next(value for i, value in enumerate(values) if value in values[:i])
         raise ValueError(f"names {twice} twice")
     return values
-
-
-def one_of(names: Sequence[str]) -> AfterValidator:
-    """Accepts one of `names`."""
-
-    def check(value: str) -> str:
-        if value not in names:
-            raise ValueError(not_one_of(value, names))
-        return value
-
-    return AfterValidator(check)
 
 
 def _alias(names: Mapping[str, str]) -> BeforeValidator:

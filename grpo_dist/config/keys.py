@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -148,13 +148,11 @@ class Elsewhere:
         why: what else there is to say.
     """
 
-    write: tuple[str, ...]
-    why: str
+    write: Sequence[str] = ()
+    why: str = ""
 
 
-ELSEWHERE = {
-    name: Elsewhere(tuple(entry.get("write", ())), entry.get("why", "")) for name, entry in _TABLE["elsewhere"].items()
-}
+ELSEWHERE = {name: Elsewhere(**entry) for name, entry in _TABLE["elsewhere"].items()}
 
 
 @dataclass(frozen=True)
@@ -168,16 +166,16 @@ class ForeignKey:
     """
 
     why: str
-    only: tuple[str, ...] = ()
+    only: Sequence[str] = ()
     refused: bool = False
 
 
-def _without_effect(entry: str | dict[str, Any]) -> ForeignKey:
-    return ForeignKey(entry) if isinstance(entry, str) else ForeignKey(entry["why"], tuple(entry["only"]))
-
-
-FOREIGN_KEYS = {key: _without_effect(entry) for key, entry in _TABLE["without_effect"].items()} | {
-    key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()
+FOREIGN_KEYS = {
+    **{key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()},
+    **{
+        key: ForeignKey(entry) if isinstance(entry, str) else ForeignKey(**entry)
+        for key, entry in _TABLE["without_effect"].items()
+    },
 }
 
 

@@ -47,7 +47,6 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     Args:
         overrides: the command line, such as ["model=hf", "data.train_batch_size=64"]; from Python also pairs of key and
             value.
-        command: whose config it is.
 
     Returns:
         The config, and notes for the user: settings that have no effect, choices made on their behalf and, with
@@ -104,12 +103,8 @@ def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
 def with_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | tuple[str, Any]], command: Command[Config]
 ) -> Config:
-    """A config that a run has saved, with some keys set anew; {}: the defaults. Rules are not checked.
-
-    Args:
-        values: what the run has saved.
-        overrides: as for `load_command`; a group changes what it says otherwise than the defaults.
-        command: whose config it is.
+    """A config that a run has saved ({}: the defaults) with some keys set anew; a group changes what it says otherwise
+    than the defaults. Rules are not checked.
 
     Raises:
         ConfigError: there are no such keys or options, or a value is not of its type.

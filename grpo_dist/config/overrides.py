@@ -6,7 +6,6 @@ Hydra.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ from grpo_dist.config.keys import (
 )
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import did_you_mean
 from grpo_dist.redact import redact
 
 RECIPE = "recipe"  # the group of published methods
@@ -47,11 +47,8 @@ class CommandLine:
 
 
 def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCommand) -> CommandLine:
-    """Sort overrides into groups, values and problems; the last override of a key wins.
-
-    Args:
-        overrides: as written on a command line; or key and value, from Python.
-        command: whose keys they are.
+    """Sort overrides, as written on a command line or (key, value), into groups, values and problems; of a key the last
+    one wins.
     """
     line = CommandLine()
     parser = OverridesParser.create()
@@ -107,7 +104,8 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
         problem = _take_option(line, key, str(override.value()), options, command)
     elif key in section_keys(schema) and not isinstance(override.value(), dict):
         below = [known for known in leaf_keys(schema) if known.startswith(f"{key}.")]
-        problem = Problem(f"{text}: {key} is a section; its keys are {_names_below(key, schema)}", (key, *below))
+        names = dict.fromkeys(known.removeprefix(f"{key}.").partition(".")[0] for known in below)
+        problem = Problem(f"{text}: {key} is a section; its keys are {', '.join(names)}", (key, *below))
     elif key not in leaf_keys(schema) and key not in section_keys(schema) and not is_free_form(key, schema):
         problem = Problem(
             unknown_key(key, schema) if key else f"{text}: the key is missing; write key=value",
@@ -175,13 +173,7 @@ def _unreadable(text: str, error: HydraException, schema: type[JobConfig]) -> Pr
 
 
 def _no_such_option(group: str, option: str, options: list[str], own: str) -> str:
-    nearest = difflib.get_close_matches(option, options, n=1)
-    hint = f"; did you mean {group}={nearest[0]}?" if nearest else ""
-    if own and not nearest:
+    hint = did_you_mean(option, options, f"{group}={{}}")
+    if own and not hint:
         hint = f"; for one of your own write {own}={option}"
     return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
-
-
-def _names_below(section: str, schema: type[JobConfig]) -> str:
-    below = [key for key in (*section_keys(schema), *leaf_keys(schema)) if key.startswith(f"{section}.")]
-    return ", ".join(dict.fromkeys(key.removeprefix(f"{section}.").partition(".")[0] for key in below))

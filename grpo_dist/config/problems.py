@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from grpo_dist.assets import expanded
 from grpo_dist.config.field_types import not_one_of
 from grpo_dist.config.keys import free_form_keys, is_free_form, leaf_keys, nearest_keys, unknown_key
 from grpo_dist.config.schema_job import JobConfig
@@ -50,6 +52,12 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def missing_path(key: str, path: str, kind: str) -> Problem:
+    """A file or folder that a key names, and that is not there."""
+    where = "" if expanded(path).is_absolute() else f" (looked in {Path.cwd()})"
+    return Problem(f"{key}={path}: no such {kind}{where}", (key,), missing_file=True)
+
+
 def between_keys(texts: Callable[[Config], Iterator[str]]) -> Callable[[Config], Iterator[Problem]]:
     """Make a rule of a function that yields its problems as texts, in which `<KEY>` stands for a key and its value."""
 
@@ -78,7 +86,7 @@ def _full_name(config: JobConfig, key: str) -> str:
 
 def value_of(config: Any, key: str) -> Any:
     """The value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
+    return attrgetter(key)(config)
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:

@@ -35,7 +35,6 @@ def code_of_run(config: Any, keys: Sequence[str], given: Any = None) -> list[str
 
     Args:
         config: of the run, with what the command line sets.
-        keys: dotted keys.
         given: the defaults, with what the command line sets: that is not the run's; None: nothing is set.
     """
     lines = []

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, model_validator
 
+from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.field_types import (
     Count,
     Distinct,
@@ -30,7 +31,6 @@ from grpo_dist.config.field_types import (
     Share,
     Text,
     TimedStage,
-    TrainDtype,
     as_tuple,
 )
 from grpo_dist.config.schema_algorithm import AlgorithmConfig
@@ -180,6 +180,8 @@ class ClusterConfig(JobClusterConfig):
 class RunConfig(JobConfig):
     """A whole run of GRPO. Each part of the program gets its own section of it."""
 
+    model_key, fsdp_key = POLICY_KEY, "actor_rollout_ref.actor.fsdp_config"
+
     algorithm: AlgorithmConfig
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -201,19 +203,9 @@ class RunConfig(JobConfig):
         return raw
 
     @property
-    def model_path(self) -> str:
-        """See `JobConfig.model_path`."""
-        return self.actor_rollout_ref.model.path
-
-    @property
     def nccl_timeout(self) -> int:
         """Seconds that a rank waits for the others in one operation."""
         return self.actor_rollout_ref.nccl_timeout
-
-    @property
-    def export_dtype(self) -> TrainDtype:
-        """See `JobConfig.export_dtype`."""
-        return self.trainer.export_dtype or self.actor_rollout_ref.actor.fsdp_config.model_dtype
 
     @property
     def needs_reference_workers(self) -> bool:

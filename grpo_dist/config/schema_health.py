@@ -158,7 +158,6 @@ class HealthRuleConfig(Section):
 
 
 def _section(name: str) -> tuple[type[HealthRuleConfig], HealthRuleConfig]:
-    """Return the type and the default of a rule's section."""
     settings: dict[str, Any] = dict(RULES[name].settings)
     section = create_model(name, __base__=HealthRuleConfig, **settings)
     return section, section()

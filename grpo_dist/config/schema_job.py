@@ -6,12 +6,13 @@ Sections and keys of the latter have the names of verl's supervised trainer wher
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from grpo_dist.assets import BUILTIN
+from grpo_dist.assets import BUILTIN, TRAINED_MODEL_KEY
 from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
@@ -133,6 +134,9 @@ class RayKwargsConfig(Section):
 class JobConfig(Section):
     """What the configs of all commands have."""
 
+    model_key: ClassVar[str]  # of the path of the model that is trained
+    fsdp_key: ClassVar[str]  # of the section that says how its weights are held
+
     data: JobDataConfig
     trainer: JobTrainerConfig
     cluster: Annotated[JobClusterConfig, Resume.FREE]
@@ -152,12 +156,13 @@ class JobConfig(Section):
     @property
     def model_path(self) -> str:
         """Folder or name of the model that is trained."""
-        raise NotImplementedError
+        return str(attrgetter(self.model_key)(self))
 
     @property
     def export_dtype(self) -> TrainDtype:
         """Type of the weights in the exported folder."""
-        raise NotImplementedError
+        dtype: TrainDtype = self.trainer.export_dtype or attrgetter(self.fsdp_key)(self).model_dtype
+        return dtype
 
     def sequence_parallel_size(self, role: str) -> int:
         """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
@@ -242,6 +247,7 @@ class SupervisedConfig(JobConfig):
     """
 
     role: ClassVar[str]
+    model_key, fsdp_key = TRAINED_MODEL_KEY, "engine"
 
     data: SupervisedDataConfig
     trainer: SupervisedTrainerConfig
@@ -252,11 +258,6 @@ class SupervisedConfig(JobConfig):
     checkpoint: CheckpointConfig
 
     @property
-    def model_path(self) -> str:
-        """See `JobConfig.model_path`."""
-        return self.model.path
-
-    @property
     def nccl_timeout(self) -> int:
         """See `RunConfig.nccl_timeout`."""
         return self.trainer.nccl_timeout
@@ -265,11 +266,6 @@ class SupervisedConfig(JobConfig):
     def max_model_len(self) -> int:
         """Longest row in tokens."""
         return self.data.max_length
-
-    @property
-    def export_dtype(self) -> TrainDtype:
-        """See `JobConfig.export_dtype`."""
-        return self.trainer.export_dtype or self.engine.model_dtype
 
     @property
     def world_size(self) -> int:

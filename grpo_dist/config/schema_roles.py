@@ -33,16 +33,15 @@ from grpo_dist.config.field_types import (
     TrainDtype,
     TrainDtypeName,
     builtin_or_custom,
-    one_of,
 )
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema_algorithm import PolicyLossConfig
 from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
-    LOSS_AGG_MODES,
     ROLLOUT_ENGINES,
-    WEIGHT_TRANSPORTS,
+    LossAggMode,
+    WeightTransport,
 )
 
 Device = Literal["cpu", "cuda"]
@@ -191,7 +190,7 @@ class UpdateSection(Section):
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat
-    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
+    loss_agg_mode: LossAggMode
     optim: OptimConfig
 
     @property
@@ -278,7 +277,7 @@ def _verls_backend(value: Any) -> Any:
 class CheckpointEngineConfig(Section):
     """`actor_rollout_ref.rollout.checkpoint_engine`: how new weights reach the engines."""
 
-    backend: Annotated[Annotated[str, one_of(WEIGHT_TRANSPORTS)] | None, BeforeValidator(_verls_backend)]
+    backend: Annotated[WeightTransport | None, BeforeValidator(_verls_backend)]
     update_weights_bucket_megabytes: Count
 
     def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
@@ -373,11 +372,6 @@ class RefConfig(Section):
         """Tell if the reference moves towards the policy after a training step."""
         return self.ref_model_sync_steps > 0 and step % self.ref_model_sync_steps == 0
 
-    def weights_dtype(self, default: TrainDtype) -> TrainDtype:
-        """Type of the held weights: fp32 where shares of the policy are mixed in, which bf16 would round away."""
-        mixes = self.ref_model_sync_steps > 0 and self.ref_model_mixup_alpha < 1
-        return "fp32" if mixes else self.fsdp_config.resolved_dtype(default)
-
 
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the three roles and the model they share."""
@@ -387,8 +381,3 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig
     rollout: RolloutConfig
     ref: RefConfig
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Tell if the responses of a group are one sequence behind their prompt."""
-        return self.model.use_remove_padding and self.actor.use_prefix_grouper

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_dist.assets import BUILTIN
-from grpo_dist.config.data_files import HUB, DataFile, DataFileProblem, parse_data_file
+from grpo_dist.config.data_files import HUB, DataFile, parse_data_file
+from grpo_dist.config.problems import Problem
 from grpo_dist.errors import DataError
 from grpo_dist.plugins.registry import load_attribute
 
@@ -75,9 +76,9 @@ def source_name(location: str) -> str:
 
 
 def _read(file: str, key: str) -> Located:
-    parsed = parse_data_file(file)
-    if isinstance(parsed, DataFileProblem):
-        raise DataError(f"{key}={file}: {parsed.text}")
+    parsed = parse_data_file(key, file)
+    if isinstance(parsed, Problem):
+        raise DataError(parsed.text)
     where = f"{key}={file}"
     try:
         if parsed.kind == "file":

@@ -80,8 +80,8 @@ def method_rules(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
-def factor_rules(config: RunConfig) -> Iterator[str]:
-    """Yield what cannot be computed with LoRA's factors beside the model's weights."""
+def weight_rules(config: RunConfig) -> Iterator[str]:
+    """Yield what cannot be computed with LoRA's factors beside the model's weights, or contradicts its output layer."""
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     if model.lora_rank and actor.use_kl_loss and actor.kl_loss_type == "full" and model.targets_output_layer:
         why = "the exact KL needs an output layer without factors; choose low_var_kl or leave lm_head out"
@@ -92,16 +92,10 @@ def factor_rules(config: RunConfig) -> Iterator[str]:
     if model.sends_factors and model.targets_output_layer:
         why = "engines get no factors of the output layer; leave lm_head out, or set the second to true"
         yield f"<model.target_modules>, <model.lora.merge>: {why}"
-
-
-@between_keys
-def head_rules(config: RunConfig) -> Iterator[str]:
-    """Yield what contradicts the type of the output layer."""
-    model = config.actor_rollout_ref.model
     if "head_dtype" in model.override_config:
         why = "config.json's entry would change the engines alone; leave it out, and set the second"
         yield f"<model.override_config>, <model.head_dtype>: {why}"
-    if model.head_dtype and config.actor_rollout_ref.actor.fsdp_config.model_dtype == "bf16":
+    if model.head_dtype and actor.fsdp_config.model_dtype == "bf16":
         why = "a float32 output layer is that of float32 weights; set the second to fp32, or the first to null"
         yield f"<model.head_dtype>, <actor.fsdp_config.model_dtype>: {why}"
 
@@ -139,8 +133,7 @@ def gdpo_rules(config: RunConfig) -> Iterator[str]:
         why = f"the penalty would have no effect; add {OVERLONG_PENALTY} to the keys, or set the second to false"
         yield f"<algorithm.gdpo_reward_keys>, <reward.overlong_buffer.enable>: {why}"
     if keys is not None and weights is not None and len(keys) != len(weights):
-        why = "one weight for each of the keys, or null"
-        yield f"<algorithm.gdpo_reward_weights>, <algorithm.gdpo_reward_keys>: {why}"
+        yield "<algorithm.gdpo_reward_weights>, <algorithm.gdpo_reward_keys>: one weight for each of the keys, or null"
 
 
 @between_keys
@@ -158,8 +151,7 @@ def sampling_rules(config: RunConfig) -> Iterator[str]:
         why = "dynamic sampling has data.gen_batch_size for that; set the rate to 0"
         yield f"<rollout.over_sample_rate>, <algorithm.filter_groups.enable>: {why}"
     if config.reward.overlong_buffer.enable and config.overlong_buffer_len > data.max_response_length:
-        why = "the buffer is part of the longest response"
-        yield f"<reward.overlong_buffer.len>, <data.max_response_length>: {why}"
+        yield "<reward.overlong_buffer.len>, <data.max_response_length>: the buffer is part of the longest response"
     if rollout.min_tokens > data.max_response_length:
         yield "<rollout.min_tokens>, <data.max_response_length>: no response can be that long"
     if config.max_model_len < longest:
@@ -332,8 +324,7 @@ def run_notes(config: RunConfig) -> Iterator[str]:
 KEY_RULES = (
     method_rules,
     correction_rules,
-    factor_rules,
-    head_rules,
+    weight_rules,
     credit_rules,
     gdpo_rules,
     sampling_rules,

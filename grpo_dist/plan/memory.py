@@ -7,7 +7,7 @@ tests/plan/test_memory.py compares it with torch's memory tracker.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
@@ -43,7 +43,6 @@ class RoleMemory:
     """Memory of one process of a role, in GiB.
 
     Args:
-        role: name of its row.
         parts: peak memory on the device, by purpose.
         states: what no smaller pass makes smaller: weights, gradients and optimizer states.
         waiting: what stays on the device while other roles compute.
@@ -62,11 +61,6 @@ class RoleMemory:
     saved: float = 0.0
     share: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """Sum of `parts`, GiB."""
-        return sum(self.parts.values())
-
 
 # --- the formula ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -74,8 +68,6 @@ class Rank:
     """One rank of a sharded model. Sizes are in bytes.
 
     Args:
-        shape: sizes of the model.
-        device: "cpu" or "cuda".
         held: of a stored weight that trains, and of each of a model that does not.
         compute: of a number in forward and backward passes.
         head: of a weight of the output layer, held and in passes; 0: those of the others.
@@ -199,7 +191,6 @@ def memory_estimate(
     Other models are left out if their config.json is not on this machine.
 
     Args:
-        config: the run's config.
         model_config: config.json of the model that is trained.
         num_parameters: parameters in its weight files; 0: unknown, so they are computed from config.json.
     """
@@ -208,7 +199,7 @@ def memory_estimate(
     if policy is None:
         return None
     for row in roles_of(config):
-        model = None if row.model is None else row.model(config)
+        model = row.model(config)
         if row.name == "rollout":
             assert isinstance(config, RunConfig)
             roles.append(_engine(config, policy))
@@ -223,7 +214,9 @@ def _shape(model: Model, model_config: Mapping[str, Any] | None, num_parameters:
     if model_config is None:
         return None
     shape = model_shape({**model_config, **(model.override_config or {})}, num_parameters)
-    return shape.without_output_layer() if shape is not None and model.outputs else shape
+    if shape is None or not model.outputs:
+        return shape
+    return replace(shape, tied=True, output_layer=0, counted=0)  # its files were counted with what they have
 
 
 def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> RoleMemory:
@@ -277,7 +270,8 @@ def _tokens(config: JobConfig, row: Role, limits: Pass) -> int:
     if isinstance(config, SupervisedConfig):
         return limits.max_token_len or limits.size * config.data.max_length
     assert isinstance(config, RunConfig)
-    in_a_group = config.actor_rollout_ref.rollout.n if config.actor_rollout_ref.shares_prompts else 1
+    roles = config.actor_rollout_ref  # whose responses of a group may be one sequence behind their prompt
+    in_a_group = roles.rollout.n if roles.model.use_remove_padding and roles.actor.use_prefix_grouper else 1
     prompts = -(-limits.size // in_a_group)
     tokens = prompts * config.data.max_prompt_length + limits.size * config.data.max_response_length
     return -(-(limits.max_token_len or tokens) // config.sequence_parallel_size(row.name))
@@ -322,7 +316,7 @@ def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -
 def _kv_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return the bytes of KV cache that one token takes on one GPU of an engine."""
     size = DTYPE_BYTES[config.actor_rollout_ref.rollout.resolved_dtype(config.default_dtype)]
-    return shape.kv_values_per_token * size / placement(config).tensor_parallel
+    return 2 * shape.num_layers * shape.key_width * size / placement(config).tensor_parallel
 
 
 def _kv_cache_gib(config: RunConfig) -> float | None:

@@ -56,7 +56,6 @@ def memory_problems(
     """Report processes that need more memory than there is.
 
     Args:
-        config: the run's config.
         model_config: config.json of the model that is trained; None: unknown, so nothing is checked.
         gib: memory of one GPU, GiB; None: unknown.
         host_gib: CPU memory of the machine that runs all processes, GiB; None: unknown.

@@ -34,13 +34,7 @@ _ALREADY_SCALED = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepsee
 
 
 def position_problems(config: JobConfig, model: Model, model_config: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Report a model with fewer positions than the longest sequence that it reads.
-
-    Args:
-        config: the run's config.
-        model: a row of the table.
-        model_config: its config.json; None: unknown, so nothing is checked.
-    """
+    """Report a model with fewer positions, by its config.json (None: unknown), than the longest sequence it reads."""
     positions = max_positions({**(model_config or {}), **(model.override_config or {})})
     if positions is None or model.longest <= positions[1]:
         return
@@ -65,8 +59,7 @@ def model_problems(
     """Reports settings that do not fit the model.
 
     Args:
-        config: the run's config.
-        model_config: the model's config.json; None: unknown, so nothing is checked.
+        model_config: config.json; None: unknown, so nothing is checked.
         memory_gib: memory of one GPU, GiB; None: unknown, or there is no GPU.
         host_gib: CPU memory of the machine, GiB, if the whole run is on it; None: unknown.
         num_parameters: see `memory_estimate`.
@@ -109,19 +102,13 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
     return factor
 
 
-def _heads(model_config: Mapping[str, Any]) -> tuple[int, int]:
-    """Attention heads, and key-value heads; 0 if config.json does not say."""
-    text = text_config(model_config)
-    heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
-    return heads, count(text, "num_key_value_heads") or heads
-
-
 def _engines_split_it(config: RunConfig, entries: Mapping[str, Any]) -> Iterator[str]:
     """Tensor parallelism gives each process whole attention heads, whole key-value heads or a copy of one, and a part
     of every expert along its intermediate size.
     """
     size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, text_config(entries)
-    heads, kv_heads = _heads(entries)
+    heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
+    kv_heads = count(text, "num_key_value_heads") or heads
     if heads and not heads_split(heads, kv_heads, size):
         per_node = config.trainer.n_gpus_per_node or heads
         of_node = (number for number in range(1, per_node + 1) if per_node % number == 0)
@@ -144,8 +131,7 @@ def _experts_are_trained_as_asked(config: RunConfig, entries: Mapping[str, Any])
     key, balance = f"{_MODEL}.override_config", model.override_config.get("router_aux_loss_coef")
     why = "the router's auxiliary loss is not part of the training loss (as in verl), so it would have no effect"
     if text.get("output_router_logits") is True:
-        it = "its config has output_router_logits=true"
-        yield f"<model.path>: {it}: {why}; set {key}.output_router_logits=false"
+        yield f"<model.path>: its config has output_router_logits=true: {why}; set {key}.output_router_logits=false"
     elif balance:
         yield f"{key}.router_aux_loss_coef={balance}: {why}; leave it out"
     in_experts = [name for name in model.target_modules if name in MLP_NAMES]

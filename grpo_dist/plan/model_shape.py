@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,15 +67,6 @@ class ModelShape:
         """All parameters of the model; tied embeddings count once."""
         return self.counted or self.num_layers * self.layer + self.root
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Elements of the KV cache for one token, in all layers."""
-        return 2 * self.num_layers * self.key_width
-
-    def without_output_layer(self) -> ModelShape:
-        """Return the sizes of such a model with a small head; its weight files were counted with what they have."""
-        return replace(self, tied=True, output_layer=0, counted=0)
-
     def lora_parameters(self, model: LoraSection) -> int:
         """Number of parameters of the LoRA adapters."""
         chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
@@ -87,8 +78,7 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
     """Sizes of a Llama-like decoder (grouped-query attention, gated or plain MLP, also experts); None for others.
 
     Args:
-        model_config: its config.json.
-        num_parameters: parameters in its weight files; 0: unknown.
+        num_parameters: in its weight files; 0: unknown.
     """
     text = text_config(model_config)
     needed = [count(text, name) for name in _SIZES]

@@ -71,12 +71,7 @@ def slots(config: JobConfig) -> list[Slot]:
 
 
 def slots_of(homes: Mapping[str, Sequence[int]], needs: Mapping[str, tuple[float, float]]) -> list[Slot]:
-    """A slot for each process.
-
-    Args:
-        homes: by role and rank, the index of the machine.
-        needs: by role, the CPUs and GPUs of each process.
-    """
+    """A slot for each process: `homes` has machines by role and rank, `needs` the CPUs and GPUs of each by role."""
     return [
         Slot(machine, needs[role][1], (Seat(role, rank, *needs[role]),))
         for role, home in homes.items()
@@ -116,12 +111,10 @@ def copy_size(config: JobConfig, place: Placement) -> int | None:
 
 
 def fill(count: int, size: int, free: list[int]) -> tuple[int, ...]:
-    """Place units one after the other, each on the first machine that has room for it.
+    """Place `count` units of `size` GPUs one after the other, each on the first machine that has room for it.
 
     Args:
-        count: number of units.
-        size: GPUs per unit, all on one machine.
-        free: free GPUs of each machine; reduced in place.
+        free: GPUs of each machine; reduced in place.
 
     Returns:
         The machine of each unit; fewer than `count` if not all of them fit.
@@ -135,14 +128,10 @@ def fill(count: int, size: int, free: list[int]) -> tuple[int, ...]:
 
 
 def spread(count: int, processes: list[int]) -> tuple[int, ...]:
-    """Spread processes evenly over machines; the remainder goes to the machines with the fewest processes.
+    """The machines of `count` processes that are spread evenly; the remainder goes to those with the fewest processes.
 
     Args:
-        count: number of processes.
-        processes: processes already on each machine; increased in place.
-
-    Returns:
-        The machine of each process.
+        processes: already on each machine; increased in place.
     """
     base, over = divmod(count, len(processes))
     emptiest = set(sorted(range(len(processes)), key=processes.__getitem__)[:over])

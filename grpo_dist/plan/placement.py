@@ -32,7 +32,6 @@ class Placement:
     """Number of processes of each role, and their resources.
 
     Args:
-        device: "cpu" or "cuda".
         world_sizes: number of processes by role; for rollout those of all engines together. Roles that the run lacks
             have 0, and the pool of reward processes, which need no GPUs, is left out.
         tensor_parallel: GPUs per engine, or processes on CPU.
@@ -121,7 +120,10 @@ def _sizes(config: RunConfig, tensor_parallel: int, colocate: Colocation) -> dic
     """Return the number of processes by role; roles that the run lacks have 0."""
     asked, wanted = config.cluster, _followers(config)
     if config.device == "cpu":
-        actor = asked.actor_world_size or _cpu_actors(config)
+        # 2 for the built-in model, whose matrices are too small for two threads to help. A larger model gets 1: several
+        # ranks on one machine copy weights to each other, while threads share them.
+        usual = max(2 if config.has_builtin_model else 1, config.sequence_parallel_size("actor"))
+        actor = asked.actor_world_size or usual
         rollout = asked.rollout_world_size or tensor_parallel
         followers = {
             role: size or (actor if ROLES[role].trains else config.sequence_parallel_size(role))
@@ -154,15 +156,6 @@ def _followers(config: RunConfig) -> dict[str, int | None]:
     return {row.name: value_of(config, row.size_key) for row in roles_of(config) if row.follows}
 
 
-def _cpu_actors(config: RunConfig) -> int:
-    """Actor ranks on CPU: 2 for the built-in model, whose matrices are too small for two threads to help.
-
-    A larger model gets 1: several ranks on one machine copy weights to each other, while threads share them. Ranks that
-    split sequences are as many as do.
-    """
-    return max(2 if config.has_builtin_model else 1, config.sequence_parallel_size("actor"))
-
-
 def _threads(config: JobConfig, processes: Mapping[str, int]) -> dict[str, int]:
     """Compute threads per process of each role. Roles take turns, so the processes of one role share all cores.
 
@@ -186,13 +179,9 @@ def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocat
     apart = least_of if colocate == "separate" else {}
     least = sum(apart.values())
     room = min(gpus // 2, gpus - (asked.rollout_world_size or tensor_parallel) - least)
-    actor = asked.actor_world_size or _power_of_two(room)
+    actor = asked.actor_world_size or 1 << (max(room, 1).bit_length() - 1)  # a power of two
     rest = gpus - actor - least
     rollout = asked.rollout_world_size or max(rest // tensor_parallel * tensor_parallel, tensor_parallel)
     if open_ended := [role for role in apart if wanted[role] is None]:
         apart[open_ended[0]] += max(rest - rollout, 0)
     return actor, rollout, {role: size or actor for role, size in wanted.items()} | apart
-
-
-def _power_of_two(most: int) -> int:
-    return 1 << (max(most, 1).bit_length() - 1)

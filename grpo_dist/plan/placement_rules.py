@@ -26,7 +26,6 @@ _LENGTHS = "<data.max_prompt_length>, <data.max_response_length>"
 
 
 def _trained(config: RunConfig) -> list[Role]:
-    """Return the rows of the roles that train."""
     return [row for row in roles_of(config) if row.trains]
 
 
@@ -219,7 +218,7 @@ def passes_hold_what_they_must(config: RunConfig) -> Iterator[str]:
         yield f"<rollout.max_num_batched_tokens>, <rollout.max_num_seqs>: {why}"
     short: dict[str, int] = {}  # by key, which roles may share: the ranks that split a sequence
     for row in roles_of(config):
-        model = None if row.model is None else row.model(config)
+        model = row.model(config)
         if model is not None and 0 < model.longest < longest:
             continue  # its sequences are shorter; a longer one gets a pass of its own
         for limits in row.passes(config):
@@ -234,8 +233,8 @@ def passes_hold_what_they_must(config: RunConfig) -> Iterator[str]:
 @between_keys
 def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[str]:
     """Without checkpointing a layer keeps its weights too, which must not be copied for every pass."""
-    models = [row.model(config) for row in _trained(config) if row.model is not None]
-    for section in (model.key.removesuffix(".path") for model in models if model is not None):
+    models = filter(None, (row.model(config) for row in _trained(config)))
+    for section in (model.key.removesuffix(".path") for model in models):
         model = value_of(config, section)
         if model.enable_activation_offload and not model.enable_gradient_checkpointing:
             why = "only what gradient checkpointing keeps is offloaded; set the second to true, or the first to false"

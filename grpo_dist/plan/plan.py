@@ -36,7 +36,7 @@ def format_plan(config: JobConfig, notes: list[str]) -> str:
 
 def format_summary(config: JobConfig, notes: list[str]) -> str:
     """Return a short form of the plan, shown at the start of a run."""
-    rows = [*_run_rows(config), ("step", _step(config)), ("workers", _workers(config))]
+    rows = [*_run_rows(config), *batch_arithmetic(config), ("workers", _workers(config))]
     return "\n".join([_table(rows), *(f"  note: {note}" for note in notes)])
 
 
@@ -58,7 +58,6 @@ def _run_rows(config: JobConfig) -> Rows:
 
 
 def _algorithm(config: JobConfig) -> str:
-    """Return what is optimized, in a few terms."""
     if isinstance(config, SupervisedConfig):
         return f"{config.role}, lr {config.optim.lr:g}"
     assert isinstance(config, RunConfig)
@@ -85,8 +84,14 @@ def _algorithm(config: JobConfig) -> str:
 def batch_arithmetic(config: JobConfig) -> Rows:
     """Return how the rows of a step become the micro-batches of a rank, as (label, value) rows."""
     if isinstance(config, SupervisedConfig):
-        step = f"{config.data.train_batch_size:,}"
-        return [("rows per training step", step), (f"passes of a {config.role} rank", _limit(config))]
+        data = config.data
+        limit = f"{data.micro_batch_size_per_gpu:,} conversations of up to {data.max_length:,} tokens"
+        if data.max_token_len:
+            limit = f"at most {data.max_token_len:,} tokens"
+        return [
+            ("rows per training step", f"{data.train_batch_size:,}"),
+            (f"passes of a {config.role} rank", limit),
+        ]
     assert isinstance(config, RunConfig)
     rollout, place = config.actor_rollout_ref.rollout, placement(config)
     prompts, sequences = config.data.train_batch_size, config.data.train_batch_size * rollout.n
@@ -134,29 +139,6 @@ def _whole_groups(size: int, n: int) -> int:
     return size // n * n if n <= size else ceil(n / ceil(n / size))
 
 
-def _limit(config: SupervisedConfig) -> str:
-    """Return how much a pass holds where one model is trained on rows."""
-    data = config.data
-    if data.max_token_len:
-        return f"at most {data.max_token_len:,} tokens"
-    return f"{data.micro_batch_size_per_gpu:,} conversations of up to {data.max_length:,} tokens"
-
-
-def _step(config: JobConfig) -> str:
-    """Return a training step in a line."""
-    if isinstance(config, SupervisedConfig):
-        return f"{_many(config.data.train_batch_size, 'row')}, in passes of {_limit(config)}"
-    assert isinstance(config, RunConfig)
-    actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    per_rank = actor.ppo_mini_batch_size * n // placement(config).row_groups(config, "actor")
-    steps = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
-    update, *_ = roles_of(config)[0].passes(config)
-    return (
-        f"{prompts:,} prompts * n={n} = {prompts * n:,} sequences; {_many(steps, 'optimizer step')}; a mini-batch is "
-        f"{_many(per_rank, 'sequence')} per actor rank, in micro-batches: {_passes(per_rank, n, update)}"
-    )
-
-
 # --- placement -------------------------------------------------------------------------------------------------------
 def _workers(config: JobConfig) -> str:
     place, table, counts = placement(config), table_of(config), []
@@ -172,7 +154,6 @@ def _workers(config: JobConfig) -> str:
 
 
 def _shared(place: Placement) -> str:
-    """Return which roles share GPUs; "" if none do."""
     if not place.sharing:
         return ""
     *first, last = place.sharing
@@ -184,7 +165,7 @@ def _placement_rows(config: JobConfig) -> Rows:
     rows = [("machines", f"{trainer.nnodes} with {_many(trainer.n_gpus_per_node, 'GPU')} each")]
     for row in table_of(config).values():
         if row.present(config):
-            rows += [(row.name, processes)] if (processes := _processes(config, row)) else []
+            rows.append((row.name, _processes(config, row)))
         elif why := row.absent(config):
             rows.append((row.name, f"not started: {why}"))
     if place.device == "cuda":
@@ -208,10 +189,8 @@ def _processes(config: JobConfig, row: Role) -> str:
             f"{rollout.resolved_dtype(config.default_dtype)}{_head(config.actor_rollout_ref.model.head_dtype)}, "
             f"deterministic={shown(rollout.resolved_deterministic(place.device))}"
         )
-    if row.model is None:
-        return _many(value_of(config, row.size_key), "process", "processes")
     if (model := row.model(config)) is None:
-        return ""
+        return _many(value_of(config, row.size_key), "process", "processes")
     split = config.sequence_parallel_size(row.name)
     ranks = _many(place.world_sizes[row.name], "rank")
     if split > 1:
@@ -238,13 +217,9 @@ def _machine_rows(config: JobConfig) -> Rows:
             ranks[machine].setdefault(role, []).append(rank)
     rows = []
     for machine, roles in enumerate(ranks):
-        parts = [f"{role} {_from_to(its)}" for role, its in roles.items()]
+        parts = [f"{role} {its[0]}" + (f"-{its[-1]}" if len(its) > 1 else "") for role, its in roles.items()]
         rows.append((f"machine {machine}", ", ".join(parts) or "idle"))
     return rows
-
-
-def _from_to(ranks: list[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -266,13 +241,11 @@ def _memory_rows(config: JobConfig) -> Rows:
 
 # --- text ------------------------------------------------------------------------------------------------------------
 def _table(rows: Rows) -> str:
-    """Return rows in two columns, indented."""
     width = max(len(label) for label, _ in rows)
     return _indent([f"{label.ljust(width)}  {value}" for label, value in rows])
 
 
 def _indent(lines: Sequence[str]) -> str:
-    """Return lines as they stand below a heading."""
     return "\n".join(f"  {line}" for line in lines)
 
 
@@ -282,7 +255,6 @@ def _many(count: int, one: str, more: str = "") -> str:
 
 
 def _added(parts: Mapping[str, float]) -> str:
-    """Return sizes in GiB by name, and their sum."""
     listed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
     return f"{listed} = {_gib(sum(parts.values()))} GiB" if len(parts) > 1 else f"{listed} GiB"
 

@@ -24,9 +24,7 @@ class Model:
     Attributes:
         title: what the model is, for messages.
         key: of its path.
-        path: the value of that key.
-        held: the type that weights are held in.
-        compute: the type that passes compute in.
+        held, compute: the types that weights are held in, and that passes compute in.
         head: the type of the output layer; None: that of the rest.
         longest: tokens of the longest sequence that it reads; 0: it is not held against that.
         lengths: the keys that decide it.
@@ -139,7 +137,9 @@ def policy_passes(config: RunConfig) -> tuple[Pass, ...]:
 def reference(config: RunConfig) -> Model:
     """Return the row of a teacher, or of the policy's own start, which is checked as the policy."""
     ref, policy, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    held, compute = ref.weights_dtype(config.default_dtype), ref.fsdp_config.resolved_dtype(config.default_dtype)
+    mixes = ref.ref_model_sync_steps > 0 and ref.ref_model_mixup_alpha < 1  # shares, which bf16 would round away
+    compute = ref.fsdp_config.resolved_dtype(config.default_dtype)
+    held = "fp32" if mixes else compute
     if ref.model.path is None:
         return Model("reference", POLICY_KEY, policy.path, held, compute, policy.head_dtype, built=False)
     return Model(

@@ -34,7 +34,7 @@ class Role:
         fsdp: the key of the section that says how its weights are sharded.
         settings: `module:function` that returns what ranks are built from: (config, training steps, what all roles'
             ranks have) -> `PolicySettings`; "": it is no gang.
-        model: the model that ranks hold; None: the policy's.
+        model: the model that ranks hold; None: the policy's, or it has no path, which a rule reports.
         trains: whether it has an optimizer: its state is in every checkpoint, and without one a lost rank ends the run.
         resumes: whether it loads the state that a checkpoint may have of it.
         shares: the values of `cluster.colocate` with which it lies on the actor's GPUs.
@@ -47,12 +47,12 @@ class Role:
     name: str
     worker: str
     group: str
-    present: Callable[[Any], bool]
+    present: Callable[[Any], bool] = lambda config: True
     section: str = ""
     size_key: str = ""
     fsdp: str = ""
     settings: str = ""
-    model: Callable[[Any], Model | None] | None = None
+    model: Callable[[Any], Model | None] = lambda config: None
     trains: bool = False
     resumes: Callable[[Any], bool] = lambda config: True
     shares: tuple[Colocation, ...] = ()
@@ -67,17 +67,12 @@ class Role:
         return bool(self.settings) and self.name != "actor" and bool(self.shares)
 
 
-def _by_name(*rows: Role) -> dict[str, Role]:
-    return {row.name: row for row in rows}
-
-
 _BESIDE: tuple[Colocation, ...] = ("actor_ref", "all")
-ROLES: dict[str, Role] = _by_name(
+_ROWS = (
     Role(
         "actor",
         f"{_ROLES}.policy:ActorWorker",
         f"{_ROLES}.gang:ActorGroup",
-        lambda config: True,
         section=_ACTOR,
         size_key="cluster.actor_world_size",
         fsdp=f"{_ACTOR}.fsdp_config",
@@ -91,7 +86,6 @@ ROLES: dict[str, Role] = _by_name(
         "rollout",
         f"{_ROLES}.rollout:RolloutWorker",
         f"{_ROLES}.rollout_group:RolloutGroup",
-        lambda config: True,
         section="actor_rollout_ref.rollout",
         size_key="cluster.rollout_world_size",
         shares=("all",),
@@ -145,11 +139,11 @@ ROLES: dict[str, Role] = _by_name(
         "reward",
         f"{_ROLES}.reward:RewardWorker",
         f"{_ROLES}.reward_pool:RewardPool",
-        lambda config: True,
         section="reward",
         size_key="reward.num_workers",
     ),
 )
+ROLES: dict[str, Role] = {row.name: row for row in _ROWS}
 
 
 def _supervised(schema: type[SupervisedConfig]) -> Role:
@@ -168,7 +162,7 @@ def _supervised(schema: type[SupervisedConfig]) -> Role:
     )
 
 
-SUPERVISED_ROLES: dict[str, Role] = _by_name(_supervised(SFTConfig), _supervised(RewardModelTrainingConfig))
+SUPERVISED_ROLES = {schema.role: _supervised(schema) for schema in (SFTConfig, RewardModelTrainingConfig)}
 
 
 def table_of(config: JobConfig) -> Mapping[str, Role]:
@@ -200,4 +194,4 @@ def offloads_optimizer(config: JobConfig, row: Role) -> bool:
 
 def models_of(config: JobConfig) -> list[Model]:
     """Return the rows of a run's models; the first is trained, and has the tokenizer."""
-    return [model for row in roles_of(config) if row.model is not None and (model := row.model(config)) is not None]
+    return list(filter(None, (row.model(config) for row in roles_of(config))))

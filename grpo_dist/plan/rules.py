@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder, resolve_model_path
-from grpo_dist.config.data_files import DataFileProblem, parse_data_file
+from grpo_dist.assets import BUILTIN, is_file, is_folder, resolve_model_path
+from grpo_dist.config.data_files import parse_data_file
 from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
 from grpo_dist.config.keys import leaf_keys
-from grpo_dist.config.problems import Problem, between_keys, shown, value_of
+from grpo_dist.config.problems import Problem, between_keys, missing_path, shown, value_of
 from grpo_dist.config.run_code import UPDATE
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
@@ -49,12 +49,12 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
     """The checkpoint to resume from is there, and data files and folders, of a kind that can be read."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path and not is_folder(trainer.resume_from_path):
-        yield _missing("trainer.resume_from_path", trainer.resume_from_path, "folder")
+        yield missing_path("trainer.resume_from_path", trainer.resume_from_path, "folder")
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         for name in files:
-            parsed = parse_data_file(name)
-            if isinstance(parsed, DataFileProblem):
-                yield Problem(f"{key}={name}: {parsed.text}", (key,), missing_file=parsed.missing)
+            parsed = parse_data_file(key, name)
+            if isinstance(parsed, Problem):
+                yield parsed
 
 
 def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
@@ -63,7 +63,7 @@ def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
         section = key.removesuffix(".path")
         adapter = getattr(value_of(config, section), ADAPTER_KEY, None)
         if adapter is not None and not is_folder(adapter):
-            yield _missing(f"{section}.{ADAPTER_KEY}", adapter, "folder")
+            yield missing_path(f"{section}.{ADAPTER_KEY}", adapter, "folder")
         if path.startswith(BUILTIN):
             try:
                 resolve_model_path(path, key=key)
@@ -71,9 +71,9 @@ def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
                 yield Problem(str(error), (key,))
         elif looks_like_folder(path):
             if not is_folder(path):
-                yield _missing(key, path, "folder")
+                yield missing_path(key, path, "folder")
             elif not is_file(f"{path}/config.json"):
-                yield _missing(key, path, "config.json in the folder")
+                yield missing_path(key, path, "config.json in the folder")
 
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
@@ -84,7 +84,7 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     for key, name in [*named, *((key, value_of(config, key)) for key in _CODE)]:
         source = parse_code(str(name or "")).source
         if source and (source.endswith(".py") or "/" in source) and not is_file(source):
-            yield _missing(key, source, "file")
+            yield missing_path(key, source, "file")
 
 
 def packages_are_installed(config: JobConfig) -> Iterator[Problem]:
@@ -195,8 +195,3 @@ SUPERVISED_NOTES: tuple[Callable[[SupervisedConfig], Iterator[Problem]], ...] = 
 def looks_like_folder(path: str) -> bool:
     """Tell if a model path means a local folder rather than a hub name (NAME or OWNER/NAME)."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or is_folder(path)
-
-
-def _missing(key: str, path: str, kind: str) -> Problem:
-    where = "" if expanded(path).is_absolute() else f" (looked in {Path.cwd()})"
-    return Problem(f"{key}={path}: no such {kind}{where}", (key,), missing_file=True)

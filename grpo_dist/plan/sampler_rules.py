@@ -34,8 +34,7 @@ def correction_rules(config: RunConfig) -> Iterator[str]:
         why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
         yield f"<{CORRECTION}.loss_type>, {own_bypass}: {why}"
     if reinforce and loss != "vanilla":
-        why = "two losses; leave one of them at its default"
-        yield f"<{CORRECTION}.loss_type>, <actor.policy_loss.loss_mode>: {why}"
+        yield f"<{CORRECTION}.loss_type>, <actor.policy_loss.loss_mode>: two losses; leave one of them at its default"
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
         yield f"<{CORRECTION}.rollout_rs>, <{CORRECTION}.rollout_rs_threshold>: set both or none"
 

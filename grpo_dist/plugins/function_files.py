@@ -26,10 +26,9 @@ def write_function(function: Callable[..., Any], name: str, folder: Path, key: s
     Code of the module that it stands in goes along, unless that module is an installed package.
 
     Args:
-        function: a function or a callable object.
         name: under which it is found; files of other names stay.
         folder: of the run; the file goes to `functions/` in it.
-        key: what it is for, for messages.
+        key: for messages.
 
     Returns:
         Where it is, as `load_attribute` takes it: `FILE:name`.

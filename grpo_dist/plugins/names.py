@@ -4,15 +4,13 @@ The config checks names before torch is imported, so those of the built-in estim
 with groups of them that have common properties. What has these names is registered, or listed, beside its code; a test
 keeps the two equal. Functions and classes are named as `pkg.module:name` or `path/to/file.py:name`; nothing is imported
 here.
-
-How configs name a function or a class: `pkg.module:name` or `path/to/file.py:name`. Nothing is imported here.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 # Estimators that compare the responses of one prompt with each other ...
 GROUP_ADV_ESTIMATORS = (
@@ -31,7 +29,8 @@ WHOLE_BATCH_ADV_ESTIMATORS = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_p
 SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores
 SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "unbiased_k3", "full")
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 LOSS_MODES = (
     "vanilla",
     "gspo",
@@ -58,7 +57,7 @@ OPTIONAL_FUNCTION = "grpo_dist.rewards.optional"
 RM_SCORE, RM_CLIPPED = "rm_score", "rm_clipped"
 RM_STEP_SCORES = "rm_step_scores"  # there too: the score of each step, by a process reward model
 OVERLONG_PENALTY = "overlong_penalty"  # name, among the reward's values, of the penalty of reward.overlong_buffer
-WEIGHT_TRANSPORTS = ("object_store", "broadcast", "ipc")
+WeightTransport = Literal["object_store", "broadcast", "ipc"]
 
 
 class CodeName(NamedTuple):
@@ -72,11 +71,8 @@ class CodeName(NamedTuple):
 
 
 def parse_code(text: str, attribute: str = "") -> CodeName:
-    """Parse `pkg.module:name` or `path/to/file.py:name`, also with verl's `pkg://` or `file://` before it.
-
-    Args:
-        text: what the config says.
-        attribute: the name where the text has none.
+    """Parse `pkg.module:name` or `path/to/file.py:name`, also with verl's `pkg://` or `file://` before it; `attribute`
+    is the name where the text has none.
     """
     plain = text.removeprefix("file://").removeprefix("pkg://")
     source, _, name = plain.rpartition(":")

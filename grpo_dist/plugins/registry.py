@@ -8,7 +8,6 @@ package later, the message names it.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -20,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.errors import ConfigError, GrpoDistError, did_you_mean
 from grpo_dist.plugins.function_files import ENDING, read_function
 from grpo_dist.plugins.names import parse_code
 
@@ -61,7 +60,6 @@ class Registry(Generic[F]):
         """Decorator: register a function under one or more names, each of which must be new.
 
         Args:
-            names: the function's names.
             needs: names of the inputs that the function needs besides those of all functions of its kind.
         """
 
@@ -109,9 +107,8 @@ class Registry(Generic[F]):
                 loaded = load_attribute(name, key=key)
                 self._custom[name, key] = loaded if self.fault is None else self._held(name, key, loaded, self.fault)
             return self._custom[name, key]
-        nearest = difflib.get_close_matches(name, self._functions, n=1)
-        hint = f"; did you mean {nearest[0]!r}" if nearest else ""
-        raise ConfigError(f"{key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
+        hint = did_you_mean(name, self._functions)
+        raise ConfigError(f"{key}={name}: no such {self.kind}{hint}; known are {', '.join(self.names())}")
 
     def _held(self, name: str, key: str, function: Any, look: Callable[..., Fault | None]) -> Any:
         """The function, with a look at what it returns."""
@@ -194,8 +191,7 @@ def load_attribute(spec: str, *, key: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        nearest = difflib.get_close_matches(attribute, public, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; it has {', '.join(public) or 'no functions'}"
+        hint = did_you_mean(attribute, public) or f"; it has {', '.join(public) or 'no functions'}"
         raise ConfigError(f"{key}={spec}: {source} has no {attribute!r}{hint}") from None
 
 

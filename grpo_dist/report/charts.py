@@ -28,8 +28,6 @@ class Chart:
     """Curves over the steps.
 
     Attributes:
-        title: of the chart.
-        unit: of its values.
         lines: (metric, label) of each curve.
         note: what to look for.
         share: whether the values are shares, drawn in percent from 0.
@@ -162,8 +160,16 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
             lines = [(metric, label, of_run) for metric, label, _ in lines[:1]]
         for metric, label, color in lines:
             points = [(int(row["step"]), row[metric]) for row in run.rows if metric in row]
-            line = {"color": color, "dash": dash, "width": 2}
-            data.append(_line(points, _named(label, run, runs), line, few=len(points) <= 30))
+            curve = {
+                "type": "scatter",
+                "mode": "lines+markers" if len(points) <= 30 else "lines",
+                "name": _named(label, run, runs),
+                "x": [step for step, _ in points],
+                "y": [_finite(value) for _, value in points],
+                "line": {"color": color, "dash": dash, "width": 2},
+                "hovertemplate": "%{y:.4g}",
+            }
+            data.append(curve)
     data += _alarms(chart, runs[0])
     return {"title": chart.title, "note": chart.note, "figure": {"data": data, "layout": _layout(chart)}}
 
@@ -235,18 +241,6 @@ def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
     lines = tuple((name, name.removeprefix(metric_names.IDLE)) for name in roles)
     note = "The share of the time in which a role had nothing to do. The one near 0 is what the others wait for."
     return _curves(Chart("Idle shares", "share", lines, note, share=True, all_lines=True), runs)
-
-
-def _line(points: Sequence[tuple[int, float]], name: str, line: dict[str, Any], few: bool) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if few else "lines",
-        "name": name,
-        "x": [step for step, _ in points],
-        "y": [_finite(value) for _, value in points],
-        "line": line,
-        "hovertemplate": "%{y:.4g}",
-    }
 
 
 def _layout(chart: Chart, **more: Any) -> dict[str, Any]:

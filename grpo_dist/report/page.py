@@ -39,14 +39,15 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
-    """The page.
+    """The page of a run, and of those that it is compared with, which come after it.
 
     Args:
-        runs: the run that is reported, then those that it is compared with.
         steps: responses by step (`rollouts.read_step`), which go into the page; None: the page asks the server for
             what it shows (server.py).
     """
-    parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": _plotly()}
+    from plotly.offline import get_plotlyjs
+
+    parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": get_plotlyjs()}
     if steps is None:
         blobs = ""
     else:
@@ -95,9 +96,3 @@ def _packed(value: Any) -> str:
 
 def _static(name: str) -> str:
     return (STATIC / name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())

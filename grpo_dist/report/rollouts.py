@@ -183,13 +183,7 @@ def _short(row: torch.Tensor) -> Any:
 
 
 def chosen_steps(run_dir: Path, steps: Sequence[int], most: int) -> list[int]:
-    """The steps whose responses go into the page: first, last, and as many between as fit, evenly.
-
-    Args:
-        run_dir: the run's folder.
-        steps: those that are there.
-        most: responses in all.
-    """
+    """The steps whose responses go into the page, `most` in all: first, last, and as many between as fit, evenly."""
     if not steps:
         return []
     sizes = dict.fromkeys(steps, 0)

@@ -38,7 +38,6 @@ class RunFolder:
     """A run, as its folder has it.
 
     Attributes:
-        path: of the folder.
         name: for titles: project and experiment, or the folder's name.
         rows: one for each step, "step" and metrics.
         config: resolved, secrets replaced.
@@ -110,12 +109,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def find_alarms(rows: Sequence[Row], settings: Mapping[str, Any] | None) -> list[Alarm]:
-    """Judge the steps by the run's health rules again, as the run itself did.
-
-    Args:
-        rows: one for each step.
-        settings: `trainer.health` of the run; None: its command has no such rules.
-    """
+    """Judge the steps by `trainer.health` again, as the run itself did; None: its command has no such rules."""
     if settings is None:
         return []
     monitor, alarms = HealthMonitor(HealthConfig.model_validate(settings)), []

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ class ReportServer(ThreadingHTTPServer):
 
     Args:
         folders: of the run, and of those that it is compared with.
-        port: 0: a free one.
     """
 
     daemon_threads = True
@@ -49,26 +48,21 @@ class ReportServer(ThreadingHTTPServer):
         token, _, name = path.lstrip("/").partition("/")
         if not secrets.compare_digest(token.encode(), self._token.encode()):
             return 403, "text/plain", "open the address that `grpo-dist report --serve` has printed"
-        known: dict[str, Callable[[], Any]] = {"data/overview": self._overview}
-        kind, _, number = name.rpartition("-")
-        if kind == "data/step" and number.isdecimal():
-            known[name] = lambda: self._step(int(number))
+        run_dir, (kind, _, number) = self.folders[0], name.rpartition("-")
         if name == "":
-            return 200, "text/html; charset=utf-8", page([read_run(self.folders[0])], None)
-        if name not in known:
+            return 200, "text/html; charset=utf-8", page([read_run(run_dir)], None)
+        if name == "data/overview":
+            value = overview([read_run(folder) for folder in self.folders])
+        elif kind == "data/step" and number.isdecimal():
+            value = read_step(run_dir, int(number), load_token_texts(run_dir))
+        else:
             return 404, "text/plain", "there is nothing here"
-        return 200, "application/json", json.dumps(known[name](), ensure_ascii=False, allow_nan=False)
+        return 200, "application/json", json.dumps(value, ensure_ascii=False, allow_nan=False)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that has been lost needs no traceback."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
-
-    def _overview(self) -> dict[str, Any]:
-        return overview([read_run(folder) for folder in self.folders])
-
-    def _step(self, step: int) -> dict[str, Any]:
-        return read_step(self.folders[0], step, load_token_texts(self.folders[0]))
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -164,7 +164,7 @@ async def _find_models(config: JobConfig, roles: Roles) -> None:
     policy, *_ = models_of(config)
     readers: dict[tuple[str, str], list[WorkerGroup]] = {}
     for row in roles_of(config):
-        model = policy if row.model is None else row.model(config) or policy
+        model = row.model(config) or policy
         readers.setdefault((model.path, model.key), []).append(roles.groups[row.name].workers)
     for (path, key), groups in readers.items():
         await find_model(groups, path, key)

@@ -7,7 +7,7 @@ import importlib
 import logging
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,8 @@ class RunInfo:
     """Information about the run, for trackers.
 
     Attributes:
-        run_dir: the run directory (absolute, exists).
-        project_name: `trainer.project_name`.
-        experiment_name: `trainer.experiment_name`.
-        config: the resolved config, secrets removed.
+        run_dir: the run directory; for trackers it is absolute, and exists.
+        config: the resolved config; secrets are removed before any tracker sees it.
         resumed_step: last step of the checkpoint that this run resumes from; None for a fresh start.
     """
 
@@ -80,9 +78,6 @@ class Tracker:
     It is made once, in the driver, before training; an exception there stops the run. An exception of a later method
     is shown as a warning, and the run goes on without the tracker. No method may wait long for a service: training
     waits for it.
-
-    Args:
-        run: the run.
     """
 
     note: str = ""
@@ -169,17 +164,14 @@ class Trackers:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - no error of a tracker may stop training or the other trackers
-            self._drop(name, when, error)
-
-    def _drop(self, name: str, when: str, error: Exception) -> None:
-        tracker = self._active.pop(name)
-        logger.warning(
-            "tracker %r failed at %s and is off for the rest of the run; training continues. %s: %s",
-            *(name, when, type(error).__name__, redact_text(str(error))),
-        )
-        if when != "close":
-            with contextlib.suppress(Exception):
-                tracker.close()
+            tracker = self._active.pop(name)
+            logger.warning(
+                "tracker %r failed at %s and is off for the rest of the run; training continues. %s: %s",
+                *(name, when, type(error).__name__, redact_text(str(error))),
+            )
+            if when != "close":
+                with contextlib.suppress(Exception):
+                    tracker.close()
 
     def __enter__(self) -> Trackers:
         return self
@@ -188,32 +180,9 @@ class Trackers:
         self.close()
 
 
-def build_trackers(
-    loggers: Sequence[str],
-    *,
-    run_dir: Path,
-    project_name: str,
-    experiment_name: str,
-    config: dict[str, Any],
-    resumed_step: int | None,
-) -> Trackers:
-    """Start the trackers of a run: always `jsonl`, then those in `loggers`.
-
-    Args:
-        loggers: `trainer.logger`.
-        run_dir: the run directory; created if it does not exist.
-        project_name: `trainer.project_name`.
-        experiment_name: `trainer.experiment_name`.
-        config: the resolved config; secrets are removed before any tracker sees it.
-        resumed_step: last step of the checkpoint that this run resumes from; None for a fresh start.
-    """
-    run = RunInfo(
-        run_dir=run_dir.absolute(),
-        project_name=project_name,
-        experiment_name=experiment_name,
-        config=redact(config),
-        resumed_step=resumed_step,
-    )
+def build_trackers(loggers: Sequence[str], run: RunInfo) -> Trackers:
+    """Start the trackers of a run: always `jsonl`, then those in `loggers` (`trainer.logger`)."""
+    run = replace(run, run_dir=run.run_dir.absolute(), config=redact(run.config))
     started: dict[str, Tracker] = {}
     try:
         for name in _names(loggers):
@@ -221,15 +190,11 @@ def build_trackers(
     except BaseException:
         Trackers(started, resumed_step=None).close()
         raise
-    return Trackers(started, resumed_step=resumed_step)
+    return Trackers(started, resumed_step=run.resumed_step)
 
 
 def check_trackers(loggers: Sequence[str]) -> None:
-    """Import the trackers and their packages, and run the checks that they offer, without starting them.
-
-    Args:
-        loggers: `trainer.logger`.
-    """
+    """Import the trackers and their packages, and run the checks that they offer, without starting them."""
     for name in _names(loggers):
         _tracker_class(name).check()
 
@@ -273,7 +238,6 @@ def _start(name: str, run: RunInfo) -> Tracker:
 
 
 def _tracker_class(name: str) -> type[Tracker]:
-    """Import a tracker's class."""
     if name not in TRACKERS:
         own = load_attribute(name, key=KEY)
         if not (isinstance(own, type) and issubclass(own, Tracker)):

@@ -27,10 +27,10 @@ class Progress:
 
     On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward,
     validation accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step, with the time that
-    is left if the coming steps take as long as those so far.
+    is left if the coming steps take as long as those so far. A closed pipe (`2>&1 | head`), or a terminal that is lost,
+    stops no training.
 
     Args:
-        total_steps: step number of the last step.
         initial_step: last step of the checkpoint that this run resumes from; 0 for a fresh start.
         stream: where to write; None: show nothing (`trainer.console=false`).
     """
@@ -54,7 +54,7 @@ class Progress:
     def phase(self, name: str) -> None:
         """Show the current phase ("generate", "update" ...) in the bar."""
         if self._bar is not None:
-            with _survives_lost_terminal():
+            with contextlib.suppress(OSError):
                 self._bar.set_description_str(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,7 +68,7 @@ class Progress:
         self._latest = {key: text for key, text in self._latest.items() if key not in gone} | pieces
         shown = [self._latest[key] for key in _IN_BAR if key in self._latest]
         self._bar.set_postfix_str("  ".join(shown), refresh=False)
-        with _survives_lost_terminal():
+        with contextlib.suppress(OSError):
             self._bar.update(step - self._bar.n)
             self._bar.refresh()
 
@@ -85,7 +85,7 @@ class Progress:
         if self._stream is None:
             return
         text = as_shown(text, self._stream)
-        with _survives_lost_terminal():
+        with contextlib.suppress(OSError):
             if self._bar is not None:
                 self._bar.write(text, file=self._stream)
             else:
@@ -95,7 +95,7 @@ class Progress:
     def close(self) -> None:
         """Stop the bar and leave it on the screen; a second call does nothing."""
         if self._bar is not None:
-            with _survives_lost_terminal():
+            with contextlib.suppress(OSError):
                 self._bar.close()
             self._bar = None
 
@@ -114,11 +114,6 @@ def _can_hold_a_bar(stream: TextIO) -> bool:
         return all(os.get_terminal_size(stream.fileno()))
     except (OSError, ValueError):  # no file descriptor, but isatty() was true
         return True
-
-
-def _survives_lost_terminal() -> contextlib.suppress:
-    """Ignore write errors: a closed pipe (`2>&1 | head`) or terminal must not stop training."""
-    return contextlib.suppress(OSError)
 
 
 def describe(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -103,12 +103,7 @@ def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drop the rows after `step` and an incomplete last line; the file is replaced atomically.
-
-    Args:
-        path: a `metrics.jsonl`, which need not exist.
-        step: the last step to keep.
-    """
+    """Drop the rows after `step` and an incomplete last line; the file, which may not exist, is replaced atomically."""
     if not path.exists():
         return
     kept = [row for row in _sound_rows(path) if row["step"] <= step]

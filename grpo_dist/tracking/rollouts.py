@@ -36,7 +36,6 @@ def write_tokens(data: DataProto, path: Path, save_tokenizer: Callable[[str], ob
     """Write a batch, and once for the run its tokenizer beside the folder; files are whole or not there.
 
     Args:
-        data: the batch's recorded columns.
         path: RUN_DIR/rollouts/STEP.parquet.
         save_tokenizer: writes the run's tokenizer into a folder.
 
@@ -61,14 +60,8 @@ def write_tokens(data: DataProto, path: Path, save_tokenizer: Callable[[str], ob
 
 
 def make_room(folder: Path, most_bytes: float) -> list[int]:
-    """Remove the files of the oldest steps until the others fit; those of the newest step stay.
-
-    Args:
-        folder: RUN_DIR/rollouts.
-        most_bytes: that all files of the folder may take.
-
-    Returns:
-        The steps that were removed.
+    """Remove the files of the oldest steps until the others take `most_bytes` at most; those of the newest step stay.
+    Returns the steps that were removed.
     """
     steps: dict[int, list[Path]] = {}
     for path in folder.iterdir():

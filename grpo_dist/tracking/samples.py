@@ -20,11 +20,9 @@ def format_samples(samples: Sequence[Sample]) -> str:
     """Format samples for the terminal: a header line per response, then prompt and response, indented."""
     lines = []
     for sample in samples:
-        shown = {name: printable(str(sample[name])) for name in ("input", "output", "gts")}
-        lines.append(f"validation, step {sample['step']}, {_head(sample, shown['gts'])}")
+        lines.append(f"validation, step {sample['step']}, {_head(sample, sample['gts'])}")
         for label in ("input", "output"):
-            lines.append(f"  {label}:")
-            lines += [f"    {line}" for line in shown[label].splitlines()]
+            lines += [f"  {label}:", *(f"    {line}" for line in sample[label].splitlines())]
     return printable("\n".join(lines))
 
 

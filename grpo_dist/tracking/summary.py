@@ -36,7 +36,6 @@ def format_summary(
 
     Args:
         history: one row per step, with "step" and metrics under verl's names (`jsonl.read_metrics`).
-        run_dir: the run directory.
         seconds: wall time of this run, start-up included.
         why: it ended before its last step; "": it did not.
         hf_model: folder of the exported policy; None if there is none.
@@ -172,14 +171,8 @@ ACTOR_SIZE, ENGINES_SIZE = "cluster.actor_world_size", "cluster.rollout_world_si
 def who_waited(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
     """Return one sentence: the idle shares from the third step on, and what would shorten the step.
 
-    GPUs of the actor count as idle while none of the roles that share them computes.
-
-    Args:
-        rows: metrics of the steps of a run, in order.
-        config: the run's config.
-
-    Returns:
-        The sentence; "" with fewer than three measured steps.
+    GPUs of the actor count as idle while none of the roles that share them computes. "" with fewer than three measured
+    steps.
     """
     timed = [row for row in rows if row.get(STEP_TIME, 0.0) > 0 and f"{IDLE}actor" in row and f"{IDLE}rollout" in row]
     judged = timed[WARM_UP:]

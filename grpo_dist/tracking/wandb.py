@@ -110,7 +110,6 @@ class WandbTracker(Tracker):
 
 
 def _init(run: RunInfo, mode: str) -> Any:
-    """Start or continue the W&B run."""
     settings = wandb.Settings(
         silent=True,
         console="off",  # the terminal, which shows the bar, is not captured either

@@ -52,7 +52,7 @@ def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSetti
 
 def model_of(config: JobConfig, row: Role) -> Model:
     """Return the model that a row's ranks hold."""
-    model = None if row.model is None else row.model(config)
+    model = row.model(config)
     assert model is not None, f"{row.name} has a model: rules ask for its path"
     return model
 

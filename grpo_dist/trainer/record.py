@@ -19,7 +19,7 @@ from grpo_dist.config.environment import recorded
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError, DiskError
 from grpo_dist.terminal import show
-from grpo_dist.tracking.base import Trackers, build_trackers, restore_tracker_ids
+from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 
@@ -69,16 +69,14 @@ def open_record(
     if resumed is not None:
         restore_tracker_ids(Path(config.trainer.default_local_dir), resumed.state.trackers)
         resumed_step = None if config.trainer.val_only else resumed.state.step
-    trackers = stack.enter_context(
-        build_trackers(
-            config.trainer.logger,
-            run_dir=run_dir,
-            project_name=config.trainer.project_name,
-            experiment_name=config.trainer.experiment_name,
-            config=recorded(config, config.model_dump(mode="json")),
-            resumed_step=resumed_step,
-        )
+    run = RunInfo(
+        run_dir=run_dir,
+        project_name=config.trainer.project_name,
+        experiment_name=config.trainer.experiment_name,
+        config=recorded(config, config.model_dump(mode="json")),
+        resumed_step=resumed_step,
     )
+    trackers = stack.enter_context(build_trackers(config.trainer.logger, run))
     for note in [*_resume_notes(config, resumed, steps), *trackers.notes]:
         progress.message(note)
     return progress, trackers

@@ -105,8 +105,8 @@ def test_where_a_row_has_its_own_answer() -> None:
     def prompt(truth: Any, **extra_info: Any) -> Prompt:
         return Prompt(0, "mine", [{"role": "user", "content": "?"}], truth, extra_info, "rows.jsonl, line 1")
 
-    assert own_answer(prompt("7", answer="so 7")).text == "so 7"
-    assert own_answer(prompt("7", answer=["no text"])).text == "7"
-    assert own_answer(prompt({"target": 7})).text == '{"target": 7}'
+    assert own_answer(prompt("7", answer="so 7"))[0] == "so 7"
+    assert own_answer(prompt("7", answer=["no text"]))[0] == "7"
+    assert own_answer(prompt({"target": 7}))[0] == '{"target": 7}'
     with refuses(ConfigError, "rows.jsonl, line 1", "--answer TEXT"):
         own_answer(prompt(None))

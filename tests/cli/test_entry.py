@@ -24,8 +24,8 @@ def test_alone_it_lists_the_commands(arguments: list[str], capsys: pytest.Captur
 
 
 def test_every_command_is_there() -> None:
-    for name, entry in ENTRIES.items():
-        assert callable(load_attribute(entry.function, key=name))
+    for name, (function, _) in ENTRIES.items():
+        assert callable(load_attribute(function, key=name))
 
 
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name != "help"])

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.data_files import DataFile, DataFileProblem, parse_data_file
+from grpo_dist.config.data_files import DataFile, parse_data_file
+from grpo_dist.config.problems import Problem
 from tests.messages import says
 
 
@@ -19,7 +20,7 @@ from tests.messages import says
     ],
 )
 def test_names(name, expected):
-    assert parse_data_file(name) == expected
+    assert parse_data_file("data.train_files", name) == expected
 
 
 def test_files_and_folders(tmp_path):
@@ -28,18 +29,20 @@ def test_files_and_folders(tmp_path):
     (tmp_path / "folder" / "train.parquet").write_text("")
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "state.json").write_text("{}")
-    assert parse_data_file(f"{tmp_path}/a.jsonl") == DataFile("file", f"{tmp_path}/a.jsonl")
-    assert parse_data_file(f"{tmp_path}/folder") == DataFile("parquet_folder", f"{tmp_path}/folder")
-    assert parse_data_file(f"{tmp_path}/folder:train") == DataFile(
+    assert parse_data_file("data.train_files", f"{tmp_path}/a.jsonl") == DataFile("file", f"{tmp_path}/a.jsonl")
+    assert parse_data_file("data.train_files", f"{tmp_path}/folder") == DataFile("parquet_folder", f"{tmp_path}/folder")
+    assert parse_data_file("data.train_files", f"{tmp_path}/folder:train") == DataFile(
         "parquet_folder", f"{tmp_path}/folder", split="train"
     )
-    assert parse_data_file(f"{tmp_path}/saved:dev") == DataFile("saved", f"{tmp_path}/saved", split="dev")
+    assert parse_data_file("data.train_files", f"{tmp_path}/saved:dev") == DataFile(
+        "saved", f"{tmp_path}/saved", split="dev"
+    )
 
 
 def test_a_name_with_a_colon_that_exists_is_taken_as_it_is(tmp_path):
     (tmp_path / "a:b").mkdir()
     (tmp_path / "a:b" / "x.parquet").write_text("")
-    assert parse_data_file(f"{tmp_path}/a:b") == DataFile("parquet_folder", f"{tmp_path}/a:b")
+    assert parse_data_file("data.train_files", f"{tmp_path}/a:b") == DataFile("parquet_folder", f"{tmp_path}/a:b")
 
 
 @pytest.mark.parametrize(
@@ -56,16 +59,16 @@ def test_a_name_with_a_colon_that_exists_is_taken_as_it_is(tmp_path):
     ],
 )
 def test_what_is_wrong(name, parts, missing):
-    problem = parse_data_file(name)
-    assert isinstance(problem, DataFileProblem)
+    problem = parse_data_file("data.train_files", name)
+    assert isinstance(problem, Problem)
     says(problem.text, *parts)
-    assert problem.missing == missing
+    assert problem.missing_file == missing
 
 
 def test_a_missing_library_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
-    problem = parse_data_file("hf:openai/gsm8k")
-    assert isinstance(problem, DataFileProblem)
-    assert problem.missing
+    problem = parse_data_file("data.train_files", "hf:openai/gsm8k")
+    assert isinstance(problem, Problem)
+    assert problem.missing_file
     says(problem.text, "pip install -e '.[datasets]'")
-    assert isinstance(parse_data_file("builtin:arithmetic/train"), DataFile)
+    assert isinstance(parse_data_file("data.train_files", "builtin:arithmetic/train"), DataFile)

@@ -116,7 +116,7 @@ def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
         ("~trainer.seed", "~trainer.seed:"),
         ("trainer.seed=[1", "trainer.seed=[1:"),
         ("trainer.seed=1,2", "sweep"),
-        ("trainer=3", "health, total_epochs,"),
+        ("trainer=3", "total_epochs, total_training_steps,"),
         ("actor_rollout_ref=x", "model, actor, rollout, ref"),
         ("--multirun", "--help"),
         ("", "'':"),

@@ -93,7 +93,7 @@ def _words_of(module: str) -> list[str]:
     """The words behind `grpo-dist` that stand for `python -m MODULE`."""
     if importlib.util.find_spec(module) is None:
         raise ImportError(f"there is no module {module}")
-    named = [name for name, entry in ENTRIES.items() if entry.function == f"{module}:main"]
+    named = [name for name, (function, _) in ENTRIES.items() if function == f"{module}:main"]
     return [] if module == "grpo_dist" else named or [module.rpartition(".")[2]]
 
 

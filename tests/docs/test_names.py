@@ -18,7 +18,7 @@ from grpo_dist.config.command import all_keys
 from grpo_dist.config.field_types import Section
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.plan.commands import COMMANDS, GRPO
-from grpo_dist.plugins.names import LOGGERS, LOSS_AGG_MODES, ROLLOUT_ENGINES, WEIGHT_TRANSPORTS
+from grpo_dist.plugins.names import LOGGERS, LOSS_AGG_MODES, ROLLOUT_ENGINES, WeightTransport
 from grpo_dist.rewards.load import SCORERS
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def parts(kind: Any) -> Iterator[Any]:
         ("rewards", SCORERS),
         ("metrics", set(LOGGERS) - {"console", "jsonl"}),  # which are always on
         ("metrics", RULES),
-        ("architecture", WEIGHT_TRANSPORTS),
+        ("architecture", get_args(WeightTransport)),
         ("config", ROLLOUT_ENGINES),
         *(
             ("config", [f"{group}={option}" for option in options])

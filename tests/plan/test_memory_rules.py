@@ -44,7 +44,7 @@ def test_states_are_refused_and_a_peak_is_noted(folder) -> None:
     run = (*ALONE, folder("Qwen3-8B"))
     actor = (memory_estimate(load_config([*RUN, *run])[0], MODELS["Qwen3-8B"]) or [])[0]
     context = CUDA_GIB + NCCL_GIB
-    states, peak = sum(actor.states.values()), actor.total + context
+    states, peak = sum(actor.states.values()), sum(actor.parts.values()) + context
     text = refused(*RUN, *run, f"{GPU}={states * 0.99}")
     says(
         text,
@@ -86,7 +86,7 @@ def test_a_reference_beside_the_actor_takes_turns_with_it(folder) -> None:
     run = ("cluster=node8", folder("Qwen3-8B"))
     actor, _, ref = memory_estimate(load_config([*RUN, *run])[0], MODELS["Qwen3-8B"]) or []
     context = CUDA_GIB + NCCL_GIB
-    certain, peak = sum(actor.states.values()) + ref.waiting, actor.total + ref.waiting + 2 * context
+    certain, peak = sum(actor.states.values()) + ref.waiting, sum(actor.parts.values()) + ref.waiting + 2 * context
     says(refused(*RUN, *run, f"{GPU}={certain * 0.99}"), "actor and ref", "ref 3.81", "param_offload=true")
     says(noted(*run, f"{GPU}={peak * 0.99}"), "actor and ref", f"ref {ref.waiting + context:.3g}")
     assert noted(*run, f"{GPU}={peak * 1.01}") == ""
@@ -158,7 +158,7 @@ def test_all_processes_in_the_memory_of_a_machine(folder) -> None:
     (problem,) = memory_problems(config, sizes, None, needed * 0.99)
     says(problem.text, "1 actor 8.88", "1 rollout", "1 ref", f"{needed:.3g} GiB", "CPU memory")
     assert list(memory_problems(config, sizes, None, needed * 1.01)) == []
-    whole = sum(role.total + sum(role.host.values()) for role in roles)
+    whole = sum(sum(role.parts.values()) + sum(role.host.values()) for role in roles)
     (note,) = memory_problems(config, sizes, None, whole * 0.99, certain=False)
     says(note.text, f"{whole:.3g} GiB")
     assert list(memory_problems(config, sizes, None, whole * 1.01, certain=False)) == []

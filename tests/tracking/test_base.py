@@ -10,7 +10,7 @@ import torch
 
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.tracking import base
-from grpo_dist.tracking.base import Tracker, Trackers, build_trackers, check_metrics, check_trackers
+from grpo_dist.tracking.base import RunInfo, Tracker, Trackers, build_trackers, check_metrics, check_trackers
 from tests.messages import refuses, says
 
 RUN = {"project_name": "p", "experiment_name": "e", "config": {"hf_token": "t", "lr": 1e-6}, "resumed_step": None}
@@ -47,7 +47,7 @@ class CannotStart:
 
 
 def test_jsonl_is_always_on_and_console_is_no_tracker(tmp_path):
-    with build_trackers(["console"], run_dir=tmp_path / "new" / "run", **RUN) as trackers:
+    with build_trackers(["console"], RunInfo(run_dir=tmp_path / "new" / "run", **RUN)) as trackers:
         assert trackers.notes == [f"metrics: {tmp_path / 'new' / 'run' / 'metrics.jsonl'}"]
         trackers.log({"a": 1}, 0)
     assert json.loads((tmp_path / "new" / "run" / "metrics.jsonl").read_text()) == {"step": 0, "a": 1}
@@ -55,7 +55,7 @@ def test_jsonl_is_always_on_and_console_is_no_tracker(tmp_path):
 
 def test_every_tracker_gets_every_step_and_the_config_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
-    with build_trackers(["mine", "jsonl", "mine"], run_dir=tmp_path, **RUN) as trackers:
+    with build_trackers(["mine", "jsonl", "mine"], RunInfo(run_dir=tmp_path, **RUN)) as trackers:
         assert trackers.notes == [f"metrics: {tmp_path / 'metrics.jsonl'}", "recorder"]
         trackers.log({"a": 0.5}, 1)
         trackers.log({"a": 0.25, "b": 2}, 2)
@@ -98,7 +98,7 @@ def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path,
     monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
     monkeypatch.setitem(base.TRACKERS, "broken", f"{__name__}:CannotStart")
     with refuses(ConfigError, "trainer.logger", "'broken'", "PermissionError: read-only", "remove 'broken'"):
-        build_trackers(["mine", "broken"], run_dir=tmp_path, **RUN)
+        build_trackers(["mine", "broken"], RunInfo(run_dir=tmp_path, **RUN))
     assert Recorder.latest.closed == 1
 
 
@@ -128,7 +128,7 @@ def test_a_tracker_of_ones_own_is_a_class_of_a_file(tmp_path, caplog):
     name = f"{tmp_path}/own.py:Mine"
     check_trackers(["console", name])
     assert not (tmp_path / "mine").exists(), "it is not started by the checks"
-    with build_trackers([name], run_dir=tmp_path, **RUN) as trackers:
+    with build_trackers([name], RunInfo(run_dir=tmp_path, **RUN)) as trackers:
         assert trackers.notes == [f"metrics: {tmp_path / 'metrics.jsonl'}", "mine of e"]
         assert (tmp_path / "mine/config").read_text() == "{'hf_token': '***', 'lr': 1e-06}"
         trackers.log({"a": 1}, 1)
@@ -152,13 +152,13 @@ def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path, name, sai
 def test_a_tracker_of_ones_own_that_cannot_start_shows_where(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     with refuses(ConfigError, "trainer.logger", "own.py:Broken", "LookupError", "line 14"):
-        build_trackers([f"{tmp_path}/own.py:Broken"], run_dir=tmp_path, **RUN)
+        build_trackers([f"{tmp_path}/own.py:Broken"], RunInfo(run_dir=tmp_path, **RUN))
 
 
 def test_run_dir_that_cannot_be_made_names_default_local_dir(tmp_path):
     (tmp_path / "file").write_text("")
     with refuses(ConfigError, "trainer.default_local_dir"):
-        build_trackers([], run_dir=tmp_path / "file" / "run", **RUN)
+        build_trackers([], RunInfo(run_dir=tmp_path / "file" / "run", **RUN))
 
 
 def test_numbers_become_plain():
@@ -204,11 +204,11 @@ def test_trackers_not_asked_for_are_not_imported(tmp_path):
     code = (
         "import sys, pathlib\n"
         "from grpo_dist.tracking import console, summary\n"
-        "from grpo_dist.tracking.base import build_trackers\n"
+        "from grpo_dist.tracking.base import RunInfo, build_trackers\n"
         "run = dict(project_name='p', experiment_name='e', config={}, resumed_step=None)\n"
-        "build_trackers(['console'], run_dir=pathlib.Path(sys.argv[1]), **run).close()\n"
+        "build_trackers(['console'], RunInfo(run_dir=pathlib.Path(sys.argv[1]), **run)).close()\n"
         "print([m for m in ('wandb', 'tensorboard', 'mlflow', 'trackio', 'torch', 'ray') if m in sys.modules])\n"
-        "build_trackers(['tensorboard'], run_dir=pathlib.Path(sys.argv[1]), **run).close()\n"
+        "build_trackers(['tensorboard'], RunInfo(run_dir=pathlib.Path(sys.argv[1]), **run)).close()\n"
         "print([m for m in ('wandb', 'tensorflow', 'mlflow', 'trackio', 'torch', 'ray') if m in sys.modules])\n"
     )
     root = Path(base.__file__).parents[2]

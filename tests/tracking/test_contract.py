@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.plugins.names import LOGGERS
-from grpo_dist.tracking.base import TRACKERS, Tracker, Trackers, build_trackers, check_trackers, tracker_ids
+from grpo_dist.tracking.base import TRACKERS, RunInfo, Tracker, Trackers, build_trackers, check_trackers, tracker_ids
 from tests.messages import says
 from tests.tracking.test_samples import SAMPLE
 from tests.trainer.metrics_page import PAGE, documented_names
@@ -64,7 +64,9 @@ def start(name: str, tmp_path: Path) -> Start:
     def started(resumed_step: int | None = None) -> Trackers:
         names: dict[str, Any] = {"project_name": f"contract-{os.getpid()}", "experiment_name": "first"}
         config = {"lr": 0.125, "hf_token": "do-not-keep-this"}
-        return build_trackers([name], run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        return build_trackers(
+            [name], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        )
 
     return started
 

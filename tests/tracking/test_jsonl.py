@@ -113,13 +113,13 @@ def test_bad_line_in_the_middle_is_not_dropped_silently(tmp_path, bad):
 
 def test_resumed_run_has_each_step_once(tmp_path):
     names = {"project_name": "p", "experiment_name": "e", "config": {}}
-    first = build_trackers([], run_dir=tmp_path, resumed_step=None, **names)
+    first = build_trackers([], RunInfo(run_dir=tmp_path, resumed_step=None, **names))
     for step in range(6):
         first.log({"loss": 1.0}, step)
     first.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    second = build_trackers([], run_dir=tmp_path, resumed_step=3, **names)
+    second = build_trackers([], RunInfo(run_dir=tmp_path, resumed_step=3, **names))
     for step in range(4, 8):
         second.log({"loss": 2.0}, step)
     second.close()

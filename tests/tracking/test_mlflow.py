@@ -13,7 +13,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, Interrupted
 from grpo_dist.tracking import base, mlflow
-from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
+from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, check_trackers
 from tests.messages import refuses, says
 from tests.mlflow_server import TOKEN, MlflowServer
 from tests.no_network import no_network
@@ -33,7 +33,9 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(tmp_path: Path) -> Callable[..., Trackers]:
     def started(resumed_step: int | None = None, **config: Any) -> Trackers:
         names = {"project_name": "sums", "experiment_name": "first"}
-        return build_trackers(["mlflow"], run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        return build_trackers(
+            ["mlflow"], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        )
 
     return started
 

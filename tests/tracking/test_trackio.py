@@ -18,7 +18,7 @@ os.environ["TRACKIO_DIR"] = FOLDER  # read when trackio is imported
 
 import trackio  # noqa: E402
 
-from grpo_dist.tracking.base import Trackers, build_trackers  # noqa: E402
+from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers  # noqa: E402
 from tests.messages import says  # noqa: E402
 from tests.no_network import no_network  # noqa: E402
 from tests.tracking.test_samples import SAMPLE  # noqa: E402
@@ -41,7 +41,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
     def started(resumed_step: int | None = None, **config: Any) -> Trackers:
         names = {"project_name": request.node.name[:60], "experiment_name": "first"}
-        return build_trackers(["trackio"], run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        return build_trackers(
+            ["trackio"], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        )
 
     started.project = request.node.name[:60]  # type: ignore[attr-defined]
     return started

@@ -5,7 +5,7 @@ import pytest
 import wandb
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import build_trackers, check_trackers
+from grpo_dist.tracking.base import RunInfo, build_trackers, check_trackers
 from grpo_dist.tracking.wandb import choose_mode
 from tests.messages import refuses, says
 from tests.tracking.test_samples import SAMPLE
@@ -29,7 +29,9 @@ def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, monkeypatch, 
     if explicit:
         monkeypatch.setenv("WANDB_MODE", "offline")
     config = {"lr": 0.125, "hf_token": "do-not-keep-this", "seed": 987654}
-    with build_trackers(["wandb"], run_dir=tmp_path / "run", config=config, resumed_step=None, **RUN) as trackers:
+    with build_trackers(
+        ["wandb"], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=None, **RUN)
+    ) as trackers:
         says(trackers.notes[1], "offline", "wandb sync ")
         trackers.log({"critic/score/mean": 0.375}, 1)
         trackers.log({"critic/score/mean": 0.625}, 2)
@@ -45,7 +47,7 @@ def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, monkeypatch, 
 
 
 def test_samples_become_a_table_of_their_step(tmp_path):
-    trackers = build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
+    trackers = build_trackers(["wandb"], RunInfo(run_dir=tmp_path, config={}, resumed_step=None, **RUN))
     trackers.log_samples([SAMPLE, SAMPLE | {"gts": [1, 2], "score": None, "failure": "it raised"}], 0)
     trackers.log({"critic/score/mean": 0.375}, 0)
     assert len(trackers.notes) == 2, "none was dropped"
@@ -98,7 +100,7 @@ def test_a_stored_key_is_found_for_the_server_that_wandb_has_by_default(no_accou
 def test_a_mode_that_cannot_be_stops_the_run_instead_of_prompting(mode, parts, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", mode)
     with refuses(ConfigError, "trainer.logger", "'wandb'", *parts):
-        build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
+        build_trackers(["wandb"], RunInfo(run_dir=tmp_path, config={}, resumed_step=None, **RUN))
 
 
 def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path, monkeypatch):
@@ -106,6 +108,6 @@ def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path, monkeyp
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
     check_trackers(["wandb"])
-    trackers = build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
+    trackers = build_trackers(["wandb"], RunInfo(run_dir=tmp_path, config={}, resumed_step=None, **RUN))
     says(trackers.notes[1], "W&B offline", "http://127.0.0.1:9", "wandb sync ")
     trackers.close()

@@ -13,7 +13,7 @@ import pytest
 import wandb
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
+from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, check_trackers
 from grpo_dist.tracking.samples import SAMPLES
 from tests.chaos.driver import Fault
 from tests.chaos.runs import train
@@ -26,9 +26,9 @@ SCORE = "critic/score/mean"
 
 DRIVER = """
 import pathlib, sys, time
-from grpo_dist.tracking.base import build_trackers
-trackers = build_trackers(["wandb"], run_dir=pathlib.Path(sys.argv[1]), project_name="p", experiment_name="e",
-                          config={}, resumed_step=None)
+from grpo_dist.tracking.base import RunInfo, build_trackers
+run = RunInfo(run_dir=pathlib.Path(sys.argv[1]), project_name="p", experiment_name="e", config={}, resumed_step=None)
+trackers = build_trackers(["wandb"], run)
 for step in range(1, 5):
     trackers.log({"critic/score/mean": step / 8}, step)
 print("logged", flush=True)
@@ -54,7 +54,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
 def start(server: WandbServer, tmp_path: Path) -> Callable[..., Trackers]:
     def started(resumed_step: int | None = None, **config: object) -> Trackers:
         names = {"project_name": "sums", "experiment_name": "first"}
-        return build_trackers(["wandb"], run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        return build_trackers(
+            ["wandb"], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+        )
 
     return started
 

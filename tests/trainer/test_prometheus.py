@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import build_trackers
+from grpo_dist.tracking.base import RunInfo, build_trackers
 from grpo_dist.trainer.prometheus import gauge_name
 from tests.messages import refuses
 from tests.trainer.metrics_page import PAGE, documented_names
@@ -56,7 +56,7 @@ def test_the_last_values_are_exported_until_the_run_ends(tmp_path: Path, monkeyp
     sets: Counter[str] = Counter()
     plain = Gauge.set
     monkeypatch.setattr(Gauge, "set", lambda self, *args: (sets.update([self.info["name"]]), plain(self, *args)))
-    with build_trackers(["prometheus"], run_dir=tmp_path, **RUN) as trackers:
+    with build_trackers(["prometheus"], RunInfo(run_dir=tmp_path, **RUN)) as trackers:
         url = re.search(r"http://127\.0\.0\.1:\d+/metrics", trackers.notes[1])
         assert url is not None
 
@@ -80,7 +80,7 @@ def test_without_rays_agent_the_run_does_not_begin(tmp_path: Path, monkeypatch: 
     nodes = [node | {"MetricsExportPort": 0} for node in ray.nodes()]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     with refuses(ConfigError, "trainer.logger", "'prometheus'", "--metrics-export-port", "remove 'prometheus'"):
-        build_trackers(["prometheus"], run_dir=tmp_path, **RUN)
+        build_trackers(["prometheus"], RunInfo(run_dir=tmp_path, **RUN))
 
 
 def wait_until(what: Callable[[], bool]) -> None:
