@@ -36,7 +36,7 @@ def format_plan(config: JobConfig, notes: list[str]) -> str:
 
 def format_summary(config: JobConfig, notes: list[str]) -> str:
     """Return a short form of the plan, shown at the start of a run."""
-    rows = [*_run_rows(config), *batch_arithmetic(config), ("workers", _workers(config))]
+    rows = [*_run_rows(config), ("step", _step(config)), ("workers", _workers(config))]
     return "\n".join([_table(rows), *(f"  note: {note}" for note in notes)])
 
 
@@ -84,14 +84,8 @@ def _algorithm(config: JobConfig) -> str:
 def batch_arithmetic(config: JobConfig) -> Rows:
     """Return how the rows of a step become the micro-batches of a rank, as (label, value) rows."""
     if isinstance(config, SupervisedConfig):
-        data = config.data
-        limit = f"{data.micro_batch_size_per_gpu:,} conversations of up to {data.max_length:,} tokens"
-        if data.max_token_len:
-            limit = f"at most {data.max_token_len:,} tokens"
-        return [
-            ("rows per training step", f"{data.train_batch_size:,}"),
-            (f"passes of a {config.role} rank", limit),
-        ]
+        step = f"{config.data.train_batch_size:,}"
+        return [("rows per training step", step), (f"passes of a {config.role} rank", _limit(config))]
     assert isinstance(config, RunConfig)
     rollout, place = config.actor_rollout_ref.rollout, placement(config)
     prompts, sequences = config.data.train_batch_size, config.data.train_batch_size * rollout.n
@@ -137,6 +131,29 @@ def _passes(per_rank: int, n: int, limits: Pass) -> str:
 def _whole_groups(size: int, n: int) -> int:
     """Return the sequences in a pass of at most `size`: whole groups of n responses, or equal parts of one group."""
     return size // n * n if n <= size else ceil(n / ceil(n / size))
+
+
+def _limit(config: SupervisedConfig) -> str:
+    """Return how much a pass holds where one model is trained on rows."""
+    data = config.data
+    if data.max_token_len:
+        return f"at most {data.max_token_len:,} tokens"
+    return f"{data.micro_batch_size_per_gpu:,} conversations of up to {data.max_length:,} tokens"
+
+
+def _step(config: JobConfig) -> str:
+    """Return a training step in a line."""
+    if isinstance(config, SupervisedConfig):
+        return f"{_many(config.data.train_batch_size, 'row')}, in passes of {_limit(config)}"
+    assert isinstance(config, RunConfig)
+    actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    per_rank = actor.ppo_mini_batch_size * n // placement(config).row_groups(config, "actor")
+    steps = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    update, *_ = roles_of(config)[0].passes(config)
+    return (
+        f"{prompts:,} prompts * n={n} = {prompts * n:,} sequences; {_many(steps, 'optimizer step')}; a mini-batch is "
+        f"{_many(per_rank, 'sequence')} per actor rank, in micro-batches: {_passes(per_rank, n, update)}"
+    )
 
 
 # --- placement -------------------------------------------------------------------------------------------------------

@@ -242,8 +242,8 @@ def test_the_printed_config_has_no_secrets():
 def test_summary_is_short_and_keeps_the_notes():
     config, notes = load(f"{ACTOR}.kl_loss_type=k1")
     text = format_summary(config, notes)
-    assert len(text.splitlines()) < 20
-    says(text, "32 prompts * n=8 = 256", "1 * ppo_epochs=1 = 1", "2 actor", "1 rollout", "1 ref", "CPU")
+    assert len(text.splitlines()) == 10
+    says(text, "32 prompts * n=8 = 256 sequences", "1 optimizer step", "2 actor", "1 rollout", "1 ref", "CPU")
     says(text, "actor_rollout_ref.actor.kl_loss_type=k1")
 
 
@@ -298,7 +298,7 @@ def test_a_run_that_trains_one_model():
     says(row(text, MEMORY, "reward_model"), "weights", "gradients", "optimizer", "GiB")
     says(row(text, MEMORY, "reward_model, CPU memory"), "GiB")
     summary = format_summary(*load_command([], REWARD_MODEL))
-    says(summary, 128, 64, "2 reward_model", "CPU")
+    says(summary, "64 rows", 128, 64, "2 reward_model", "CPU")
     assert len(summary.splitlines()) < 12
 
 
