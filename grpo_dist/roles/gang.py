@@ -134,17 +134,13 @@ class Gang:
 
 
 class FrozenGroup(Gang):
-    """A model that is as its folder has it, at least at first: the base of the reference and the reward model.
+    """A model that is as its folder has it, at least at first: the base of the reference and the reward model."""
 
-    Args:
-        workers: the group's processes.
-        restarts: how many workers may be replaced.
-    """
+    has_moved = False
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers)
         self.restarts = restarts or RestartBudget()
-        self.has_moved = False
 
     async def restart(self, error: GrpoDistError) -> None:
         """Start all ranks again after one was lost.
@@ -189,10 +185,7 @@ class ReferenceGroup(FrozenGroup):
 class TrainedGroup(Gang):
     """A model that trains on responses: the critic, and the base of the actor."""
 
-    @property
-    def update_stage(self) -> str:
-        """Name of the time limit of an update."""
-        return f"update_{self.workers.role}"
+    update_stage = "update_critic"  # the name of its time limit
 
     async def update(
         self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
@@ -225,10 +218,7 @@ class TrainedGroup(Gang):
 class ActorGroup(TrainedGroup):
     """The policy."""
 
-    @property
-    def update_stage(self) -> str:
-        """Name of the time limit of an update."""
-        return "update"
+    update_stage = "update"
 
     async def take_reference_head(self, ref: ReferenceGroup) -> None:
         """Copy the reference's current output layer to the actor, for the exact KL (`kl_loss_type=full`)."""

@@ -32,7 +32,7 @@ from grpo_dist.protocol.routes import with_routes
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
-from grpo_dist.runtime.process import Process, use_threads
+from grpo_dist.runtime.process import Process
 
 if TYPE_CHECKING:
     from grpo_dist.engines.train.durable_files import FileDigest
@@ -129,7 +129,7 @@ class PolicyWorker(Process):
         """Join the role's process group, at rank 0's store, and load the model."""
         self.check_build(settings.device)
         self.settings = settings
-        use_threads(settings.num_threads)
+        torch.set_num_threads(settings.num_threads)  # by default every process would use all cores
         if settings.device == "cpu":
             self.freed_memory = FreedMemory()
         torch.manual_seed(settings.seed)

@@ -21,7 +21,6 @@ from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
-from grpo_dist.runtime.process import use_threads
 
 EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
@@ -100,7 +99,7 @@ class RewardWorker(BatchWork):
         from grpo_dist.assets.tokenizer import load_tokenizer
         from grpo_dist.rewards.scorer import Scorer
 
-        use_threads(1)
+        torch.set_num_threads(1)
         self.tokenizer = load_tokenizer(
             self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.engines.train.memory_errors import smaller_passes
@@ -50,13 +50,9 @@ class SupervisedWorker(PolicyWorker):
 
 
 class SupervisedGroup(Gang):
-    """All ranks of the model.
+    """All ranks of the model."""
 
-    Attributes:
-        train_stage: name of the time limit of an optimizer step.
-    """
-
-    train_stage: ClassVar[str] = "train"
+    train_stage = "train"  # the name of an optimizer step's time limit
 
     async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Take one optimizer step on a batch.

@@ -248,7 +248,7 @@ class WorkerGroup:
         """Wait for the answer of a call without a time limit; raises as `Call.answer` does."""
         if call.posted is not None:
             try:
-                return (await call.posted.answered)[0]
+                return (await call.posted)[0]
             except WorkerError as error:
                 error.locate(self.role, call.rank, self._node(call.rank), call.stage)
                 raise
