@@ -13,7 +13,7 @@ own machine (engines/weights/ipc.py). For the driver it is a broadcast with seve
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.errors import GrpoDistError, WeightSyncError
@@ -26,8 +26,8 @@ STAGE = "sync_weights"
 Outcomes = dict[int, Any]
 
 
-class WeightTransport(Protocol):
-    """Sends the actor's weights to engines."""
+class ObjectStoreTransport:
+    """Sends the buckets through Ray's object store."""
 
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
@@ -40,15 +40,6 @@ class WeightTransport(Protocol):
         Raises:
             GrpoDistError: the actor failed.
         """
-
-
-class ObjectStoreTransport:
-    """Sends the buckets through Ray's object store."""
-
-    async def sync(
-        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
-    ) -> Outcomes:
-        """See `WeightTransport.sync`."""
         before = list(rollout.handles)
         buckets = (await actor.ask_all(STAGE, "export_weights", dtype))[0]
         same = [rank for rank in ranks if rollout.handles[rank] is before[rank]]  # one may have been replaced meanwhile
@@ -75,7 +66,7 @@ class BroadcastTransport:
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
-        """See `WeightTransport.sync`. If an engine dies, the others get a second attempt without it."""
+        """See `ObjectStoreTransport.sync`. If an engine dies, the others get a second attempt without it."""
         loaded = await self._attempt(actor, rollout, ranks, version, dtype)
         again = [rank for rank, outcome in loaded.items() if isinstance(outcome, WeightSyncError)]
         return loaded | await self._attempt(actor, rollout, again, version, dtype) if again else loaded
@@ -143,14 +134,11 @@ class BroadcastTransport:
         return {rank: outcome or unformed for rank, outcome in joined.items()}
 
 
-def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
-    """Make a transport.
+WeightTransport = ObjectStoreTransport | BroadcastTransport
 
-    Args:
-        name: "object_store", "broadcast" or "ipc".
-        workers_per_engine: tensor-parallel size of an engine.
-        collective_timeout_s: timeout of the actor's collectives, seconds.
-    """
+
+def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
+    """Make a transport: "object_store", "broadcast" or "ipc"; see `BroadcastTransport`."""
     if name == "object_store":
         return ObjectStoreTransport()
     return BroadcastTransport(workers_per_engine, collective_timeout_s / 2, name)

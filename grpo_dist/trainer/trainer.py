@@ -63,15 +63,7 @@ class GRPOTrainer(TrainingLoop):
     Attributes:
         weight_version: of the weights that the engines hold; every sync increases it by 1.
         validating: whether the last step's validation is to be made, or is being made beside the next one.
-        pump: generates and scores groups, and computes their log-probs.
-        sampler: chooses and samples the groups of each step's batch.
-        targets: how rewards become advantages and importance weights.
-        objective: the policy's loss.
-        value_objective: the critic's loss, if there is a critic.
-        kl_controller: the coefficient of the KL penalty in the reward.
-        transport: how weights are sent to the engines.
         retraining: trains the reward model between iterations; None: it stands still.
-        profiler: of the steps that are to be profiled; None: there are none.
     """
 
     config: RunConfig
@@ -106,8 +98,7 @@ class GRPOTrainer(TrainingLoop):
             self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
         self.validation = Validation(config, self.data.validation, self.val_sampling, self.pump, self.place)
         self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
-        profiler = StepProfiler(trainer, roles.workers, self.progress.message)
-        self.profiler = profiler if trainer.profile_steps else None
+        self.profiler = StepProfiler(trainer, roles.workers, self.progress.message)
 
     def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
         """See `TrainingLoop.restore`."""
@@ -135,12 +126,11 @@ class GRPOTrainer(TrainingLoop):
                 return
             while self.step < self.total_steps:
                 self.timings, self.metrics, self._updates = {}, {}, {}
-                if self.profiler is not None:
-                    run(self.profiler.begin(self.step + 1))
+                run(self.profiler.begin(self.step + 1))
                 started, trained = time.perf_counter(), []
                 # prompts, responses, scores, log-probs: up to N = train_batch_size * n rows, in one part or several
                 for batch in self.parts():
-                    self.preemption.hold()  # a signal waits from here on, until the run can be saved again
+                    self.preemption.held = True  # a signal waits from here on, until the run can be saved again
                     if self.config.trainer.samples_during_updates:  # the actor was at work while these were sampled
                         batch = self.late_log_probs(batch)  # + old_log_probs, values, with LoRA ref_log_probs (N, R_i)
                     batch = self.compute_targets(batch)  # + advantages (N, R_i)
@@ -161,8 +151,7 @@ class GRPOTrainer(TrainingLoop):
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
                 self.timings["step"] = time.perf_counter() - started - self.timings.get("testing", 0.0)
-                if self.profiler is not None:
-                    run(self.profiler.end())
+                run(self.profiler.end())
                 self.step, self.validated = self.step + 1, {}
                 self.sampler.close(self.step)
                 self.measure(batch)

@@ -156,7 +156,7 @@ def test_a_run_that_is_told_to_end_is_not_started_again(
     """SIGTERM came in the update, and then an actor rank was lost."""
 
     def fit() -> None:
-        preemption.hold()
+        preemption.held = True
         preemption.handle(signal.SIGTERM, None)
         raise LOST
 

@@ -114,34 +114,15 @@ class CheckpointSaver:
         self._pending = pending
 
     async def poll(self) -> None:
-        """Publish the checkpoint if all workers have written their part. Waits for them only without `async_save`.
+        """Publish the checkpoint if all workers have written their part. Waits for them only without `async_save`."""
+        await self.finish(wait=not self.async_save)
+
+    async def finish(self, *, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, once all workers have written their part.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        await self._publish(wait=not self.async_save)
-
-    async def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and publish it.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        await self._publish(wait=True)
-
-    @contextlib.contextmanager
-    def completing(self) -> Iterator[None]:
-        """Publish a started checkpoint at the end of the block, also after an error that its writers survived."""
-        try:
-            yield
-        except GrpoDistError as error:
-            if self._pending is not None and not self._pending.ends_with(error):
-                with contextlib.suppress(GrpoDistError):  # the first error is the one to show
-                    run(self.finish())
-            raise
-        run(self.finish())
-
-    async def _publish(self, *, wait: bool) -> None:
         pending = self._pending
         if pending is None:
             return
@@ -162,6 +143,18 @@ class CheckpointSaver:
         self._pending = None
         trainer = self.config.trainer
         prune_checkpoints(self.run_dir, trainer.max_actor_ckpt_to_keep, trainer.keep_best_metric)
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """Publish a started checkpoint at the end of the block, also after an error that its writers survived."""
+        try:
+            yield
+        except GrpoDistError as error:
+            if self._pending is not None and not self._pending.ends_with(error):
+                with contextlib.suppress(GrpoDistError):  # the first error is the one to show
+                    run(self.finish())
+            raise
+        run(self.finish())
 
     @contextlib.contextmanager
     def _giving_up(self, pending: _Pending) -> Iterator[None]:

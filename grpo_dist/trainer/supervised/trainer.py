@@ -19,11 +19,7 @@ from grpo_dist.trainer.supervised.rows import Rows, new_sampler, rank_shares
 
 @dataclass
 class SupervisedTrainer(TrainingLoop):
-    """Trains one model on started ranks; `data` are the rows.
-
-    Attributes:
-        model: the ranks.
-    """
+    """Trains one model on started ranks; `data` are the rows."""
 
     config: SupervisedConfig
     data: Rows
@@ -45,7 +41,7 @@ class SupervisedTrainer(TrainingLoop):
                 return
             while self.step < self.total_steps:
                 self.timings, self.metrics, self.validated = {}, {}, {}
-                self.preemption.hold()  # a signal waits from here on, until the run can be saved again
+                self.preemption.held = True  # a signal waits from here on, until the run can be saved again
                 started = time.perf_counter()
                 self.train()
                 self.timings["step"] = time.perf_counter() - started
