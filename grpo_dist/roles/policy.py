@@ -46,16 +46,13 @@ class PolicySettings:
         model: what to load; the worker resolves a `builtin:` path on its own node.
         device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
-        temperature: the sampling temperature.
         columns: what a log-prob pass computes: a name of `TrainEngine.compute_columns`, with `old_` or `ref_` before it
             where it is one of log-probs.
-        forward: the limits of a forward pass.
         update: the limits of a forward and backward pass; None: nothing trains.
         seed: of torch's random state.
         collective_timeout_s: how long a rank waits for the others in one operation.
         optimizer: the config's section; None for the reference.
         total_steps: optimizer steps of the whole run.
-        grad_clip: largest gradient norm.
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
@@ -259,8 +256,7 @@ class TrainedWorker(PolicyWorker):
         Args:
             rows: this rank's rows of the whole batch.
             mini_batches: for each mini-batch, the positions in `rows` that belong to it.
-            objective: the loss.
-            step: training step, for messages.
+            step: for messages.
 
         Returns:
             ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
@@ -335,13 +331,10 @@ class ActorWorker(TrainedWorker):
         return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
 
     def open_weight_store(self, others: Sequence[str]) -> tuple[str, int]:
-        """Rank 0: open the store at which weight groups meet, unless it is open; on loopback if all are on this node.
+        """Rank 0: open the store at which weight groups meet, unless it is open; returns its host and port.
 
         Args:
-            others: addresses of the receivers' nodes.
-
-        Returns:
-            (host of the store, its port).
+            others: addresses of the receivers' nodes. If all are this node's, the store is on loopback.
         """
         own = self.address().ip
         host = LOOPBACK if set(others) == {own} else own

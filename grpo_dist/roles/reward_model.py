@@ -164,12 +164,6 @@ class RewardModelWorker(SupervisedWorker):
 def judging_model(model: ModelSettings, config: Any, tokenizer: Any, process: ProcessRewardConfig) -> ModelSettings:
     """A process reward model with the outputs of its head: those in its files, or two rows of its output layer.
 
-    Args:
-        model: without the number of outputs.
-        config: its config.json.
-        tokenizer: of the model.
-        process: the section `reward_model.process`.
-
     Raises:
         ConfigError: a text is not one token.
     """
@@ -186,8 +180,6 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
     that it is computed once.
 
     Args:
-        sequences: token ids.
-        uids: of each sequence.
         ends: the first position of each sequence whose value is wanted, at least 1: the prompt ends before. (): only
             the last ones are.
     """
@@ -217,15 +209,7 @@ class RewardModelGroup(FrozenGroup, SupervisedGroup):
     async def score(
         self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, np.ndarray]:
-        """Score all rows.
-
-        Args:
-            batch: the responses.
-            conversations: the messages of each prompt, by uid.
-
-        Returns:
-            What `RewardModelWorker.score` returns, (N,) each, in the order of the batch.
-        """
+        """Return what `RewardModelWorker.score` returns of all rows, (N,) each, in the order of the batch."""
         rows, parts = self._parts(batch, with_branches(("uid", "prompts", "responses"), batch.columns))
         asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
 

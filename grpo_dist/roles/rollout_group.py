@@ -44,7 +44,6 @@ class GroupRequest:
     """One prompt to sample a group of responses for.
 
     Attributes:
-        uid: group id.
         token_ids: (P,) token ids of the prompt.
         sampling: sampling settings; `n` is the group size.
         task: the arguments of the reward function besides the response.
@@ -84,10 +83,6 @@ class RolloutGroup(Pool):
 
     Attributes:
         weights_gone: set while no engine has the current weights, and none can get them: the actor is being updated.
-
-    Args:
-        workers: the processes.
-        restarts: how many workers may be replaced.
     """
 
     members: list[Engine]  # type: ignore[assignment]
@@ -135,7 +130,6 @@ class RolloutGroup(Pool):
         capacity. If the caller is cancelled, the engine aborts the group.
 
         Args:
-            request: the prompt and how to sample.
             first: put the request at the head of the queue.
             on_sent: called each time the request is sent to a worker.
             on_failed: called with the attempts at its episodes that have failed, whether the group has a result or not.
@@ -195,7 +189,6 @@ class RolloutGroup(Pool):
 
         Args:
             bring: sends the weights to workers, and returns for each the version it now holds, or its error.
-            version: the new weight version.
 
         Raises:
             WeightSyncError: the weights are damaged, incomplete or out of order.
@@ -282,8 +275,7 @@ class RolloutGroup(Pool):
             elif isinstance(held, GrpoDistError):
                 raise held
             elif held != self._version:
-                raise GrpoDistError(
-                    f"rollout worker {rank} holds weight version {held} after the sync of {self._version}"
-                )
+                wrong = f"holds weight version {held} after the sync of {self._version}"
+                raise GrpoDistError(f"rollout worker {rank} {wrong}")
             else:
                 self.members[rank].lacks_weights = False

@@ -21,16 +21,7 @@ class SupervisedWorker(PolicyWorker):
 
     @on_device()
     def train(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
-        """Take one optimizer step.
-
-        Args:
-            rows: this rank's rows of the batch, with the columns that the objective reads.
-            objective: the loss.
-            step: training step, for messages.
-
-        Returns:
-            This rank's metrics.
-        """
+        """Take one optimizer step on this rank's rows, which have the columns of the objective; returns its metrics."""
         return self._over(rows, objective, f"step {step}", self.engine.train_mini_batch).metrics
 
     @on_device(reads=True)
@@ -55,15 +46,9 @@ class SupervisedGroup(Gang):
     train_stage = "train"  # the name of an optimizer step's time limit
 
     async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
-        """Take one optimizer step on a batch.
+        """Take one optimizer step on the rows of each rank, and return the metrics, merged over ranks.
 
-        Args:
-            parts: the rows of each rank; rows that the objective compares are on the same one.
-            objective: the loss.
-            step: training step, for messages.
-
-        Returns:
-            The metrics, merged over ranks.
+        Rows that the objective compares are on the same rank.
         """
         return await self._on_all("train", parts, objective, step, self.train_stage)
 

@@ -35,9 +35,6 @@ async def sync_weights(
     """Send the actor's weights, as weight version `version`, to all rollout engines.
 
     Args:
-        actor: the actor's workers.
-        rollout: the engines.
-        version: the new weight version.
         dtype: the engines' dtype, a torch name such as "float32".
         transport: how the weights are sent; None: through the object store.
 

@@ -104,10 +104,7 @@ def _train(
     """Start workers and train. If a lost worker held what is trained, start all of them again from the last checkpoint.
 
     With `trainer.halve_on_out_of_memory` that is also done if a GPU runs out of memory, with the responsible setting
-    halved.
-
-    Returns:
-        The first step that this run has recorded.
+    halved. Returns what `train` does.
 
     Raises:
         WorkerLost, DataLost: all workers have been started again `trainer.max_actor_restarts` times.

@@ -45,11 +45,10 @@ class WorkerGroup:
     """The workers of one role.
 
     Args:
-        role: "actor", "rollout", "ref" or "reward".
         handles: one Ray actor handle per rank; None for one that has no process at the moment.
         limits: seconds without an answer after which a worker counts as hung, by stage.
         make: by rank, a function that starts a new process in place of a lost one.
-        bundles: by rank, the resources of the process.
+        bundles: by rank.
     """
 
     def __init__(

@@ -43,19 +43,10 @@ class TrainingLoop:
     """The base of trainers, which `run/build.py` makes on started workers.
 
     Attributes:
-        config: the whole run's config.
-        roles: started workers.
         data: the rows to train and to validate on.
-        total_steps: training steps of the run.
-        trackers: where metrics go.
-        progress: the display at the terminal.
-        preemption: whether a signal has come to end the run.
         step: the last step that is trained.
         timings: seconds of the step, by stage.
-        metrics: of the step.
         validated: the metrics of a validation after the step; {} if there was none.
-        saver: writes checkpoints.
-        order: the order of the training rows.
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
 
@@ -84,7 +75,6 @@ class TrainingLoop:
         """Set the state that the trainer had when a checkpoint was written.
 
         Args:
-            resumed: the checkpoint, which the roles have loaded.
             finished: its finished groups of later steps, by uid.
         """
         self.step = resumed.state.step
@@ -228,8 +218,6 @@ def mini_batches(
     """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy.
 
     Args:
-        config: of the run.
-        section: of the role that trains.
         uids: the group of each row of the batch; groups are one after another, and may differ in size.
         step: training steps that are done.
     """

@@ -175,12 +175,7 @@ def _take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) 
 
 
 def num_devices(place: Placement, engines: int) -> int:
-    """GPUs that the roles hold, with those of engines that have joined; on CPU the machines that the run was given.
-
-    Args:
-        place: what the run was started with.
-        engines: how many there are.
-    """
+    """GPUs that the roles hold now that there are so many engines; on CPU the machines that the run was given."""
     joined = max(engines - place.num_engines, 0)
     return place.num_devices + (joined * place.tensor_parallel if place.device == "cuda" else 0)
 

@@ -120,8 +120,6 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
     """Compute the advantages again, from these scores.
 
     Args:
-        recorded: the step.
-        worker: a reward process's work.
         scores: columns that take the place of the recorded ones.
 
     Raises:

@@ -27,14 +27,7 @@ from grpo_dist.trainer.model_settings import model_settings
 
 
 def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int) -> PolicySettings:
-    """Return what the ranks of a row of the table of roles are built from.
-
-    Args:
-        config: of the run.
-        row: of the role, which holds a model.
-        place: the processes of the run.
-        num_steps: training steps of the run.
-    """
+    """Return what the ranks of a row of the table of roles are built from, in a run of so many training steps."""
     assert isinstance(config, RunConfig | SupervisedConfig)
     own: PolicySettings = load_attribute(row.settings, key="a row of plan/roles.py")(
         config,
@@ -197,9 +190,6 @@ def engine_settings(
     """Return what rollout engine `index` is started with.
 
     Args:
-        config: of the run.
-        place: its processes.
-        index: of the engine.
         agent: the section of the agent loop as workers get it; None: an episode is one response.
         template_kwargs: variables of the chat template; None: there are none.
     """

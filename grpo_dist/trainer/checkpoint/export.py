@@ -36,7 +36,6 @@ def saved_run(checkpoint: Path, model: str | None = None) -> RunConfig | Supervi
     """The config of the run that wrote a checkpoint.
 
     Args:
-        checkpoint: its folder.
         model: where the model is that the run started from; None: where the run found it.
 
     Raises:
@@ -56,9 +55,6 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
     """Write the policy, or the model of a supervised run, with LoRA's factors merged; the adapter comes beside it.
 
     Args:
-        checkpoint: the folder of the checkpoint.
-        config: of the run that wrote it.
-        folder: where the files go.
         dtype: of the weights in the files: "fp32" or "bf16".
 
     Raises:

@@ -79,12 +79,7 @@ class RunState:
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 def begin_checkpoint(run_dir: Path, step: int, num_bytes: int = 0) -> Path:
-    """Create an empty folder, readable only by the user, for the checkpoint of `step`.
-
-    Args:
-        run_dir: where the run's checkpoints are.
-        step: the last finished training step.
-        num_bytes: that will be written into it.
+    """Create an empty folder, readable only by the user, for the checkpoint of `step`, which takes `num_bytes`.
 
     Raises:
         CheckpointError: it cannot be created, or the disk has less room.
@@ -103,16 +98,13 @@ def begin_checkpoint(run_dir: Path, step: int, num_bytes: int = 0) -> Path:
 def publish_checkpoint(
     temporary: Path, state: RunState, config: str, digests: Mapping[str, FileDigest] | None = None
 ) -> Path:
-    """Complete the checkpoint in `temporary`, rename it to its final name and update the pointer.
+    """Complete the checkpoint in `temporary`, rename it to its final name, which is returned, and update the pointer.
 
     Args:
         temporary: the folder of `begin_checkpoint`, with the files of the roles.
         state: the content of state.json.
         config: the content of config.yaml.
         digests: digests that the writers of files have already computed, by path.
-
-    Returns:
-        The final folder.
 
     Raises:
         CheckpointError: a file cannot be written; earlier checkpoints are unchanged.

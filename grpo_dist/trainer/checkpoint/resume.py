@@ -33,7 +33,6 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
     """Find the checkpoint to resume from, without loading it; None if there is none, or the config says not to.
 
     Args:
-        config: the current config.
         prompts: number and fingerprint of the current training rows.
 
     Raises:
@@ -57,11 +56,6 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
 
 async def load_checkpoint(resumed: Resumed, config: JobConfig, gangs: Mapping[str, Gang]) -> None:
     """Have the roles load their shards: those that train, and others of which the checkpoint has some.
-
-    Args:
-        resumed: the checkpoint.
-        config: the run's config.
-        gangs: started roles, by name.
 
     Raises:
         CheckpointError: the shards do not fit the model, or cannot be read.

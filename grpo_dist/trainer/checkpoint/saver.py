@@ -56,7 +56,6 @@ class CheckpointSaver:
         step: step of the last checkpoint that was started or resumed from.
 
     Args:
-        config: the run's config.
         holders: the roles that hold state at the moment, by the name of their folder in a checkpoint.
         async_save: whether training goes on while a checkpoint is written.
         reward: writes finished groups; None: there are none.
@@ -92,10 +91,6 @@ class CheckpointSaver:
 
     async def begin(self, state: RunState, groups: Sequence[FinishedGroups] = ()) -> None:
         """Start writing a checkpoint; returns once the workers have copied their state.
-
-        Args:
-            state: the state of the run.
-            groups: finished groups for later steps.
 
         Raises:
             CheckpointError: this checkpoint, or the previous one, cannot be written; the disk has no room for it, say.

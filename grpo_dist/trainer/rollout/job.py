@@ -32,9 +32,8 @@ class RolloutJob:
 
     Attributes:
         requests: the prompts, and how to sample them.
-        groups: handles to the responses.
-        scores: handles to the scores.
-        log_probs: handles to the log-probs, by log-prob source and group.
+        groups: the responses.
+        log_probs: by log-prob source and group.
         cancelled: groups that are no longer needed.
         timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
             and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,

@@ -77,9 +77,6 @@ class TrainingSampler:
     """Samples the groups of the training steps.
 
     Args:
-        config: the whole run's config.
-        pump: generates and scores the groups.
-        prompts: the training prompts.
         order: the order in which prompts are drawn; it is told the scores of every group.
         sampling: how to sample; a seed that is not None is replaced by one per group.
         sources: names of the log-prob sources that work while other groups are generated.
