@@ -5,8 +5,8 @@ the load that its engine reports: enough that it never idles, and few enough tha
 prompts that others could sample.
 
 A worker that dies, fails, aborts a group by itself or does not answer is replaced (pool.py). Its new process gets
-requests once it holds the current weights (weight_sync.py). One whose machine is lost is left out until another one
-has room for it. One that is not required (`cluster.max_rollout_world_size`) gets its first weights apart from the
+requests once it holds the current weights (weight_transport.py). One whose machine is lost is left out until another
+one has room for it. One that is not required (`cluster.max_rollout_world_size`) gets its first weights apart from the
 others, so that a machine that cannot be reached holds nobody up but itself.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightsLost, WeightSyncError, WorkerError
 from grpo_dist.roles.reward import Task
-from grpo_dist.roles.weight_transport import Outcomes, outcomes
+from grpo_dist.roles.weight_transport import Outcomes, WeightTransport, outcomes
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
@@ -182,6 +182,16 @@ class RolloutGroup(Pool):
         )
 
     # --- weights -----------------------------------------------------------------------------------------------
+    async def sync_weights(self, actor: WorkerGroup, transport: WeightTransport, *, version: int, dtype: str) -> None:
+        """Send the actor's weights to all workers, in `dtype`, a torch name such as "float32"; see `take_weights`.
+
+        Raises:
+            GrpoDistError: an actor rank failed, the restart budget is used up, or an engine confirmed another version.
+        """
+        await self.take_weights(
+            functools.partial(transport.sync, actor, self.workers, version=version, dtype=dtype), version
+        )
+
     async def take_weights(self, bring: Callable[[Sequence[int]], Awaitable[Outcomes]], version: int) -> None:
         """Send new weights to all workers and wait until each has confirmed them.
 

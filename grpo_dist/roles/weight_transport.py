@@ -1,13 +1,27 @@
-"""The transports of a weight sync, from the actor to the engines, as the driver sees them.
+"""Weight sync: brings the actor's weights, under a version number, to all rollout engines.
 
-`object_store`: rank 0 of the actor puts the buckets into Ray's object store; every engine reads them and writes them
-into a shared memory file for its workers. Works everywhere.
+The driver starts it after each update, and once before the first rollout (`RolloutGroup.sync_weights`). The weights are
+sent in buckets of bounded size, each with its number and a checksum: all actor ranks gather one tensor at a time, and
+rank 0 packs them, cast to the engine's dtype. How the buckets travel:
 
-`broadcast`: rank 0 broadcasts the buckets to the workers of all engines at once (engines/weights/broadcast.py), with
-NCCL on GPU and gloo on CPU. Needs a separate GPU for every process.
+- object_store: rank 0 puts them into Ray's object store. An engine reads and checks all of them, writes them into a
+  shared memory file for its workers, and only then pauses and loads them. If they are damaged, incomplete or not newer,
+  it refuses them and keeps its weights. Works everywhere.
+- broadcast: rank 0 broadcasts them to the workers of all engines at once (engines/weights/broadcast.py), with NCCL on
+  GPU and gloo on CPU. Needs a separate GPU for every process. Once all engines have paused, each checks and loads the
+  buckets as they arrive. A damaged first bucket is refused as above. After a damaged later one the engine holds a mix
+  of old and new weights, and samples nothing until a complete sync has succeeded; the transport makes a second attempt
+  with the engines that still answer.
+- ipc: as broadcast, but each actor rank passes the buckets through shared memory to the engine workers on its own GPU
+  or, on CPU, on its own machine (engines/weights/ipc.py). For the driver it is a broadcast with several senders.
 
-`ipc`: each actor rank passes the buckets through shared memory to the engine workers on its own GPU or, on CPU, on its
-own machine (engines/weights/ipc.py). For the driver it is a broadcast with several senders.
+Responses in flight continue with the new weights (`rollout.partial_rollout`), or are finished first. The prefix cache
+is cleared. Every engine answers with the version it now holds, and tags each token that it samples with it.
+
+A rollout worker that fails during the sync is replaced and does not delay the others (rollout_group.py). It gets
+requests again once it holds the current weights: from the next sync or, while the actor still holds them, from a sync
+of its own. Responses of an engine with an unconfirmed version are never used. If an actor rank fails, the sync raises
+and the run stops.
 """
 
 from __future__ import annotations

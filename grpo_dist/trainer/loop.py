@@ -83,7 +83,11 @@ class TrainingLoop:
         self.saver.resumed_from(resumed.folder, resumed.state)
 
     def fit(self) -> None:
-        """Train until `total_steps`, validating and saving on the way."""
+        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
+
+        Raises:
+            KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
+        """
         raise NotImplementedError
 
     def validate(self) -> None:
@@ -146,11 +150,6 @@ class TrainingLoop:
         if self.save_is_due() and self.saver.step < self.step:
             self.save()
 
-    @property
-    def model_dir(self) -> Path:
-        """Where the trained model is written."""
-        return Path(self.config.trainer.default_local_dir, EXPORTED)
-
     @blocking
     async def tell_layout(self) -> None:
         """Show once which layout of sequences each role uses; they have checked it on their first batch."""
@@ -173,12 +172,8 @@ class TrainingLoop:
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
             checkpoint, dtype = self.saver.last if self.saver.step == self.step else None, self.config.export_dtype
-            usage = exported_usage(self.config, self.step, dtype, checkpoint, self.model_dir.parent)
-            await self.trained.export_hf_model(str(self.model_dir), dtype, usage)
-
-    def holds_state(self, role: str) -> bool:
-        """Tell if a role holds state that only a checkpoint can restore."""
-        return role in self.saver.holders()
+            usage = exported_usage(self.config, self.step, dtype, checkpoint, self.run_dir)
+            await self.trained.export_hf_model(str(self.run_dir / EXPORTED), dtype, usage)
 
     @contextlib.contextmanager
     def saving_when_stopped(self) -> Iterator[None]:

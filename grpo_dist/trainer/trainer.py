@@ -25,7 +25,6 @@ from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import Metric, merge_metrics, metric_values
 from grpo_dist.roles.rollout_group import GroupRequest
-from grpo_dist.roles.weight_sync import sync_weights
 from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
@@ -82,7 +81,7 @@ class GRPOTrainer(TrainingLoop):
         self.order = new_sampler(config, self.data.train)  # from the first batch, also after a restart
         self.pump = make_pump(config, roles)
         sampling, self.val_sampling = sampling_settings(config)
-        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling, [*self.pump.sources])
+        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling)
         self.targets, self.objective = target_settings(config), objective_settings(config)
         self.value_objective, self.kl_controller = value_settings(config), kl_controller(config.algorithm.kl_ctrl)
         engine = config.actor_rollout_ref.rollout.checkpoint_engine
@@ -113,11 +112,7 @@ class GRPOTrainer(TrainingLoop):
             self.kl_controller.coef = resumed.state.kl_coef
 
     def fit(self) -> None:
-        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
-
-        Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
-        """
+        """See `TrainingLoop.fit`."""
         # the pump stops first, so that nothing runs in the background while the last checkpoint is completed
         with self.saver.completing(), self.saving_when_stopped(), self.pump.stopping():
             self.sync_weights()
@@ -263,9 +258,8 @@ class GRPOTrainer(TrainingLoop):
     async def sync_weights(self) -> None:
         """Send the actor's weights to the engines, with the next version number."""
         dtype = self.config.actor_rollout_ref.rollout.resolved_dtype(self.config.default_dtype)
-        version = self.weight_version + 1
-        roles = self.roles.actor.workers, self.roles.rollout
-        await sync_weights(*roles, version=version, dtype=dtype, transport=self.transport)
+        actor, version = self.roles.actor.workers, self.weight_version + 1
+        await self.roles.rollout.sync_weights(actor, self.transport, version=version, dtype=dtype)
         self.weight_version = version
 
     @stage("sync_reference")

@@ -35,10 +35,9 @@ def trainer(fit: Callable[[], None], last: Path | None = None) -> Any:
     closed = SimpleNamespace(close=lambda: None)
     return SimpleNamespace(
         fit=fit,
-        holds_state=lambda role: role == "actor",
         step=0,
         roles=SimpleNamespace(workers=[]),
-        saver=SimpleNamespace(last=last),
+        saver=SimpleNamespace(last=last, holders=lambda: {"actor"}),
         trackers=closed,
         progress=closed,
     )
