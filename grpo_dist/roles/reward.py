@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.validation import pred_ids
+from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
 from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
@@ -85,6 +86,12 @@ class Task:
     columns: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False
 
+    @classmethod
+    def of(cls, row: Prompt, **more: Any) -> Task:
+        """Return the task of a row."""
+        of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
+        return cls(*of_row, columns=row.columns, is_text=row.is_text, **more)
+
 
 class RewardWorker(BatchWork):
     """One process of the pool: it has the tokenizer, and the reward function in a child process of its own."""
@@ -151,11 +158,7 @@ class RewardWorker(BatchWork):
         return (labels, self.scorer.printed.take(), time.monotonic() - started), scored
 
     def score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
-        """Score a group whose episodes have brought the rewards `given`, nan where one has brought none.
-
-        Returns:
-            (label, failures and data of `score`, of this group).
-        """
+        """Score a group whose episodes have brought the rewards `given`, nan where one brought none; see `score`."""
         responses, mask = data["responses"], data["response_mask"]
         texts = self._decode(scored_branches(data))
         results = self._with_rewards(texts, task, given)

@@ -92,7 +92,7 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
     for start, end in zip(starts, [*starts[1:], len(uids)], strict=True):
         group = data.slice(start, end)
         rewards = np.full(end - start, np.nan, np.float32) if given is None else given[start:end]
-        task = _task(prompts[uids[start]], group)
+        task = Task.of(prompts[uids[start]], model_scores=_model_scores(group))
         label, failed, scored = worker.score_group(group, task, rewards)
         parts.append(scored)
         labels.append(label)
@@ -237,21 +237,12 @@ def _prompts(recorded: Recorded, worker: RewardWorker) -> dict[str, Prompt]:
     return by_uid
 
 
-def _task(prompt: Prompt, group: DataProto) -> Task:
-    said = {
+def _model_scores(group: DataProto) -> dict[str, np.ndarray]:
+    return {
         name.removeprefix(EXTRA): column.numpy()
         for name, column in group.batch.items()
         if name.startswith(f"{EXTRA}rm_") and isinstance(column, torch.Tensor)
     }
-    return Task(
-        prompt.data_source,
-        prompt.ground_truth,
-        prompt.extra_info,
-        prompt.messages,
-        model_scores=said,
-        columns=prompt.columns,
-        is_text=prompt.is_text,
-    )
 
 
 def _without_old_values(recorded: Recorded, scores: DataProto) -> dict[str, Any]:

@@ -193,10 +193,7 @@ def make_request(
     uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False
 ) -> GroupRequest:
     """Return the request for a group of responses to a prompt."""
-    row = prompt.prompt
-    of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
-    task = Task(*of_row, validation, columns=row.columns, is_text=row.is_text)
-    return GroupRequest(uid, prompt.token_ids, sampling, task)
+    return GroupRequest(uid, prompt.token_ids, sampling, Task.of(prompt.prompt, validation=validation))
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:
