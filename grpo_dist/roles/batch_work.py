@@ -224,11 +224,7 @@ class BatchWork(Process):
             raise CheckpointError(f"{path}: {error}") from error
 
     def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], DataProto]:
-        """Read what `write_groups` wrote.
-
-        Returns:
-            (the columns named in `small`, as numpy arrays for a handle; the whole batch).
-        """
+        """Read what `write_groups` wrote: the columns named in `small`, for a handle, and the whole batch."""
         data = DataProto.load(path)
         return {name: np.asarray(data[name]) for name in small}, data
 

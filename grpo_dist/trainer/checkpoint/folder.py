@@ -326,10 +326,8 @@ def _read_pointer(run_dir: Path, expected: bool) -> tuple[str, list[str]]:
 def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None = None) -> list[Path]:
     """Keep the `newest` last written checkpoints and the one with the best `best_metric`; remove the others.
 
-    Damaged checkpoints are neither counted nor removed, since a person may want to recover them.
-
-    Returns:
-        The intact checkpoints that were kept.
+    Damaged checkpoints are neither counted nor removed, since a person may want to recover them. Returns the intact
+    ones that were kept.
 
     Raises:
         CheckpointError: a checkpoint cannot be removed.
