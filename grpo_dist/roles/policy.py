@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,27 @@ class PolicySettings:
     weight_bucket_bytes: int = 256 << 20
     engine: str = FSDP
 
+    def make_engine(self, model: ModelSettings) -> Any:
+        """Load the model into a train engine, in a process that has joined the process group."""
+        return load_attribute(self.engine, key="PolicySettings.engine")(
+            model,
+            device=self.device,
+            temperature=self.temperature,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            grad_clip=self.grad_clip,
+        )
+
+
+@contextlib.contextmanager
+def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
+    """Name what is smaller in passes of these limits if memory is short; `where` begins the message of a divergence."""
+    try:
+        with smaller_passes(limits, ranks=ranks):
+            yield
+    except TrainingDiverged as error:
+        raise TrainingDiverged(f"{where}{error}") from None
+
 
 def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
@@ -140,14 +162,7 @@ class PolicyWorker(Process):
         )
         model = replace(settings.model, path=self.find_model(settings.model.path, settings.model.key))
         with remedied(model.room), within_memory("the weights of the model"):
-            self.engine = load_attribute(settings.engine, key="PolicySettings.engine")(
-                model,
-                device=settings.device,
-                temperature=settings.temperature,
-                optimizer=settings.optimizer,
-                total_steps=settings.total_steps,
-                grad_clip=settings.grad_clip,
-            )
+            self.engine = settings.make_engine(model)
         with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
             if settings.keeps_output_layer:
                 # before the first step, and before a checkpoint is read, the policy is the reference
@@ -166,12 +181,8 @@ class PolicyWorker(Process):
     ) -> tuple[Label, DataProto]:
         plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
-        try:
-            with smaller_passes(limits, ranks=ranks):
-                data = rows.fetch(self._sequences(rows))
-                computed = compute(data, tuple(plain), **limits.sizes)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
+        with passes(limits, f"{', '.join(names)}, ", ranks):
+            computed = compute(rows.fetch(self._sequences(rows)), tuple(plain), **limits.sizes)
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({plain[name]: values for name, values in computed.items()})
@@ -266,14 +277,10 @@ class TrainedWorker(PolicyWorker):
         data = rows.fetch(self._sequences(rows, objective.columns))
         results = []
         for number, mini_batch in enumerate(mini_batches):
-            try:
-                with smaller_passes(limits, ranks=ranks), printing_to(self.printed):
-                    results.append(
-                        self.engine.train_mini_batch(data.index(mini_batch), objective=objective, **limits.sizes)
-                    )
-            except TrainingDiverged as error:
-                where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}"
-                raise TrainingDiverged(f"{where}: {error}") from None
+            where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}: "
+            with passes(limits, where, ranks), printing_to(self.printed):
+                rows_of = data.index(mini_batch)
+                results.append(self.engine.train_mini_batch(rows_of, objective=objective, **limits.sizes))
         if self.freed_memory is not None:
             self.freed_memory.after_pass()
         metrics, log_probs = [result.metrics for result in results], results[0].log_probs

@@ -23,14 +23,12 @@ from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, paddin
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.classifier import with_score_token
-from grpo_dist.engines.train.memory_errors import smaller_passes
-from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import scored_branches, with_branches
 from grpo_dist.roles.gang import FrozenGroup
-from grpo_dist.roles.policy import PolicySettings, on_device
+from grpo_dist.roles.policy import PolicySettings, on_device, passes
 from grpo_dist.roles.supervised import SupervisedGroup, SupervisedWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -99,7 +97,6 @@ class RewardModelWorker(SupervisedWorker):
         """Score this rank's rows.
 
         Args:
-            rows: the responses.
             conversations: the messages of each prompt, by uid.
 
         Returns:
@@ -153,11 +150,8 @@ class RewardModelWorker(SupervisedWorker):
     def _values(self, data: DataProto) -> list[np.ndarray]:
         """The values at the response tokens of each row."""
         limits = self.settings.forward
-        try:
-            with smaller_passes(limits):
-                columns = self.engine.compute_columns(data, ("values",), **limits.sizes)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"reward_model, {error}") from None
+        with passes(limits, "reward_model, "):
+            columns = self.engine.compute_columns(data, ("values",), **limits.sizes)
         return [row.numpy() for row in columns["values"].rows()]
 
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from grpo_dist.algorithms.settings import TrainingSettings
-from grpo_dist.engines.train.memory_errors import smaller_passes
-from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, merge_metrics
 from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import PolicyWorker, on_device
+from grpo_dist.roles.policy import PolicyWorker, on_device, passes
 from grpo_dist.runtime.batch_ref import DataProtoRef
 
 T = TypeVar("T")
@@ -22,22 +20,19 @@ class SupervisedWorker(PolicyWorker):
     @on_device()
     def train(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Take one optimizer step on this rank's rows, which have the columns of the objective; returns its metrics."""
-        return self._over(rows, objective, f"step {step}", self.engine.train_mini_batch).metrics
+        return self._over(rows, objective, f"step {step}: ", self.engine.train_mini_batch).metrics
 
     @on_device(reads=True)
     def evaluate(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Return the metrics of this rank's rows after a step, without another one; see `train`."""
-        return self._over(rows, objective, f"validation after step {step}", self.engine.evaluate)
+        return self._over(rows, objective, f"validation after step {step}: ", self.engine.evaluate)
 
     def _over(self, rows: DataProtoRef, objective: TrainingSettings, where: str, compute: Callable[..., T]) -> T:
         """Return what the engine computes in passes over rows; `where` begins the message of a loss that diverged."""
         limits = self.settings.update
         assert limits is not None, "it trains"
-        try:
-            with smaller_passes(limits):
-                return compute(rows.fetch(rows.columns), objective=objective, **limits.sizes)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"{where}: {error}") from None
+        with passes(limits, where):
+            return compute(rows.fetch(rows.columns), objective=objective, **limits.sizes)
 
 
 class SupervisedGroup(Gang):

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.engines.base import SEQUENCE_COLUMNS
-from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
+from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
@@ -45,8 +44,7 @@ from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import rank_settings, reward_settings
 
-TIMEOUT_S = 600.0  # no other rank is waited for
-LR_TOLERANCE = 1e-6  # likewise, relative
+LR_TOLERANCE = 1e-6  # relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
 # Of the update's metrics those that follow from batch and weights.
 UPDATE_METRICS = (
@@ -298,16 +296,5 @@ def policy_engine(config: RunConfig, num_steps: int = 1, device: str = "cpu") ->
     settings = rank_settings(config, ROLES["actor"], placement(config), num_steps)
     path = resolve_model_path(settings.model.path, key=settings.model.key)
     model = replace(settings.model, path=path, sequence_parallel_size=1)
-    init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=TIMEOUT_S)
-    try:
-        yield FSDPEngine(
-            model,
-            device=device,
-            temperature=settings.temperature,
-            optimizer=settings.optimizer,
-            total_steps=settings.total_steps,
-            grad_clip=settings.grad_clip,
-        )
-    finally:
-        if dist.is_initialized():  # a vLLM that was started in this process has ended it
-            dist.destroy_process_group()
+    with alone(device):
+        yield replace(settings, device=device).make_engine(model)

@@ -19,8 +19,6 @@ class Resumed:
     """A checkpoint from which a run resumes.
 
     Attributes:
-        folder: the checkpoint's folder.
-        state: the state of the run when it was written.
         changes: changes of the config since then, as lines "key: old -> new".
     """
 
