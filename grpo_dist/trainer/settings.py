@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_algorithm import KLCtrlConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.step_tokens import step_form
@@ -222,9 +220,3 @@ def time_limits(config: JobConfig) -> TimeLimits:
     stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
     stages |= {stage: limit for stage, limit in config.trainer.stage_timeout_s.items() if limit is not None}
     return TimeLimits(config.trainer.worker_timeout_s, stages)
-
-
-def kl_controller(config: KLCtrlConfig) -> KLController:
-    """The controller of the KL penalty in the reward."""
-    target = config.target_kl if config.type == "adaptive" else None
-    return KLController(config.kl_coef, target, config.horizon)

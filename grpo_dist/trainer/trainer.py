@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
@@ -50,7 +51,7 @@ from grpo_dist.trainer.rollout.job import describe_failures, episode_metrics, gr
 from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
-from grpo_dist.trainer.settings import kl_controller, sampling_settings
+from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import SampleLog, Validation
 
@@ -83,7 +84,8 @@ class GRPOTrainer(TrainingLoop):
         sampling, self.val_sampling = sampling_settings(config)
         self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling)
         self.targets, self.objective = target_settings(config), objective_settings(config)
-        self.value_objective, self.kl_controller = value_settings(config), kl_controller(config.algorithm.kl_ctrl)
+        self.value_objective, kl = value_settings(config), config.algorithm.kl_ctrl
+        self.kl_controller = KLController(kl.kl_coef, kl.target_kl if kl.type == "adaptive" else None, kl.horizon)
         engine = config.actor_rollout_ref.rollout.checkpoint_engine
         self.transport = weight_transport(
             engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
