@@ -81,7 +81,6 @@ def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Roles]]
 def _sync(work: Work, config: RunConfig, started: Roles) -> None:
     from benchmarks.gpu_check.weights import num_bytes
     from grpo_dist.plan.placement import placement
-    from grpo_dist.roles.weight_sync import sync_weights
     from grpo_dist.roles.weight_transport import weight_transport
     from grpo_dist.runtime.event_loop import run
     from grpo_dist.trainer.settings import engine_settings
@@ -96,7 +95,7 @@ def _sync(work: Work, config: RunConfig, started: Roles) -> None:
     actor, times = started.actor.workers, []
     for version in range(ROUNDS + 1):  # the first one warms up
         begun = time.perf_counter()
-        run(sync_weights(actor, started.rollout, version=version, dtype=settings.dtype, transport=way))
+        run(started.rollout.sync_weights(actor, way, version=version, dtype=settings.dtype))
         times.append(time.perf_counter() - begun)
     seconds = sorted(times[1:])[ROUNDS // 2]
     size = num_bytes(work.model) * (2 if settings.dtype == "float32" else 1)  # its files are bfloat16

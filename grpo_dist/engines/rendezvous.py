@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +49,17 @@ def init_process_group(*, device: str, rank: int, world_size: int, store: dist.T
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
+
+
+@contextmanager
+def alone(device: str) -> Iterator[None]:
+    """Be the one rank of a process group within the block."""
+    init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=600.0)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # a vLLM that was started in this process has ended it
+            dist.destroy_process_group()
 
 
 def world_limit(device: str) -> timedelta:

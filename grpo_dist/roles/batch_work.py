@@ -44,7 +44,6 @@ class BatchWork(Process):
     """The methods for whole batches. A subclass sets the attributes.
 
     Attributes:
-        tokenizer: the model's tokenizer.
         components: the reward components that the reward function declares, with their weights.
         overlong_penalty: the penalty for long responses; None: no penalty.
         step_separator: what is between the steps of a response; None: responses are judged as a whole.
@@ -77,9 +76,8 @@ class BatchWork(Process):
         components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
         if "reward_components" in settings.needs:
             settings = self._with_components(settings, components)
-            absent = torch.full(
-                (len(lengths),), torch.nan
-            )  # a declared component may apply to no response of this batch
+            # a declared component may apply to no response of this batch
+            absent = torch.full((len(lengths),), torch.nan)
             components = dict.fromkeys(self.components, absent) | components
         with printing_to(self.printed):
             out, metrics = compute_targets(
@@ -170,7 +168,6 @@ class BatchWork(Process):
         Args:
             batch: a whole step.
             path: RUN_DIR/rollouts/STEP.jsonl.
-            step: its number.
             ground_truths: by uid.
             most_bytes: that the folder may hold; the oldest steps are removed.
 
@@ -192,7 +189,6 @@ class BatchWork(Process):
 
         Args:
             batch: with `rule_labels`: rows of the labels of a response's steps, or with one for the whole response.
-            path: of the file.
             conversations: the messages of each prompt, by uid.
 
         Raises:
@@ -228,11 +224,7 @@ class BatchWork(Process):
             raise CheckpointError(f"{path}: {error}") from error
 
     def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], DataProto]:
-        """Read what `write_groups` wrote.
-
-        Returns:
-            (the columns named in `small`, as numpy arrays for a handle; the whole batch).
-        """
+        """Read what `write_groups` wrote: the columns named in `small`, for a handle, and the whole batch."""
         data = DataProto.load(path)
         return {name: np.asarray(data[name]) for name in small}, data
 

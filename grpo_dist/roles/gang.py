@@ -27,7 +27,6 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
-from grpo_dist.runtime.process import Address
 
 T = TypeVar("T")
 
@@ -49,7 +48,8 @@ class Gang:
     async def start(self, settings: PolicySettings) -> None:
         """Form the process group and load the model."""
         self._settings = settings
-        host = rendezvous_host(await self.workers.call_home())
+        addresses = await self.workers.call_home()
+        host = LOOPBACK if len({address.ip for address in addresses}) == 1 else addresses[0].ip
         port = await self.workers.ask(0, "start", "open_store", host)
         await self.workers.ask_all("start", "start", settings, host, port)
 
@@ -134,17 +134,13 @@ class Gang:
 
 
 class FrozenGroup(Gang):
-    """A model that is as its folder has it, at least at first: the base of the reference and the reward model.
+    """A model that is as its folder has it, at least at first: the base of the reference and the reward model."""
 
-    Args:
-        workers: the group's processes.
-        restarts: how many workers may be replaced.
-    """
+    has_moved = False
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers)
         self.restarts = restarts or RestartBudget()
-        self.has_moved = False
 
     async def restart(self, error: GrpoDistError) -> None:
         """Start all ranks again after one was lost.
@@ -189,10 +185,7 @@ class ReferenceGroup(FrozenGroup):
 class TrainedGroup(Gang):
     """A model that trains on responses: the critic, and the base of the actor."""
 
-    @property
-    def update_stage(self) -> str:
-        """Name of the time limit of an update."""
-        return f"update_{self.workers.role}"
+    update_stage = "update_critic"  # the name of its time limit
 
     async def update(
         self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
@@ -225,10 +218,7 @@ class TrainedGroup(Gang):
 class ActorGroup(TrainedGroup):
     """The policy."""
 
-    @property
-    def update_stage(self) -> str:
-        """Name of the time limit of an update."""
-        return "update"
+    update_stage = "update"
 
     async def take_reference_head(self, ref: ReferenceGroup) -> None:
         """Copy the reference's current output layer to the actor, for the exact KL (`kl_loss_type=full`)."""
@@ -260,11 +250,6 @@ async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None
     await asyncio.gather(*(group.ask(rank, "start", "find_model", path, key) for group, rank in first.values()))
 
 
-def rendezvous_host(addresses: Sequence[Address]) -> str:
-    """The host of the ranks' rendezvous: the node of rank 0, or loopback if all ranks are on one node."""
-    return LOOPBACK if len({address.ip for address in addresses}) == 1 else addresses[0].ip
-
-
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_groups: int) -> list[np.ndarray]:
     columns = (batch[name][rows] for name in ("uid", "prompt_length", "response_length"))
     return [rows[part] for part in balance(Lengths(*columns), num_groups)]
@@ -272,9 +257,5 @@ def _shares(batch: DataProtoRef, rows: np.ndarray, num_groups: int) -> list[np.n
 
 def averaged(mini_batches: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
     """The metrics of optimizer steps, each merged over ranks: a sum over ranks becomes a mean over steps."""
-    return merge_metrics(
-        [
-            {name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in metrics.items()}
-            for metrics in mini_batches
-        ]
-    )
+    means = ({name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in row.items()} for row in mini_batches)
+    return merge_metrics([*means])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from grpo_dist.protocol.routes import with_routes
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
-from grpo_dist.runtime.process import Process, use_threads
+from grpo_dist.runtime.process import Process
 
 if TYPE_CHECKING:
     from grpo_dist.engines.train.durable_files import FileDigest
@@ -47,16 +48,13 @@ class PolicySettings:
         model: what to load; the worker resolves a `builtin:` path on its own node.
         device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
-        temperature: the sampling temperature.
         columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
             where it is one of log-probs.
-        forward: the limits of a forward pass.
         update: the limits of a forward and backward pass; None: nothing trains.
         seed: of torch's random state.
         collective_timeout_s: how long a rank waits for the others in one operation.
         optimizer: the config's section; None for the reference.
         total_steps: optimizer steps of the whole run.
-        grad_clip: largest gradient norm.
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
@@ -80,6 +78,27 @@ class PolicySettings:
     reference_columns: tuple[str, ...] = ()
     weight_bucket_bytes: int = 256 << 20
     engine: str = FSDP
+
+    def make_engine(self, model: ModelSettings) -> Any:
+        """Load the model into a train engine, in a process that has joined the process group."""
+        return load_attribute(self.engine, key="PolicySettings.engine")(
+            model,
+            device=self.device,
+            temperature=self.temperature,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            grad_clip=self.grad_clip,
+        )
+
+
+@contextlib.contextmanager
+def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
+    """Name what is smaller in passes of these limits if memory is short; `where` begins the message of a divergence."""
+    try:
+        with smaller_passes(limits, ranks=ranks):
+            yield
+    except TrainingDiverged as error:
+        raise TrainingDiverged(f"{where}{error}") from None
 
 
 def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -130,7 +149,7 @@ class PolicyWorker(Process):
         """Join the role's process group, at rank 0's store, and load the model."""
         self.check_build(settings.device)
         self.settings = settings
-        use_threads(settings.num_threads)
+        torch.set_num_threads(settings.num_threads)  # by default every process would use all cores
         if settings.device == "cpu":
             self.freed_memory = FreedMemory()
         torch.manual_seed(settings.seed)
@@ -144,14 +163,7 @@ class PolicyWorker(Process):
         )
         model = replace(settings.model, path=self.find_model(settings.model.path, settings.model.key))
         with remedied(model.room), within_memory("the weights of the model"):
-            self.engine = load_attribute(settings.engine, key="PolicySettings.engine")(
-                model,
-                device=settings.device,
-                temperature=settings.temperature,
-                optimizer=settings.optimizer,
-                total_steps=settings.total_steps,
-                grad_clip=settings.grad_clip,
-            )
+            self.engine = settings.make_engine(model)
         with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
             if settings.keeps_output_layer:
                 # before the first step, and before a checkpoint is read, the policy is the reference
@@ -170,12 +182,8 @@ class PolicyWorker(Process):
     ) -> tuple[Label, DataProto]:
         plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
-        try:
-            with smaller_passes(limits, ranks=ranks):
-                data = rows.fetch(self._sequences(rows))
-                computed = compute(data, tuple(plain), **limits.sizes)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
+        with passes(limits, f"{', '.join(names)}, ", ranks):
+            computed = compute(rows.fetch(self._sequences(rows)), tuple(plain), **limits.sizes)
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({plain[name]: values for name, values in computed.items()})
@@ -260,8 +268,7 @@ class TrainedWorker(PolicyWorker):
         Args:
             rows: this rank's rows of the whole batch.
             mini_batches: for each mini-batch, the positions in `rows` that belong to it.
-            objective: the loss.
-            step: training step, for messages.
+            step: for messages.
 
         Returns:
             ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
@@ -271,14 +278,10 @@ class TrainedWorker(PolicyWorker):
         data = rows.fetch(self._sequences(rows, objective.columns))
         results = []
         for number, mini_batch in enumerate(mini_batches):
-            try:
-                with smaller_passes(limits, ranks=ranks), printing_to(self.printed):
-                    results.append(
-                        self.engine.train_mini_batch(data.index(mini_batch), objective=objective, **limits.sizes)
-                    )
-            except TrainingDiverged as error:
-                where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}"
-                raise TrainingDiverged(f"{where}: {error}") from None
+            where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}: "
+            with passes(limits, where, ranks), printing_to(self.printed):
+                rows_of = data.index(mini_batch)
+                results.append(self.engine.train_mini_batch(rows_of, objective=objective, **limits.sizes))
         if self.freed_memory is not None:
             self.freed_memory.after_pass()
         metrics, log_probs = [result.metrics for result in results], results[0].log_probs
@@ -336,13 +339,10 @@ class ActorWorker(TrainedWorker):
         return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
 
     def open_weight_store(self, others: Sequence[str]) -> tuple[str, int]:
-        """Rank 0: open the store at which weight groups meet, unless it is open; on loopback if all are on this node.
+        """Rank 0: open the store at which weight groups meet, unless it is open; returns its host and port.
 
         Args:
-            others: addresses of the receivers' nodes.
-
-        Returns:
-            (host of the store, its port).
+            others: addresses of the receivers' nodes. If all are this node's, the store is on loopback.
         """
         own = self.address().ip
         host = LOOPBACK if set(others) == {own} else own

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.validation import pred_ids
+from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
 from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
@@ -21,7 +22,6 @@ from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
-from grpo_dist.runtime.process import use_threads
 
 EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
@@ -86,6 +86,12 @@ class Task:
     columns: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False
 
+    @classmethod
+    def of(cls, row: Prompt, **more: Any) -> Task:
+        """Return the task of a row."""
+        of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
+        return cls(*of_row, columns=row.columns, is_text=row.is_text, **more)
+
 
 class RewardWorker(BatchWork):
     """One process of the pool: it has the tokenizer, and the reward function in a child process of its own."""
@@ -100,7 +106,7 @@ class RewardWorker(BatchWork):
         from grpo_dist.assets.tokenizer import load_tokenizer
         from grpo_dist.rewards.scorer import Scorer
 
-        use_threads(1)
+        torch.set_num_threads(1)
         self.tokenizer = load_tokenizer(
             self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )
@@ -152,11 +158,7 @@ class RewardWorker(BatchWork):
         return (labels, self.scorer.printed.take(), time.monotonic() - started), scored
 
     def score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
-        """Score a group whose episodes have brought the rewards `given`, nan where one has brought none.
-
-        Returns:
-            (label, failures and data of `score`, of this group).
-        """
+        """Score a group whose episodes have brought the rewards `given`, nan where one brought none; see `score`."""
         responses, mask = data["responses"], data["response_mask"]
         texts = self._decode(scored_branches(data))
         results = self._with_rewards(texts, task, given)

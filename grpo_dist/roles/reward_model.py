@@ -23,14 +23,12 @@ from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, paddin
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.classifier import with_score_token
-from grpo_dist.engines.train.memory_errors import smaller_passes
-from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import scored_branches, with_branches
 from grpo_dist.roles.gang import FrozenGroup
-from grpo_dist.roles.policy import PolicySettings, on_device
+from grpo_dist.roles.policy import PolicySettings, on_device, passes
 from grpo_dist.roles.supervised import SupervisedGroup, SupervisedWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -99,7 +97,6 @@ class RewardModelWorker(SupervisedWorker):
         """Score this rank's rows.
 
         Args:
-            rows: the responses.
             conversations: the messages of each prompt, by uid.
 
         Returns:
@@ -153,22 +150,13 @@ class RewardModelWorker(SupervisedWorker):
     def _values(self, data: DataProto) -> list[np.ndarray]:
         """The values at the response tokens of each row."""
         limits = self.settings.forward
-        try:
-            with smaller_passes(limits):
-                columns = self.engine.compute_columns(data, ("values",), **limits.sizes)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"reward_model, {error}") from None
+        with passes(limits, "reward_model, "):
+            columns = self.engine.compute_columns(data, ("values",), **limits.sizes)
         return [row.numpy() for row in columns["values"].rows()]
 
 
 def judging_model(model: ModelSettings, config: Any, tokenizer: Any, process: ProcessRewardConfig) -> ModelSettings:
     """A process reward model with the outputs of its head: those in its files, or two rows of its output layer.
-
-    Args:
-        model: without the number of outputs.
-        config: its config.json.
-        tokenizer: of the model.
-        process: the section `reward_model.process`.
 
     Raises:
         ConfigError: a text is not one token.
@@ -186,8 +174,6 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
     that it is computed once.
 
     Args:
-        sequences: token ids.
-        uids: of each sequence.
         ends: the first position of each sequence whose value is wanted, at least 1: the prompt ends before. (): only
             the last ones are.
     """
@@ -217,15 +203,7 @@ class RewardModelGroup(FrozenGroup, SupervisedGroup):
     async def score(
         self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, np.ndarray]:
-        """Score all rows.
-
-        Args:
-            batch: the responses.
-            conversations: the messages of each prompt, by uid.
-
-        Returns:
-            What `RewardModelWorker.score` returns, (N,) each, in the order of the batch.
-        """
+        """Return what `RewardModelWorker.score` returns of all rows, (N,) each, in the order of the batch."""
         rows, parts = self._parts(batch, with_branches(("uid", "prompts", "responses"), batch.columns))
         asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
 

@@ -51,10 +51,6 @@ class RewardPool(Pool):
 
     Attributes:
         printed: what custom code has printed, in these processes and in others of the run.
-
-    Args:
-        workers: the processes.
-        restarts: how many workers may be replaced.
     """
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
@@ -68,8 +64,6 @@ class RewardPool(Pool):
         """Score one group on a free process.
 
         Args:
-            group: the group with its responses.
-            task: the arguments of the reward function besides the response.
             limit_s: seconds after which the process counts as hung.
 
         Returns:

@@ -27,7 +27,6 @@ class Roles:
 
     Attributes:
         groups: the groups by role, those that the run lacks left out; the keys are rows of `plan.roles`.
-        restarts: how many workers may be replaced.
     """
 
     groups: dict[str, Gang | RolloutGroup | RewardPool]

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ SMALL_COLUMNS = (
     *("uid", "prompt_length", "response_length", "truncated", "num_turns"),
     *("weight_version", "last_weight_version"),
 )
-# With an agent loop also these.
-EPISODE_COLUMNS = ("episode_reward",)
+# Those that only some groups have: of an agent loop's episodes, and where experts are replayed.
+SOME_COLUMNS = ("episode_reward", UNKNOWN_ROUTES)
 
 
 class RolloutWorker(Mailbox, Process):
@@ -92,7 +93,7 @@ class RolloutWorker(Mailbox, Process):
             except AgentError as error:
                 return (None, self.engine.load, [*failed, error]), None
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
-            label = Label.of(data, (*_small(data), *EPISODE_COLUMNS))
+            label = Label.of(data, _small(data))
             return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
         responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
         if responses is None:
@@ -172,7 +173,7 @@ class RolloutWorker(Mailbox, Process):
 
 
 def _small(data: DataProto) -> tuple[str, ...]:
-    return (*SMALL_COLUMNS, UNKNOWN_ROUTES) if UNKNOWN_ROUTES in data.batch else SMALL_COLUMNS
+    return (*SMALL_COLUMNS, *(name for name in SOME_COLUMNS if name in data.batch))
 
 
 def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> DataProto:
@@ -223,7 +224,7 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
     The prompt is what all have in common of theirs, since agents at an endpoint may write their own; what one has
     behind it stands before its response, and does not train.
     """
-    shared = common_prefix([episode.prompt_ids for episode in episodes])
+    shared = list(commonprefix([episode.prompt_ids for episode in episodes]))
     if not shared:
         what = f"the prompts that the episodes of {uid} wrote at the endpoint have no first token in common"
         raise AgentError(what, was_last=True)
@@ -242,13 +243,6 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
         PREDECESSORS: Ragged.from_rows([r.predecessors or [] for r in responses], torch.int32),
     }
     return group_batch(uid, np.array(shared, np.int32), responses).union(DataProto.from_dict(columns))
-
-
-def common_prefix(rows: Sequence[list[int]]) -> list[int]:
-    """The tokens that all rows begin with."""
-    first, last = min(rows), max(rows)  # in the order of words, so that all others are between them
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return list(first[:same])
 
 
 def _behind(episode: Episode, start: int) -> Response:

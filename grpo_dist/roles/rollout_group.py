@@ -5,8 +5,8 @@ the load that its engine reports: enough that it never idles, and few enough tha
 prompts that others could sample.
 
 A worker that dies, fails, aborts a group by itself or does not answer is replaced (pool.py). Its new process gets
-requests once it holds the current weights (weight_sync.py). One whose machine is lost is left out until another one
-has room for it. One that is not required (`cluster.max_rollout_world_size`) gets its first weights apart from the
+requests once it holds the current weights (weight_transport.py). One whose machine is lost is left out until another
+one has room for it. One that is not required (`cluster.max_rollout_world_size`) gets its first weights apart from the
 others, so that a machine that cannot be reached holds nobody up but itself.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightsLost, WeightSyncError, WorkerError
 from grpo_dist.roles.reward import Task
-from grpo_dist.roles.weight_transport import Outcomes, outcomes
+from grpo_dist.roles.weight_transport import Outcomes, WeightTransport, outcomes
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
@@ -44,7 +44,6 @@ class GroupRequest:
     """One prompt to sample a group of responses for.
 
     Attributes:
-        uid: group id.
         token_ids: (P,) token ids of the prompt.
         sampling: sampling settings; `n` is the group size.
         task: the arguments of the reward function besides the response.
@@ -84,10 +83,6 @@ class RolloutGroup(Pool):
 
     Attributes:
         weights_gone: set while no engine has the current weights, and none can get them: the actor is being updated.
-
-    Args:
-        workers: the processes.
-        restarts: how many workers may be replaced.
     """
 
     members: list[Engine]  # type: ignore[assignment]
@@ -135,7 +130,6 @@ class RolloutGroup(Pool):
         capacity. If the caller is cancelled, the engine aborts the group.
 
         Args:
-            request: the prompt and how to sample.
             first: put the request at the head of the queue.
             on_sent: called each time the request is sent to a worker.
             on_failed: called with the attempts at its episodes that have failed, whether the group has a result or not.
@@ -188,6 +182,16 @@ class RolloutGroup(Pool):
         )
 
     # --- weights -----------------------------------------------------------------------------------------------
+    async def sync_weights(self, actor: WorkerGroup, transport: WeightTransport, *, version: int, dtype: str) -> None:
+        """Send the actor's weights to all workers, in `dtype`, a torch name such as "float32"; see `take_weights`.
+
+        Raises:
+            GrpoDistError: an actor rank failed, the restart budget is used up, or an engine confirmed another version.
+        """
+        await self.take_weights(
+            functools.partial(transport.sync, actor, self.workers, version=version, dtype=dtype), version
+        )
+
     async def take_weights(self, bring: Callable[[Sequence[int]], Awaitable[Outcomes]], version: int) -> None:
         """Send new weights to all workers and wait until each has confirmed them.
 
@@ -195,7 +199,6 @@ class RolloutGroup(Pool):
 
         Args:
             bring: sends the weights to workers, and returns for each the version it now holds, or its error.
-            version: the new weight version.
 
         Raises:
             WeightSyncError: the weights are damaged, incomplete or out of order.
@@ -282,8 +285,7 @@ class RolloutGroup(Pool):
             elif isinstance(held, GrpoDistError):
                 raise held
             elif held != self._version:
-                raise GrpoDistError(
-                    f"rollout worker {rank} holds weight version {held} after the sync of {self._version}"
-                )
+                wrong = f"holds weight version {held} after the sync of {self._version}"
+                raise GrpoDistError(f"rollout worker {rank} {wrong}")
             else:
                 self.members[rank].lacks_weights = False

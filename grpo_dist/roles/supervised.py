@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from grpo_dist.algorithms.settings import TrainingSettings
-from grpo_dist.engines.train.memory_errors import smaller_passes
-from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, merge_metrics
 from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import PolicyWorker, on_device
+from grpo_dist.roles.policy import PolicyWorker, on_device, passes
 from grpo_dist.runtime.batch_ref import DataProtoRef
 
 T = TypeVar("T")
@@ -21,53 +19,31 @@ class SupervisedWorker(PolicyWorker):
 
     @on_device()
     def train(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
-        """Take one optimizer step.
-
-        Args:
-            rows: this rank's rows of the batch, with the columns that the objective reads.
-            objective: the loss.
-            step: training step, for messages.
-
-        Returns:
-            This rank's metrics.
-        """
-        return self._over(rows, objective, f"step {step}", self.engine.train_mini_batch).metrics
+        """Take one optimizer step on this rank's rows, which have the columns of the objective; returns its metrics."""
+        return self._over(rows, objective, f"step {step}: ", self.engine.train_mini_batch).metrics
 
     @on_device(reads=True)
     def evaluate(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Return the metrics of this rank's rows after a step, without another one; see `train`."""
-        return self._over(rows, objective, f"validation after step {step}", self.engine.evaluate)
+        return self._over(rows, objective, f"validation after step {step}: ", self.engine.evaluate)
 
     def _over(self, rows: DataProtoRef, objective: TrainingSettings, where: str, compute: Callable[..., T]) -> T:
         """Return what the engine computes in passes over rows; `where` begins the message of a loss that diverged."""
         limits = self.settings.update
         assert limits is not None, "it trains"
-        try:
-            with smaller_passes(limits):
-                return compute(rows.fetch(rows.columns), objective=objective, **limits.sizes)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(f"{where}: {error}") from None
+        with passes(limits, where):
+            return compute(rows.fetch(rows.columns), objective=objective, **limits.sizes)
 
 
 class SupervisedGroup(Gang):
-    """All ranks of the model.
+    """All ranks of the model."""
 
-    Attributes:
-        train_stage: name of the time limit of an optimizer step.
-    """
-
-    train_stage: ClassVar[str] = "train"
+    train_stage = "train"  # the name of an optimizer step's time limit
 
     async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
-        """Take one optimizer step on a batch.
+        """Take one optimizer step on the rows of each rank, and return the metrics, merged over ranks.
 
-        Args:
-            parts: the rows of each rank; rows that the objective compares are on the same one.
-            objective: the loss.
-            step: training step, for messages.
-
-        Returns:
-            The metrics, merged over ranks.
+        Rows that the objective compares are on the same rank.
         """
         return await self._on_all("train", parts, objective, step, self.train_stage)
 

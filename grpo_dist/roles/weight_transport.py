@@ -1,19 +1,33 @@
-"""The transports of a weight sync, from the actor to the engines, as the driver sees them.
+"""Weight sync: brings the actor's weights, under a version number, to all rollout engines.
 
-`object_store`: rank 0 of the actor puts the buckets into Ray's object store; every engine reads them and writes them
-into a shared memory file for its workers. Works everywhere.
+The driver starts it after each update, and once before the first rollout (`RolloutGroup.sync_weights`). The weights are
+sent in buckets of bounded size, each with its number and a checksum: all actor ranks gather one tensor at a time, and
+rank 0 packs them, cast to the engine's dtype. How the buckets travel:
 
-`broadcast`: rank 0 broadcasts the buckets to the workers of all engines at once (engines/weights/broadcast.py), with
-NCCL on GPU and gloo on CPU. Needs a separate GPU for every process.
+- object_store: rank 0 puts them into Ray's object store. An engine reads and checks all of them, writes them into a
+  shared memory file for its workers, and only then pauses and loads them. If they are damaged, incomplete or not newer,
+  it refuses them and keeps its weights. Works everywhere.
+- broadcast: rank 0 broadcasts them to the workers of all engines at once (engines/weights/broadcast.py), with NCCL on
+  GPU and gloo on CPU. Needs a separate GPU for every process. Once all engines have paused, each checks and loads the
+  buckets as they arrive. A damaged first bucket is refused as above. After a damaged later one the engine holds a mix
+  of old and new weights, and samples nothing until a complete sync has succeeded; the transport makes a second attempt
+  with the engines that still answer.
+- ipc: as broadcast, but each actor rank passes the buckets through shared memory to the engine workers on its own GPU
+  or, on CPU, on its own machine (engines/weights/ipc.py). For the driver it is a broadcast with several senders.
 
-`ipc`: each actor rank passes the buckets through shared memory to the engine workers on its own GPU or, on CPU, on its
-own machine (engines/weights/ipc.py). For the driver it is a broadcast with several senders.
+Responses in flight continue with the new weights (`rollout.partial_rollout`), or are finished first. The prefix cache
+is cleared. Every engine answers with the version it now holds, and tags each token that it samples with it.
+
+A rollout worker that fails during the sync is replaced and does not delay the others (rollout_group.py). It gets
+requests again once it holds the current weights: from the next sync or, while the actor still holds them, from a sync
+of its own. Responses of an engine with an unconfirmed version are never used. If an actor rank fails, the sync raises
+and the run stops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.errors import GrpoDistError, WeightSyncError
@@ -26,8 +40,8 @@ STAGE = "sync_weights"
 Outcomes = dict[int, Any]
 
 
-class WeightTransport(Protocol):
-    """Sends the actor's weights to engines."""
+class ObjectStoreTransport:
+    """Sends the buckets through Ray's object store."""
 
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
@@ -40,15 +54,6 @@ class WeightTransport(Protocol):
         Raises:
             GrpoDistError: the actor failed.
         """
-
-
-class ObjectStoreTransport:
-    """Sends the buckets through Ray's object store."""
-
-    async def sync(
-        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
-    ) -> Outcomes:
-        """See `WeightTransport.sync`."""
         before = list(rollout.handles)
         buckets = (await actor.ask_all(STAGE, "export_weights", dtype))[0]
         same = [rank for rank in ranks if rollout.handles[rank] is before[rank]]  # one may have been replaced meanwhile
@@ -75,7 +80,7 @@ class BroadcastTransport:
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
-        """See `WeightTransport.sync`. If an engine dies, the others get a second attempt without it."""
+        """See `ObjectStoreTransport.sync`. If an engine dies, the others get a second attempt without it."""
         loaded = await self._attempt(actor, rollout, ranks, version, dtype)
         again = [rank for rank, outcome in loaded.items() if isinstance(outcome, WeightSyncError)]
         return loaded | await self._attempt(actor, rollout, again, version, dtype) if again else loaded
@@ -143,14 +148,11 @@ class BroadcastTransport:
         return {rank: outcome or unformed for rank, outcome in joined.items()}
 
 
-def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
-    """Make a transport.
+WeightTransport = ObjectStoreTransport | BroadcastTransport
 
-    Args:
-        name: "object_store", "broadcast" or "ipc".
-        workers_per_engine: tensor-parallel size of an engine.
-        collective_timeout_s: timeout of the actor's collectives, seconds.
-    """
+
+def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
+    """Make a transport: "object_store", "broadcast" or "ipc"; see `BroadcastTransport`."""
     if name == "object_store":
         return ObjectStoreTransport()
     return BroadcastTransport(workers_per_engine, collective_timeout_s / 2, name)

@@ -180,8 +180,7 @@ def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> l
 def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> dict[str, Group]:
     """Have started workers load the checkpoint from which the run resumes, if there is one.
 
-    Returns:
-        The finished groups of later steps, by uid; none if the config has changed.
+    Returns its finished groups of later steps, by uid; none if the config has changed.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.

@@ -52,11 +52,7 @@ def train(
     on_step: StepCallback | None,
     on_forced_end: Callable[[RayLost | Interrupted], None],
 ) -> int:
-    """Connect to Ray, train and disconnect; see `run.run`.
-
-    Returns:
-        The first step that this run has recorded.
-    """
+    """Connect to Ray, train and disconnect (see `run.run`); returns the first step that this run has recorded."""
     checkpoints = Path(config.trainer.default_local_dir).absolute()
     force = functools.partial(_end_by_force, checkpoints, preemption, on_forced_end)
     with ExitStack() as stack:
@@ -104,10 +100,7 @@ def _train(
     """Start workers and train. If a lost worker held what is trained, start all of them again from the last checkpoint.
 
     With `trainer.halve_on_out_of_memory` that is also done if a GPU runs out of memory, with the responsible setting
-    halved.
-
-    Returns:
-        The first step that this run has recorded.
+    halved. Returns what `train` does.
 
     Raises:
         WorkerLost, DataLost: all workers have been started again `trainer.max_actor_restarts` times.
@@ -144,7 +137,7 @@ def _train(
                 if trainer is None:  # lost at the first start it would most likely be lost again: too large a model
                     goes_on = restarts > 0
                 else:
-                    goes_on = isinstance(error, DataLost) or trainer.holds_state(error.role)
+                    goes_on = isinstance(error, DataLost) or error.role in trainer.saver.holders()
                 if preemption.asked:
                     say(config, f"{preemption.name}: no checkpoint could be written: {error}")
                     preemption.release()

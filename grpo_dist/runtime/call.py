@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import (
     NodeDiedError,
@@ -26,81 +25,29 @@ if TYPE_CHECKING:
     import ray
 
 
-class Caller(Protocol):
-    """The methods that a call, or a postbox, needs of the `WorkerGroup` that sends it."""
-
-    role: str
-    handles: list[Any]
-
-    async def value(self, call: Call) -> Any:
-        """See `WorkerGroup`, here and below."""
-
-    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
-        """Call a method."""
-
-    def submit_for_data(self, rank: int, stage: str, method: str, *args: Any) -> Call:
-        """Call a method whose answer has data."""
-
-    def lost(self, rank: int, stage: str, message: str) -> WorkerLost:
-        """The error of a lost worker."""
-
-    async def outcomes(self, calls: Sequence[Call]) -> list[Any]:
-        """The answers and errors of calls."""
-
-    async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
-        """The error of calls that were not answered in time."""
-
-    async def root_cause(self, error: GrpoDistError, unanswered: Mapping[Call, asyncio.Future[Any]]) -> GrpoDistError:
-        """The error that another one comes from."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A method to call; `number` tells the answers apart."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...]
-
-
-@dataclass(eq=False)
-class Posted:
-    """A request that was posted.
-
-    Attributes:
-        request: what is asked.
-        answered: its answer, and where its data begin.
-    """
-
-    request: Request
-    answered: asyncio.Future[tuple[Any, ray.ObjectRef | None, int]]
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call that was sent to a worker.
 
     Attributes:
         ref: Ray's reference to the answer; None for what was posted, or sent where there is no process.
-        group: the worker's group.
-        rank: the worker's rank.
-        stage: the stage that the call belongs to, for messages.
+        group: the `WorkerGroup` that has sent it.
         started: `time.monotonic()` when the call was sent.
         limit_s: seconds that it may take.
         process: the actor handle of the process that was called.
         data: reference to the data returned besides the answer; see `WorkerGroup.submit_for_data`.
-        posted: the request, if it was posted; see `WorkerGroup.post`.
+        posted: the answer to what was posted, and where its data begin; see `WorkerGroup.post`.
     """
 
     ref: ray.ObjectRef | None
-    group: Caller
+    group: Any
     rank: int
     stage: str
     started: float
     limit_s: float
     process: Any = None
     data: ray.ObjectRef | None = None
-    posted: Posted | None = None
+    posted: asyncio.Future[tuple[Any, ray.ObjectRef | None, int]] | None = None
 
     async def answer(self) -> Any:
         """Wait for the answer.
@@ -116,7 +63,7 @@ class Call:
 
     def handle(self, label: Label, row: int = 0) -> DataProtoRef:
         """A handle to the data that was returned with the answer, or to its rows from `row` on."""
-        data, first = (self.data, 0) if self.posted is None else self.posted.answered.result()[1:]
+        data, first = (self.data, 0) if self.posted is None else self.posted.result()[1:]
         assert data is not None, "only `submit_for_data` and `post` ask for data"
         return DataProtoRef.stored(data, label, first + row)
 

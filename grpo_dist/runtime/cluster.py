@@ -25,14 +25,11 @@ GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 def prepare(address: str | None, timeline: bool = False) -> str:
-    """Find the run's cluster, and set what Ray reads when it is imported.
+    """Find the run's cluster, and set what Ray reads when it is imported; returns what `connection.connect` takes.
 
     Args:
         address: as in `find_cluster`.
         timeline: whether a local cluster keeps what `ray.timeline` reads; one that is joined does by default.
-
-    Returns:
-        What `connection.connect` takes.
     """
     address = find_cluster(address)
     # Ray would print the error of every call whose answer nobody waits for any more, before the run's own message.

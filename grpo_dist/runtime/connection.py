@@ -40,14 +40,11 @@ Places = dict[str, tuple[str, int]]
 
 
 def connect(address: str, num_cpus: int | None) -> str:
-    """Join or start a Ray cluster.
+    """Join or start a Ray cluster; returns a message that says which one is used.
 
     Args:
         address: what `cluster.prepare` has returned.
         num_cpus: logical CPUs of a local cluster; None: all.
-
-    Returns:
-        A message that says which cluster is used.
     """
     if address == LOCAL:
         return _start_local(num_cpus)

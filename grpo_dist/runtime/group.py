@@ -45,11 +45,10 @@ class WorkerGroup:
     """The workers of one role.
 
     Args:
-        role: "actor", "rollout", "ref" or "reward".
         handles: one Ray actor handle per rank; None for one that has no process at the moment.
         limits: seconds without an answer after which a worker counts as hung, by stage.
         make: by rank, a function that starts a new process in place of a lost one.
-        bundles: by rank, the resources of the process.
+        bundles: by rank.
     """
 
     def __init__(
@@ -248,7 +247,7 @@ class WorkerGroup:
         """Wait for the answer of a call without a time limit; raises as `Call.answer` does."""
         if call.posted is not None:
             try:
-                return (await call.posted.answered)[0]
+                return (await call.posted)[0]
             except WorkerError as error:
                 error.locate(self.role, call.rank, self._node(call.rank), call.stage)
                 raise

@@ -9,20 +9,31 @@ waiting at the worker (`collect`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import traceback
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.protocol import DataProto
-from grpo_dist.runtime.call import TRACEBACK_CHARS, Caller, Posted, Request
+from grpo_dist.runtime.call import TRACEBACK_CHARS
 from grpo_dist.runtime.event_loop import give, in_background
 
 # After the first answer a worker waits this long for further ones.
 LINGER_S = 0.005
+
+
+@dataclass(frozen=True)
+class Request:
+    """A method to call; `number` tells the answers apart."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -42,24 +53,22 @@ class Mailbox:
     The methods that are called return (answer, data), where data is a batch, or None.
     """
 
-    _mail: dict[str, _Mail] | None = None
+    @functools.cached_property
+    def _mail(self) -> defaultdict[str, _Mail]:
+        return defaultdict(_Mail)
 
     async def take(self, box: str, requests: Sequence[Request]) -> None:
         """Begin to work on requests."""
-        self._mail_of(box).begin(self, requests)
+        self._mail[box].begin(self, requests)
 
     async def collect(self, box: str, requests: Sequence[Request]) -> tuple[list[Outcome], DataProto | None]:
         """Begin to work on requests, and wait until one of the box has an answer; all answers until then, and data."""
-        mail = self._mail_of(box)
+        mail = self._mail[box]
         mail.begin(self, requests)
         await mail.any.wait()
         if mail.tasks:
             await asyncio.sleep(LINGER_S)
         return mail.hand_out()
-
-    def _mail_of(self, box: str) -> _Mail:
-        self._mail = {} if self._mail is None else self._mail
-        return self._mail.setdefault(box, _Mail())
 
 
 class _Mail:
@@ -99,25 +108,24 @@ class _Mail:
 class Postbox:
     """Posts requests of one stage to one process, and receives the answers."""
 
-    def __init__(self, group: Caller, rank: int, stage: str) -> None:
+    def __init__(self, group: Any, rank: int, stage: str) -> None:
         self.group, self.rank, self.stage = group, rank, stage
         self.process = group.handles[rank]
         self.id = uuid.uuid4().hex
         self._numbers = itertools.count()
-        self._open: dict[int, Posted] = {}
+        self._open: dict[int, asyncio.Future[Any]] = {}
         self._new: list[Request] = []
         self._collecting = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def post(self, method: str, arguments: tuple[Any, ...]) -> Posted:
+    def post(self, method: str, arguments: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Send a request together with all others of this turn of the loop."""
-        loop = asyncio.get_running_loop()
-        posted = Posted(Request(next(self._numbers), method, arguments), loop.create_future())
-        self._open[posted.request.number] = posted
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        self._open[number] = loop.create_future()
         if not self._new:
             loop.call_soon(self.flush)
-        self._new.append(posted.request)
-        return posted
+        self._new.append(Request(number, method, arguments))
+        return self._open[number]
 
     def flush(self) -> None:
         """Send what has been posted."""
@@ -149,8 +157,8 @@ class Postbox:
                 outcomes = await self.group.value(call)
                 row = 0
                 for outcome in outcomes:
-                    if (posted := self._open.pop(outcome.number, None)) is not None:
-                        give(posted.answered, outcome.error or (outcome.answer, call.data, row))
+                    if (answered := self._open.pop(outcome.number, None)) is not None:
+                        give(answered, outcome.error or (outcome.answer, call.data, row))
                     row += outcome.rows
                 if not self._open:
                     return
@@ -163,5 +171,5 @@ class Postbox:
 
     def _fail(self, numbers: Sequence[int], error: GrpoDistError) -> None:
         for number in numbers:
-            if (posted := self._open.pop(number, None)) is not None:
-                give(posted.answered, error)
+            if (answered := self._open.pop(number, None)) is not None:
+                give(answered, error)

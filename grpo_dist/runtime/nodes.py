@@ -102,8 +102,6 @@ class Nodes:
         """Wait until all these bundles are on nodes; without an end, and silently, for those that are not required.
 
         Args:
-            role: of the processes that they are for.
-            bundles: some of the role's.
             others: whether the role has other processes, so that there is time.
 
         Raises:

@@ -70,8 +70,6 @@ class Pool:
     """Workers that answer independently of each other.
 
     Args:
-        workers: the processes.
-        restarts: how many workers may be replaced.
         replaces: errors after which a worker is replaced; other errors are raised to the caller.
     """
 

@@ -94,11 +94,6 @@ class Process:
         return peak
 
 
-def use_threads(num_threads: int) -> None:
-    """Set torch's number of compute threads; by default every process would use all cores."""
-    torch.set_num_threads(num_threads)
-
-
 class Addresses:
     """Addresses of processes by rank, of which some may still be starting."""
 

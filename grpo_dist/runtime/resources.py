@@ -157,8 +157,9 @@ def _works_alone(slot: Slot) -> bool:
 
 
 def _group(wanted: Sequence[Slot], target: str) -> Any:
-    resources = [_resources(slot.num_cpus, slot.num_gpus) for slot in wanted]
-    return placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=target)
+    resources = ({"CPU": slot.num_cpus, "GPU": slot.num_gpus} for slot in wanted)
+    bundles = [{name: amount for name, amount in bundle.items() if amount > 0} for bundle in resources]
+    return placement_group(bundles, strategy="STRICT_PACK", _soft_target_node_id=target)
 
 
 def _enough(alone: Sequence[tuple[Any, Sequence[Slot]]], *, one_is_enough: bool) -> bool:
@@ -220,7 +221,3 @@ def _not_placed(needs: Sequence[Sequence[Slot]], placed: str, timeout_s: float) 
         f"{fullest} each; {placed} of it fit within {timeout_s:g} s. The cluster has machines: {has}. Set "
         "trainer.n_gpus_per_node, trainer.nnodes, cluster.* and reward.num_workers to what is free."
     )
-
-
-def _resources(num_cpus: float, num_gpus: float) -> dict[str, float]:
-    return {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount > 0}

@@ -40,11 +40,7 @@ class Judgement:
     faults: list[str] = field(default_factory=list)
 
     def tell(self, show: Callable[[str], None], checkpoint: Path | None) -> None:
-        """Show the warnings, and stop the run if there are faults.
-
-        Args:
-            show: prints a message.
-            checkpoint: folder of the last checkpoint, if there is one.
+        """Show the warnings, and stop the run if there are faults; `checkpoint` is its last one.
 
         Raises:
             HealthError: there are faults.
@@ -59,9 +55,6 @@ class Judgement:
 
 class HealthMonitor:
     """Checks the steps of a run, in order.
-
-    Args:
-        config: `trainer.health`.
 
     Attributes:
         grad_norms: gradient norms of the last `window` steps and the current one.
@@ -79,12 +72,7 @@ class HealthMonitor:
         self._last_warned: dict[str, int] = {}
 
     def judge(self, metrics: Metrics, step: int) -> Judgement:
-        """Check a step's metrics against all rules.
-
-        Args:
-            metrics: the step's metrics by name.
-            step: the step's number.
-        """
+        """Check a step's metrics against all rules."""
         self._add(metrics)
         so_far, judgement = self._so_far(metrics), Judgement()
         for name, rule in RULES.items():

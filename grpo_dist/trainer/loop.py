@@ -43,19 +43,10 @@ class TrainingLoop:
     """The base of trainers, which `run/build.py` makes on started workers.
 
     Attributes:
-        config: the whole run's config.
-        roles: started workers.
         data: the rows to train and to validate on.
-        total_steps: training steps of the run.
-        trackers: where metrics go.
-        progress: the display at the terminal.
-        preemption: whether a signal has come to end the run.
         step: the last step that is trained.
         timings: seconds of the step, by stage.
-        metrics: of the step.
         validated: the metrics of a validation after the step; {} if there was none.
-        saver: writes checkpoints.
-        order: the order of the training rows.
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
 
@@ -84,7 +75,6 @@ class TrainingLoop:
         """Set the state that the trainer had when a checkpoint was written.
 
         Args:
-            resumed: the checkpoint, which the roles have loaded.
             finished: its finished groups of later steps, by uid.
         """
         self.step = resumed.state.step
@@ -93,7 +83,11 @@ class TrainingLoop:
         self.saver.resumed_from(resumed.folder, resumed.state)
 
     def fit(self) -> None:
-        """Train until `total_steps`, validating and saving on the way."""
+        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
+
+        Raises:
+            KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
+        """
         raise NotImplementedError
 
     def validate(self) -> None:
@@ -156,11 +150,6 @@ class TrainingLoop:
         if self.save_is_due() and self.saver.step < self.step:
             self.save()
 
-    @property
-    def model_dir(self) -> Path:
-        """Where the trained model is written."""
-        return Path(self.config.trainer.default_local_dir, EXPORTED)
-
     @blocking
     async def tell_layout(self) -> None:
         """Show once which layout of sequences each role uses; they have checked it on their first batch."""
@@ -183,12 +172,8 @@ class TrainingLoop:
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
             checkpoint, dtype = self.saver.last if self.saver.step == self.step else None, self.config.export_dtype
-            usage = exported_usage(self.config, self.step, dtype, checkpoint, self.model_dir.parent)
-            await self.trained.export_hf_model(str(self.model_dir), dtype, usage)
-
-    def holds_state(self, role: str) -> bool:
-        """Tell if a role holds state that only a checkpoint can restore."""
-        return role in self.saver.holders()
+            usage = exported_usage(self.config, self.step, dtype, checkpoint, self.run_dir)
+            await self.trained.export_hf_model(str(self.run_dir / EXPORTED), dtype, usage)
 
     @contextlib.contextmanager
     def saving_when_stopped(self) -> Iterator[None]:
@@ -228,8 +213,6 @@ def mini_batches(
     """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy.
 
     Args:
-        config: of the run.
-        section: of the role that trains.
         uids: the group of each row of the batch; groups are one after another, and may differ in size.
         step: training steps that are done.
     """

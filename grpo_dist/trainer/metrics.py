@@ -16,13 +16,13 @@ from grpo_dist.protocol.routes import UNKNOWN_ROUTES
 from grpo_dist.roles.batch_work import Causes
 from grpo_dist.roles.reward import EXTRA
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.tracking.metric_names import REWARDS, SCORE, ZERO_VARIANCE
 
 # Metric name, without the role, for each key of `Process.peak_memory_gib`.
 PEAK_MEMORY = {"resident": "max_memory_resident_gb", "gpu": "max_memory_gpu_gb"}
+PEAK = ("memory", "peak_memory_gib")  # stage and method
 # Seconds that a finished run waits for its workers to report their peak memory.
 MEMORY_TIMEOUT_S = 30.0
 
@@ -148,7 +148,7 @@ class PeakMemory:
 
     async def _ask(self, group: WorkerGroup, rank: int) -> None:
         with contextlib.suppress(GrpoDistError):  # a lost process is reported by its other calls
-            _take_peaks(self._peaks, group.role, await _ask_for_peak(group, rank).answer())
+            _take_peaks(self._peaks, group.role, await group.submit(rank, *PEAK).answer())
 
 
 @blocking
@@ -156,15 +156,10 @@ async def peak_memory(groups: Sequence[WorkerGroup]) -> dict[str, float]:
     """Return the peak memory in GiB of the largest process of each role, resident and on GPU, once all have told it."""
     peaks: dict[str, float] = {}
     for group in groups:
-        calls = [_ask_for_peak(group, rank) for rank in group.present]
+        calls = [group.submit(rank, *PEAK) for rank in group.present]
         for parts in await group.answers(calls, MEMORY_TIMEOUT_S):
             _take_peaks(peaks, group.role, parts)
     return peaks
-
-
-def _ask_for_peak(group: WorkerGroup, rank: int) -> Call:
-    """Ask a process for its peak memory, without waiting."""
-    return group.submit(rank, "memory", "peak_memory_gib")
 
 
 def _take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -> None:
@@ -175,12 +170,7 @@ def _take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) 
 
 
 def num_devices(place: Placement, engines: int) -> int:
-    """GPUs that the roles hold, with those of engines that have joined; on CPU the machines that the run was given.
-
-    Args:
-        place: what the run was started with.
-        engines: how many there are.
-    """
+    """GPUs that the roles hold now that there are so many engines; on CPU the machines that the run was given."""
     joined = max(engines - place.num_engines, 0)
     return place.num_devices + (joined * place.tensor_parallel if place.device == "cuda" else 0)
 
@@ -192,21 +182,19 @@ def performance_metrics(
 
     `perf/throughput` is per device, as in verl; the other rates are of all devices together.
     """
-    total = timings["step"]
-    tokens = metrics["perf/total_num_tokens"]
-    response_tokens = (
-        tokens * metrics["response_length/mean"] / (metrics["response_length/mean"] + metrics["prompt_length/mean"])
-    )
-    return {
+    total, tokens = timings["step"], metrics["perf/total_num_tokens"]
+    performance = {
         **{f"timing_s/{name}": seconds for name, seconds in timings.items()},
         "perf/time_per_step": total,
         "perf/throughput": tokens / total / num_devices,
         "perf/tokens_per_s": tokens / total,
-        # after resuming, all responses of a step may come from the checkpoint
-        **({"perf/generation_tokens_per_s": response_tokens / timings["gen"]} if "gen" in timings else {}),
-        # while others warm up, the policy stands still
-        **({"perf/update_tokens_per_s": tokens / timings["update_actor"]} if "update_actor" in timings else {}),
     }
+    if "gen" in timings:  # after resuming, all responses of a step may come from the checkpoint
+        response, prompt = metrics["response_length/mean"], metrics["prompt_length/mean"]
+        performance["perf/generation_tokens_per_s"] = tokens * response / (response + prompt) / timings["gen"]
+    if "update_actor" in timings:  # while others warm up, the policy stands still
+        performance["perf/update_tokens_per_s"] = tokens / timings["update_actor"]
+    return performance
 
 
 def zero_variance_share(scores: np.ndarray, uids: np.ndarray) -> float:

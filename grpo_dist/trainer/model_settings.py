@@ -14,13 +14,7 @@ from grpo_dist.plan.roles import Role, layers_key, offloads_optimizer, reshards
 
 
 def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSettings:
-    """Return the settings of the model that a row's ranks hold: its sections, and what placement and row say.
-
-    Args:
-        config: of the run.
-        row: of a role that has a model.
-        place: the processes of the run.
-    """
+    """Return the settings of the model that a row's ranks hold: its sections, and what placement and row say."""
     assert isinstance(config, RunConfig | SupervisedConfig)
     model = model_of(config, row)
     section, updates = value_of(config, model.key.rpartition(".")[0]), layers_key(config, row)

@@ -35,8 +35,6 @@ def exported_usage(
     """Return what an exported model says of itself.
 
     Args:
-        config: of the run.
-        step: after which the model is exported.
         dtype: of the weights: "fp32" or "bf16".
         checkpoint: of that step; None: the run has written none.
         run_dir: of the run that exports it at its end; None: a command does.

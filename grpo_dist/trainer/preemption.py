@@ -24,7 +24,7 @@ class Preemption:
 
     Attributes:
         number: the signal that has arrived; None: none has.
-        held: whether a signal is delayed.
+        held: whether a signal is delayed, from now on.
         checkpoint: the last checkpoint of the run, once it has stopped; None: there is none.
     """
 
@@ -89,10 +89,6 @@ class Preemption:
         ended = Terminated() if self.number == signal.SIGTERM else Interrupted()
         ended.checkpoint = self.checkpoint
         return ended
-
-    def hold(self) -> None:
-        """Delay signals from now on."""
-        self.held = True
 
     def release(self) -> None:
         """Stop delaying signals, because the run can be saved now.

@@ -48,13 +48,7 @@ class _Window:
 
 
 class StepProfiler:
-    """Profiles steps.
-
-    Args:
-        config: `profile_steps`, and where profiles are written.
-        groups: of all roles.
-        tell: shows a message.
-    """
+    """Profiles the steps that the config names."""
 
     def __init__(self, config: TrainerConfig, groups: Sequence[WorkerGroup], tell: Callable[[str], None]) -> None:
         self._steps, self._folder = frozenset(config.profile_steps or ()), config.profile_dir.absolute()
@@ -120,15 +114,9 @@ def _make_anew(folder: Path) -> None:
 
 
 def _write_timeline(window: _Window, ended: float, ranks: Mapping[str, str]) -> str:
-    """Write the part of Ray's timeline that lies in the window.
+    """Write the part of Ray's timeline that lies in the window; returns the reason why there is none, or "".
 
-    Args:
-        window: of the step.
-        ended: when the step ended, in seconds since 1970.
-        ranks: by actor id, the name of the worker.
-
-    Returns:
-        The reason why there is none, or "".
+    `ended` is in seconds since 1970.
     """
     try:
         events = [
@@ -151,7 +139,6 @@ def numbered(events: Sequence[Event], ranks: Mapping[str, str]) -> list[Event]:
     names beside: of a node its address, of a worker its role and rank.
 
     Args:
-        events: of `ray.timeline`.
         ranks: by actor id, the name of the worker.
     """
     names = {

@@ -44,21 +44,18 @@ class PrometheusTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Export the values from now on; those of metrics that this step does not have stay."""
+        from ray.util.metrics import Gauge
+
         values = self._shown | dict(metrics) | {GLOBAL_STEP: step}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
         for name in shown.keys() - self._gauges.keys():
-            self._gauges[name] = self._make_gauge(name)
+            gauge = Gauge(gauge_name(name), description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
+            self._gauges[name] = gauge.set_default_tags(self._labels)
         self._shown = shown  # in one assignment, since the other thread reads it
 
     def close(self) -> None:
         """Set no gauge any more: Ray forgets them after two of its intervals."""
         self._closed.set()
-
-    def _make_gauge(self, name: str) -> Any:
-        from ray.util.metrics import Gauge
-
-        gauge = Gauge(gauge_name(name), description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
-        return gauge.set_default_tags(self._labels)
 
     def _refresh(self) -> None:
         while not self._closed.wait(_REFRESH_S):

@@ -29,8 +29,6 @@ class Recorded:
     """A step as a run has recorded it.
 
     Attributes:
-        run_dir: the run's folder.
-        step: its number.
         config: of the run, with the overrides.
         data: the step's batch.
         metrics: the step's row of metrics.jsonl.
@@ -84,9 +82,6 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     """Read a step.
 
     Args:
-        run_dir: the run's folder.
-        step: its number.
-        overrides: of the config.
         trust: whether the folder may name code to run.
 
     Raises:

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.engines.base import SEQUENCE_COLUMNS
-from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
+from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
@@ -45,8 +44,7 @@ from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import rank_settings, reward_settings
 
-TIMEOUT_S = 600.0  # no other rank is waited for
-LR_TOLERANCE = 1e-6  # likewise, relative
+LR_TOLERANCE = 1e-6  # relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
 # Of the update's metrics those that follow from batch and weights.
 UPDATE_METRICS = (
@@ -92,7 +90,7 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
     for start, end in zip(starts, [*starts[1:], len(uids)], strict=True):
         group = data.slice(start, end)
         rewards = np.full(end - start, np.nan, np.float32) if given is None else given[start:end]
-        task = _task(prompts[uids[start]], group)
+        task = Task.of(prompts[uids[start]], model_scores=_model_scores(group))
         label, failed, scored = worker.score_group(group, task, rewards)
         parts.append(scored)
         labels.append(label)
@@ -120,8 +118,6 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
     """Compute the advantages again, from these scores.
 
     Args:
-        recorded: the step.
-        worker: a reward process's work.
         scores: columns that take the place of the recorded ones.
 
     Raises:
@@ -239,21 +235,12 @@ def _prompts(recorded: Recorded, worker: RewardWorker) -> dict[str, Prompt]:
     return by_uid
 
 
-def _task(prompt: Prompt, group: DataProto) -> Task:
-    said = {
+def _model_scores(group: DataProto) -> dict[str, np.ndarray]:
+    return {
         name.removeprefix(EXTRA): column.numpy()
         for name, column in group.batch.items()
         if name.startswith(f"{EXTRA}rm_") and isinstance(column, torch.Tensor)
     }
-    return Task(
-        prompt.data_source,
-        prompt.ground_truth,
-        prompt.extra_info,
-        prompt.messages,
-        model_scores=said,
-        columns=prompt.columns,
-        is_text=prompt.is_text,
-    )
 
 
 def _without_old_values(recorded: Recorded, scores: DataProto) -> dict[str, Any]:
@@ -309,16 +296,5 @@ def policy_engine(config: RunConfig, num_steps: int = 1, device: str = "cpu") ->
     settings = rank_settings(config, ROLES["actor"], placement(config), num_steps)
     path = resolve_model_path(settings.model.path, key=settings.model.key)
     model = replace(settings.model, path=path, sequence_parallel_size=1)
-    init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=TIMEOUT_S)
-    try:
-        yield FSDPEngine(
-            model,
-            device=device,
-            temperature=settings.temperature,
-            optimizer=settings.optimizer,
-            total_steps=settings.total_steps,
-            grad_clip=settings.grad_clip,
-        )
-    finally:
-        if dist.is_initialized():  # a vLLM that was started in this process has ended it
-            dist.destroy_process_group()
+    with alone(device):
+        yield replace(settings, device=device).make_engine(model)

@@ -39,14 +39,7 @@ FOLDER = "replay"  # in the run directory
 
 
 class Retraining:
-    """Keeps the judged responses of each step, and trains the reward model on them at the end of an iteration.
-
-    Args:
-        config: the run's config.
-        reward_model: started workers.
-        reward: the reward processes, which have judged the responses.
-        tell: shows a message.
-    """
+    """Keeps the judged responses of each step, and trains the reward model on them at the end of an iteration."""
 
     def __init__(
         self, config: RunConfig, reward_model: RewardModelGroup, reward: RewardPool, tell: Callable[[str], None]

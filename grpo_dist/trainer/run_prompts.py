@@ -55,7 +55,6 @@ def load(config: RunConfig, model: ModelFolder | None, needs: RowNeeds) -> tuple
     """Load the prompts; returns them, the number of training steps, and notes. Without a model only check the rows.
 
     Args:
-        config: the run's config.
         model: the policy's folder, which has the tokenizer.
         needs: what the reward function reads of a row.
 
@@ -80,7 +79,6 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     """Read and tokenize the prompts; returns them, and notes on them for the user.
 
     Args:
-        config: the run's config.
         model: the model folder, which has the tokenizer.
         needs: what the reward function reads of a row; None: what verl's functions read.
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_algorithm import KLCtrlConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.step_tokens import step_form
@@ -27,14 +25,7 @@ from grpo_dist.trainer.model_settings import model_settings
 
 
 def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int) -> PolicySettings:
-    """Return what the ranks of a row of the table of roles are built from.
-
-    Args:
-        config: of the run.
-        row: of the role, which holds a model.
-        place: the processes of the run.
-        num_steps: training steps of the run.
-    """
+    """Return what the ranks of a row of the table of roles are built from, in a run of so many training steps."""
     assert isinstance(config, RunConfig | SupervisedConfig)
     own: PolicySettings = load_attribute(row.settings, key="a row of plan/roles.py")(
         config,
@@ -197,9 +188,6 @@ def engine_settings(
     """Return what rollout engine `index` is started with.
 
     Args:
-        config: of the run.
-        place: its processes.
-        index: of the engine.
         agent: the section of the agent loop as workers get it; None: an episode is one response.
         template_kwargs: variables of the chat template; None: there are none.
     """
@@ -232,9 +220,3 @@ def time_limits(config: JobConfig) -> TimeLimits:
     stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
     stages |= {stage: limit for stage, limit in config.trainer.stage_timeout_s.items() if limit is not None}
     return TimeLimits(config.trainer.worker_timeout_s, stages)
-
-
-def kl_controller(config: KLCtrlConfig) -> KLController:
-    """The controller of the KL penalty in the reward."""
-    target = config.target_kl if config.type == "adaptive" else None
-    return KLController(config.kl_coef, target, config.horizon)

@@ -20,12 +20,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import Metric, merge_metrics, metric_values
 from grpo_dist.roles.rollout_group import GroupRequest
-from grpo_dist.roles.weight_sync import sync_weights
 from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
@@ -51,7 +51,7 @@ from grpo_dist.trainer.rollout.job import describe_failures, episode_metrics, gr
 from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
-from grpo_dist.trainer.settings import kl_controller, sampling_settings
+from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import SampleLog, Validation
 
@@ -63,15 +63,7 @@ class GRPOTrainer(TrainingLoop):
     Attributes:
         weight_version: of the weights that the engines hold; every sync increases it by 1.
         validating: whether the last step's validation is to be made, or is being made beside the next one.
-        pump: generates and scores groups, and computes their log-probs.
-        sampler: chooses and samples the groups of each step's batch.
-        targets: how rewards become advantages and importance weights.
-        objective: the policy's loss.
-        value_objective: the critic's loss, if there is a critic.
-        kl_controller: the coefficient of the KL penalty in the reward.
-        transport: how weights are sent to the engines.
         retraining: trains the reward model between iterations; None: it stands still.
-        profiler: of the steps that are to be profiled; None: there are none.
     """
 
     config: RunConfig
@@ -90,9 +82,10 @@ class GRPOTrainer(TrainingLoop):
         self.order = new_sampler(config, self.data.train)  # from the first batch, also after a restart
         self.pump = make_pump(config, roles)
         sampling, self.val_sampling = sampling_settings(config)
-        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling, [*self.pump.sources])
+        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling)
         self.targets, self.objective = target_settings(config), objective_settings(config)
-        self.value_objective, self.kl_controller = value_settings(config), kl_controller(config.algorithm.kl_ctrl)
+        self.value_objective, kl = value_settings(config), config.algorithm.kl_ctrl
+        self.kl_controller = KLController(kl.kl_coef, kl.target_kl if kl.type == "adaptive" else None, kl.horizon)
         engine = config.actor_rollout_ref.rollout.checkpoint_engine
         self.transport = weight_transport(
             engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
@@ -106,8 +99,7 @@ class GRPOTrainer(TrainingLoop):
             self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
         self.validation = Validation(config, self.data.validation, self.val_sampling, self.pump, self.place)
         self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
-        profiler = StepProfiler(trainer, roles.workers, self.progress.message)
-        self.profiler = profiler if trainer.profile_steps else None
+        self.profiler = StepProfiler(trainer, roles.workers, self.progress.message)
 
     def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
         """See `TrainingLoop.restore`."""
@@ -122,11 +114,7 @@ class GRPOTrainer(TrainingLoop):
             self.kl_controller.coef = resumed.state.kl_coef
 
     def fit(self) -> None:
-        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
-
-        Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
-        """
+        """See `TrainingLoop.fit`."""
         # the pump stops first, so that nothing runs in the background while the last checkpoint is completed
         with self.saver.completing(), self.saving_when_stopped(), self.pump.stopping():
             self.sync_weights()
@@ -135,12 +123,11 @@ class GRPOTrainer(TrainingLoop):
                 return
             while self.step < self.total_steps:
                 self.timings, self.metrics, self._updates = {}, {}, {}
-                if self.profiler is not None:
-                    run(self.profiler.begin(self.step + 1))
+                run(self.profiler.begin(self.step + 1))
                 started, trained = time.perf_counter(), []
                 # prompts, responses, scores, log-probs: up to N = train_batch_size * n rows, in one part or several
                 for batch in self.parts():
-                    self.preemption.hold()  # a signal waits from here on, until the run can be saved again
+                    self.preemption.held = True  # a signal waits from here on, until the run can be saved again
                     if self.config.trainer.samples_during_updates:  # the actor was at work while these were sampled
                         batch = self.late_log_probs(batch)  # + old_log_probs, values, with LoRA ref_log_probs (N, R_i)
                     batch = self.compute_targets(batch)  # + advantages (N, R_i)
@@ -161,8 +148,7 @@ class GRPOTrainer(TrainingLoop):
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
                 self.timings["step"] = time.perf_counter() - started - self.timings.get("testing", 0.0)
-                if self.profiler is not None:
-                    run(self.profiler.end())
+                run(self.profiler.end())
                 self.step, self.validated = self.step + 1, {}
                 self.sampler.close(self.step)
                 self.measure(batch)
@@ -274,9 +260,8 @@ class GRPOTrainer(TrainingLoop):
     async def sync_weights(self) -> None:
         """Send the actor's weights to the engines, with the next version number."""
         dtype = self.config.actor_rollout_ref.rollout.resolved_dtype(self.config.default_dtype)
-        version = self.weight_version + 1
-        roles = self.roles.actor.workers, self.roles.rollout
-        await sync_weights(*roles, version=version, dtype=dtype, transport=self.transport)
+        actor, version = self.roles.actor.workers, self.weight_version + 1
+        await self.roles.rollout.sync_weights(actor, self.transport, version=version, dtype=dtype)
         self.weight_version = version
 
     @stage("sync_reference")

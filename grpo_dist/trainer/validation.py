@@ -41,9 +41,7 @@ def validation_requests(
     """Build the requests for all validation prompts.
 
     Args:
-        prompts: the validation prompts.
-        sampling: sampling settings; a seed, if set, is replaced by one per prompt, the same at every validation.
-        run_seed: `trainer.seed`.
+        sampling: a seed, if set, is replaced by one per prompt, the same at every validation.
     """
 
     def seeded(index: int) -> SamplingSettings:
@@ -55,15 +53,7 @@ def validation_requests(
 
 @dataclass
 class Validation:
-    """Answers the validation prompts by the weights that the engines hold, maybe while a step is trained.
-
-    Attributes:
-        config: the whole run's config.
-        prompts: the validation prompts.
-        sampling: sampling settings, as for `validation_requests`.
-        pump: generates and scores the responses.
-        place: where the roles are.
-    """
+    """Answers the validation prompts by the weights that the engines hold, maybe while a step is trained."""
 
     config: RunConfig
     prompts: Sequence[TokenizedPrompt]
@@ -175,12 +165,7 @@ def shown_rows(num_rows: int, count: int, seed: int) -> np.ndarray:
 
 @dataclass
 class SampleLog:
-    """Turns batches into text, in the reward processes, which have the tokenizer.
-
-    Attributes:
-        config: `trainer`.
-        reward: the reward processes.
-    """
+    """Turns batches into text, in the reward processes, which have the tokenizer."""
 
     config: TrainerConfig
     reward: RewardPool

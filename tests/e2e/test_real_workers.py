@@ -24,7 +24,6 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import metric_values
 from grpo_dist.roles.reward import Task
 from grpo_dist.roles.roles import Roles
-from grpo_dist.roles.weight_sync import sync_weights
 from grpo_dist.roles.weight_transport import ObjectStoreTransport, Outcomes
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -111,6 +110,7 @@ def undisturbed(lab: Lab) -> tuple[list[dict[str, float]], np.ndarray]:
 def plain_loop(lab: Lab) -> list[dict[str, float]]:
     """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
     config, roles, rows = lab.config, lab.roles, []
+    actor, transport = roles.actor.workers, ObjectStoreTransport()
     prompts, objective, targets = (
         load_run_prompts(config, policy_folder(config))[0],
         objective_settings(config),
@@ -118,7 +118,7 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
     )
     for step in range(1, STEPS + 1):
         lab.version += 1
-        run(sync_weights(roles.actor.workers, roles.rollout, version=lab.version, dtype="float32"))
+        run(roles.rollout.sync_weights(actor, transport, version=lab.version, dtype="float32"))
         drawn = [prompts.train[int(i)] for i in prompts.sampler.next_batch()]
         groups = scored(lab, [sample(lab, prompt, step) for prompt in drawn], drawn)
         batch = DataProtoRef.concat(groups).union(reference_log_probs(lab, groups))

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.roles.rollout_group import RolloutGroup
-from grpo_dist.roles.weight_sync import sync_weights
+from grpo_dist.roles.weight_transport import ObjectStoreTransport
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from tests.messages import refuses
@@ -70,7 +70,7 @@ def _fresh(groups: tuple[WorkerGroup, RolloutGroup]) -> None:
 
 def test_every_engine_loads_rank_0s_buckets_once_all_ranks_have_exported(groups: tuple) -> None:
     actor, rollout = groups
-    run(sync_weights(actor, rollout, version=4, dtype="float32"))
+    run(rollout.sync_weights(actor, ObjectStoreTransport(), version=4, dtype="float32"))
     exports = [log for (log,) in actor.call_all("calls", "calls")]
     loads = [log for (log,) in rollout.workers.call_all("calls", "calls")]
     assert [log[:2] for log in exports] == [("export", "float32")] * 2, "once per rank, in the engines' type"
@@ -80,7 +80,7 @@ def test_every_engine_loads_rank_0s_buckets_once_all_ranks_have_exported(groups:
 
 def test_versions_follow_one_another(groups: tuple) -> None:
     for version in (0, 1, 2):
-        run(sync_weights(*groups, version=version, dtype="bfloat16"))
+        run(groups[1].sync_weights(groups[0], ObjectStoreTransport(), version=version, dtype="bfloat16"))
     assert [[log[2] for log in rank] for rank in groups[1].workers.call_all("calls", "calls")] == [[0, 1, 2]] * 2
 
 
@@ -89,12 +89,12 @@ def test_an_engine_that_confirms_another_version_stops_the_run(groups: tuple, he
     actor, rollout = groups
     rollout.workers.call(1, "behave", "behave", held)
     with refuses(GrpoDistError, "rollout worker 1", f"version {held}", "sync of 4"):
-        run(sync_weights(actor, rollout, version=4, dtype="float32"))
+        run(rollout.sync_weights(actor, ObjectStoreTransport(), version=4, dtype="float32"))
 
 
 def test_no_engine_is_touched_when_the_export_fails(groups: tuple) -> None:
     actor, rollout = groups
     actor.call(1, "behave", "behave", "fail")
     with refuses(WorkerError, "actor worker 1", "'sync_weights'", "RuntimeError: gather failed"):
-        run(sync_weights(actor, rollout, version=5, dtype="float32"))
+        run(rollout.sync_weights(actor, ObjectStoreTransport(), version=5, dtype="float32"))
     assert rollout.workers.call_all("calls", "calls") == [[], []]

@@ -20,7 +20,6 @@ from grpo_dist.roles.gang import Gang
 from grpo_dist.roles.policy import ActorWorker, PolicySettings
 from grpo_dist.roles.rollout import RolloutWorker
 from grpo_dist.roles.rollout_group import RolloutGroup
-from grpo_dist.roles.weight_sync import sync_weights
 from grpo_dist.roles.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
@@ -78,9 +77,9 @@ class Case:
 
     def sync(self, dtype: str = "float32") -> RolloutGroup:
         self.version += 1
-        roles = self.actor, RolloutGroup(self.rollout)
-        run(sync_weights(*roles, version=self.version, dtype=dtype, transport=self.transport))
-        return roles[1]
+        rollout = RolloutGroup(self.rollout)
+        run(rollout.sync_weights(self.actor, self.transport, version=self.version, dtype=dtype))
+        return rollout
 
     def buckets(self, dtype: str = "float32") -> list[ray.ObjectRef]:
         return self.actor.call_all("test", "export_weights", dtype)[0]

@@ -35,10 +35,9 @@ def trainer(fit: Callable[[], None], last: Path | None = None) -> Any:
     closed = SimpleNamespace(close=lambda: None)
     return SimpleNamespace(
         fit=fit,
-        holds_state=lambda role: role == "actor",
         step=0,
         roles=SimpleNamespace(workers=[]),
-        saver=SimpleNamespace(last=last),
+        saver=SimpleNamespace(last=last, holders=lambda: {"actor"}),
         trackers=closed,
         progress=closed,
     )
@@ -156,7 +155,7 @@ def test_a_run_that_is_told_to_end_is_not_started_again(
     """SIGTERM came in the update, and then an actor rank was lost."""
 
     def fit() -> None:
-        preemption.hold()
+        preemption.held = True
         preemption.handle(signal.SIGTERM, None)
         raise LOST
 

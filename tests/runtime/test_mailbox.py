@@ -71,7 +71,7 @@ def make() -> tuple[Group, Postbox]:
 
 
 async def answers(*posted: Any) -> list[Any]:
-    return list(await asyncio.gather(*(each.answered for each in posted), return_exceptions=True))
+    return list(await asyncio.gather(*posted, return_exceptions=True))
 
 
 async def test_requests_of_one_turn_travel_together_and_so_do_their_answers() -> None:
@@ -130,7 +130,7 @@ async def test_nothing_is_sent_to_a_process_that_was_replaced() -> None:
     posted = box.post("double", (1,))
     group.handles[0] = "another"
     with refuses(GrpoDistError, "rollout worker 0", "replaced"):
-        await posted.answered
+        await posted
     assert not group.calls
 
 

@@ -39,6 +39,8 @@ def stored(column: str, rows: int) -> Frame:
 class InstantPump:
     """Scores prompt i of the data set with `scores[i]`; a greedy response scores 9."""
 
+    sources = ()
+
     def __init__(self, scores: dict[int, list[float]]) -> None:
         self.scores, self.requests, self.late = scores, [], ()
         self.machines_lost = 0

@@ -100,7 +100,7 @@ def test_ahead_the_values_are_those_before_the_update(with_critic: dict[str, Wor
     trainer = make_trainer(tmp_path, with_critic, *PPO, "trainer.max_staleness=1")
     trainer.fit()
     assert all(row["critic/values/mean"] == -1.25 for row in history(trainer)[1:])
-    assert "values" not in trainer.sampler.sources
+    assert "values" not in trainer.pump.sources
 
 
 def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tm
     first.fit()
     folder = tmp_path / "run/global_step_2"
     assert sorted(file.name for file in (folder / "critic").iterdir()) == ["rank0", "rank1"]
-    assert first.holds_state("critic"), "so a rank that is lost starts the run again from there"
+    assert "critic" in first.saver.holders(), "so a rank that is lost starts the run again from there"
     resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     assert make_trainer(tmp_path, with_critic, *PPO, *resumed).step == 2
     (folder / "critic" / "rank1").write_text("other weights")

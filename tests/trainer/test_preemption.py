@@ -42,7 +42,7 @@ def test_it_waits_while_the_run_is_held_and_says_so(
     number: signal.Signals, ends: type[Interrupted], capfd: pytest.CaptureFixture[str]
 ) -> None:
     preemption = Preemption()
-    preemption.hold()
+    preemption.held = True
     preemption.handle(number, None)
     assert preemption.asked
     says(capfd.readouterr().err, number.name, "checkpoint", f"another {number.name}")
@@ -53,7 +53,7 @@ def test_it_waits_while_the_run_is_held_and_says_so(
 @SIGNALS
 def test_the_second_one_does_not_wait(number: signal.Signals, ends: type[Interrupted]) -> None:
     preemption = Preemption()
-    preemption.hold()
+    preemption.held = True
     preemption.handle(number, None)
     with pytest.raises(ends):
         preemption.handle(number, None)
@@ -62,7 +62,7 @@ def test_the_second_one_does_not_wait(number: signal.Signals, ends: type[Interru
 def test_without_it_nothing_happens() -> None:
     preemption = Preemption()
     for _ in range(2):
-        preemption.hold()
+        preemption.held = True
         preemption.release()
     assert not preemption.asked
 

@@ -96,9 +96,6 @@ def check_changes(
     """Changes since a checkpoint, as lines "key: old -> new", without the keys that have no effect on results.
 
     Args:
-        folder: the checkpoint.
-        state: its state.
-        config: the current config.
         prompts: number and fingerprint of the current training rows.
         code: `digest_code` of the current config.
 
@@ -130,7 +127,6 @@ def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) ->
 
     Args:
         folder: that has the config.
-        config: the current one.
         others: keys that had another value of the environment then.
 
     Raises:

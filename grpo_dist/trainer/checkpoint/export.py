@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
-
 from grpo_dist.assets import POLICY_KEY, TRAINED_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.config.command import AnyCommand
@@ -14,7 +12,7 @@ from grpo_dist.config.load import saved_values
 from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
-from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
+from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
@@ -29,14 +27,11 @@ from grpo_dist.trainer.checkpoint.manifest import damage
 from grpo_dist.trainer.model_settings import model_settings
 from grpo_dist.trainer.model_usage import exported_usage
 
-TIMEOUT_S = 600.0  # no other rank is waited for
-
 
 def saved_run(checkpoint: Path, model: str | None = None) -> RunConfig | SupervisedConfig:
     """The config of the run that wrote a checkpoint.
 
     Args:
-        checkpoint: its folder.
         model: where the model is that the run started from; None: where the run found it.
 
     Raises:
@@ -56,9 +51,6 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
     """Write the policy, or the model of a supervised run, with LoRA's factors merged; the adapter comes beside it.
 
     Args:
-        checkpoint: the folder of the checkpoint.
-        config: of the run that wrote it.
-        folder: where the files go.
         dtype: of the weights in the files: "fp32" or "bf16".
 
     Raises:
@@ -68,17 +60,13 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
     if problems := damage(checkpoint):
         raise CheckpointError(f"{checkpoint}: not an intact checkpoint: {'; '.join(problems)}. Choose another step")
     settings, role = _settings(config)
-    store = open_store(LOOPBACK)
-    init_process_group(device="cpu", rank=0, world_size=1, store=store, timeout_s=TIMEOUT_S)
-    try:
+    with alone("cpu"):
         model = load_sharded_model(settings, "cpu")
         load_training_state(checkpoint / role, model, None, None)
         usage = exported_usage(config, step_of(checkpoint), dtype, checkpoint)
         if settings.lora is not None:  # first: once the model is there, all is written
             export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype, usage)
         export_hf_model(model, settings, folder, dtype, usage)
-    finally:
-        dist.destroy_process_group()
 
 
 def _settings(config: RunConfig | SupervisedConfig) -> tuple[ModelSettings, str]:

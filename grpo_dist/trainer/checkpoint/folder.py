@@ -79,12 +79,7 @@ class RunState:
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 def begin_checkpoint(run_dir: Path, step: int, num_bytes: int = 0) -> Path:
-    """Create an empty folder, readable only by the user, for the checkpoint of `step`.
-
-    Args:
-        run_dir: where the run's checkpoints are.
-        step: the last finished training step.
-        num_bytes: that will be written into it.
+    """Create an empty folder, readable only by the user, for the checkpoint of `step`, which takes `num_bytes`.
 
     Raises:
         CheckpointError: it cannot be created, or the disk has less room.
@@ -103,16 +98,13 @@ def begin_checkpoint(run_dir: Path, step: int, num_bytes: int = 0) -> Path:
 def publish_checkpoint(
     temporary: Path, state: RunState, config: str, digests: Mapping[str, FileDigest] | None = None
 ) -> Path:
-    """Complete the checkpoint in `temporary`, rename it to its final name and update the pointer.
+    """Complete the checkpoint in `temporary`, rename it to its final name, which is returned, and update the pointer.
 
     Args:
         temporary: the folder of `begin_checkpoint`, with the files of the roles.
         state: the content of state.json.
         config: the content of config.yaml.
         digests: digests that the writers of files have already computed, by path.
-
-    Returns:
-        The final folder.
 
     Raises:
         CheckpointError: a file cannot be written; earlier checkpoints are unchanged.
@@ -334,10 +326,8 @@ def _read_pointer(run_dir: Path, expected: bool) -> tuple[str, list[str]]:
 def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None = None) -> list[Path]:
     """Keep the `newest` last written checkpoints and the one with the best `best_metric`; remove the others.
 
-    Damaged checkpoints are neither counted nor removed, since a person may want to recover them.
-
-    Returns:
-        The intact checkpoints that were kept.
+    Damaged checkpoints are neither counted nor removed, since a person may want to recover them. Returns the intact
+    ones that were kept.
 
     Raises:
         CheckpointError: a checkpoint cannot be removed.

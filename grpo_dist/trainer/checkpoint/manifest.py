@@ -36,8 +36,6 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *
     """Write the manifest of all files in `folder`.
 
     Args:
-        folder: a checkpoint's folder.
-        step: its step.
         digests: known digests by path within the folder; other files are read.
         written_after: time of the previous checkpoint; this one gets a later time even if the clock was set back.
 
@@ -108,7 +106,6 @@ def damage(folder: Path, *, contents: bool = True) -> list[str]:
     """The problems of a checkpoint, one line per file; [] if it is intact.
 
     Args:
-        folder: the checkpoint.
         contents: whether to read all files and compare digests; False: check only existence and sizes.
     """
     try:

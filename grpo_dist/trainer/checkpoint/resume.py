@@ -19,8 +19,6 @@ class Resumed:
     """A checkpoint from which a run resumes.
 
     Attributes:
-        folder: the checkpoint's folder.
-        state: the state of the run when it was written.
         changes: changes of the config since then, as lines "key: old -> new".
     """
 
@@ -33,7 +31,6 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
     """Find the checkpoint to resume from, without loading it; None if there is none, or the config says not to.
 
     Args:
-        config: the current config.
         prompts: number and fingerprint of the current training rows.
 
     Raises:
@@ -57,11 +54,6 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
 
 async def load_checkpoint(resumed: Resumed, config: JobConfig, gangs: Mapping[str, Gang]) -> None:
     """Have the roles load their shards: those that train, and others of which the checkpoint has some.
-
-    Args:
-        resumed: the checkpoint.
-        config: the run's config.
-        gangs: started roles, by name.
 
     Raises:
         CheckpointError: the shards do not fit the model, or cannot be read.

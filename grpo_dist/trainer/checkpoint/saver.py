@@ -56,7 +56,6 @@ class CheckpointSaver:
         step: step of the last checkpoint that was started or resumed from.
 
     Args:
-        config: the run's config.
         holders: the roles that hold state at the moment, by the name of their folder in a checkpoint.
         async_save: whether training goes on while a checkpoint is written.
         reward: writes finished groups; None: there are none.
@@ -93,10 +92,6 @@ class CheckpointSaver:
     async def begin(self, state: RunState, groups: Sequence[FinishedGroups] = ()) -> None:
         """Start writing a checkpoint; returns once the workers have copied their state.
 
-        Args:
-            state: the state of the run.
-            groups: finished groups for later steps.
-
         Raises:
             CheckpointError: this checkpoint, or the previous one, cannot be written; the disk has no room for it, say.
         """
@@ -114,34 +109,15 @@ class CheckpointSaver:
         self._pending = pending
 
     async def poll(self) -> None:
-        """Publish the checkpoint if all workers have written their part. Waits for them only without `async_save`.
+        """Publish the checkpoint if all workers have written their part. Waits for them only without `async_save`."""
+        await self.finish(wait=not self.async_save)
+
+    async def finish(self, *, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, once all workers have written their part.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        await self._publish(wait=not self.async_save)
-
-    async def finish(self) -> None:
-        """Wait for the checkpoint that is being written, and publish it.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
-        await self._publish(wait=True)
-
-    @contextlib.contextmanager
-    def completing(self) -> Iterator[None]:
-        """Publish a started checkpoint at the end of the block, also after an error that its writers survived."""
-        try:
-            yield
-        except GrpoDistError as error:
-            if self._pending is not None and not self._pending.ends_with(error):
-                with contextlib.suppress(GrpoDistError):  # the first error is the one to show
-                    run(self.finish())
-            raise
-        run(self.finish())
-
-    async def _publish(self, *, wait: bool) -> None:
         pending = self._pending
         if pending is None:
             return
@@ -162,6 +138,18 @@ class CheckpointSaver:
         self._pending = None
         trainer = self.config.trainer
         prune_checkpoints(self.run_dir, trainer.max_actor_ckpt_to_keep, trainer.keep_best_metric)
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """Publish a started checkpoint at the end of the block, also after an error that its writers survived."""
+        try:
+            yield
+        except GrpoDistError as error:
+            if self._pending is not None and not self._pending.ends_with(error):
+                with contextlib.suppress(GrpoDistError):  # the first error is the one to show
+                    run(self.finish())
+            raise
+        run(self.finish())
 
     @contextlib.contextmanager
     def _giving_up(self, pending: _Pending) -> Iterator[None]:

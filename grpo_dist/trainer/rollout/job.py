@@ -32,9 +32,8 @@ class RolloutJob:
 
     Attributes:
         requests: the prompts, and how to sample them.
-        groups: handles to the responses.
-        scores: handles to the scores.
-        log_probs: handles to the log-probs, by log-prob source and group.
+        groups: the responses.
+        log_probs: by log-prob source and group.
         cancelled: groups that are no longer needed.
         timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
             and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,
@@ -194,10 +193,7 @@ def make_request(
     uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False
 ) -> GroupRequest:
     """Return the request for a group of responses to a prompt."""
-    row = prompt.prompt
-    of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
-    task = Task(*of_row, validation, columns=row.columns, is_text=row.is_text)
-    return GroupRequest(uid, prompt.token_ids, sampling, task)
+    return GroupRequest(uid, prompt.token_ids, sampling, Task.of(prompt.prompt, validation=validation))
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:

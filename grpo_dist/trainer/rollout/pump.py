@@ -55,8 +55,6 @@ class RolloutPump:
     """Generates and scores groups, and computes their log-probs, on the driver's event loop (runtime/event_loop.py).
 
     Args:
-        rollout: the engines.
-        reward: the reward processes.
         sources: log-prob sources by name (`ref`, `old_log_prob`), which work while other groups are generated.
         model_scores: the reward model; None: there is none.
         reward_timeout_s: seconds one response may take to score. The reward process enforces that; here it limits how
@@ -100,7 +98,6 @@ class RolloutPump:
         """Start to generate and score groups, without waiting.
 
         Args:
-            requests: the prompts, and how to sample them.
             sources: names of the log-prob sources for the requests with `needs_log_probs`.
             first: put the requests at the head of the queue.
             cancels: whether slow groups will be cancelled, so that the reward model must not wait for them.

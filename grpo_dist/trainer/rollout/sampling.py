@@ -77,12 +77,8 @@ class TrainingSampler:
     """Samples the groups of the training steps.
 
     Args:
-        config: the whole run's config.
-        pump: generates and scores the groups.
-        prompts: the training prompts.
         order: the order in which prompts are drawn; it is told the scores of every group.
         sampling: how to sample; a seed that is not None is replaced by one per group.
-        sources: names of the log-prob sources that work while other groups are generated.
     """
 
     def __init__(
@@ -92,10 +88,8 @@ class TrainingSampler:
         prompts: Sequence[TokenizedPrompt],
         order: Curriculum,
         sampling: SamplingSettings,
-        sources: Sequence[str] = (),
     ) -> None:
-        self.config, self.pump, self.prompts, self.order = config, pump, prompts, order
-        self.sampling, self.sources = sampling, tuple(sources)
+        self.config, self.pump, self.prompts, self.order, self.sampling = config, pump, prompts, order, sampling
         self.open: dict[int, OpenStep] = {}
         self.backlog: list[int] = []  # prompts that were drawn but whose groups are not finished
         self.learned: Counter[int] = Counter()  # prompts to sample again whose scores `order` was told already
@@ -241,9 +235,8 @@ class TrainingSampler:
         requests += greedy
         uids = [request.uid for request in requests]
         finished = {i: self.restored.pop(uid) for i, uid in enumerate(uids) if uid in self.restored}
-        state.jobs.append(
-            self.pump.submit(requests, sources=self.sources, finished=finished, cancels=bool(self.num_spare))
-        )
+        sources, cancels = self.pump.sources, bool(self.num_spare)
+        state.jobs.append(self.pump.submit(requests, sources=sources, finished=finished, cancels=cancels))
         return state.jobs[-1]
 
     def _draw(self, missing: int | None) -> list[int]:

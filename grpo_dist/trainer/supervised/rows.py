@@ -90,7 +90,6 @@ def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> 
     """Load the rows; returns them, the number of training steps, and notes. Without a model only check the rows.
 
     Args:
-        config: the run's config.
         model: the model folder, which has the tokenizer.
         needs: what a reward function reads of a row; there is none.
 
@@ -166,8 +165,6 @@ def rank_shares(examples: Sequence[TrainingExample], num_ranks: int, marks: str)
     """Return the columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank.
 
     Args:
-        examples: the rows.
-        num_ranks: of the model.
         marks: the column in which the loss reads the marks of tokens.
     """
     prompts = np.array([len(example.prompt) for example in examples], np.int64)

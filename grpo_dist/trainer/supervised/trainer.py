@@ -13,17 +13,14 @@ from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.loop import TrainingLoop
+from grpo_dist.trainer.metrics import performance_metrics
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.supervised.rows import Rows, new_sampler, rank_shares
 
 
 @dataclass
 class SupervisedTrainer(TrainingLoop):
-    """Trains one model on started ranks; `data` are the rows.
-
-    Attributes:
-        model: the ranks.
-    """
+    """Trains one model on started ranks; `data` are the rows."""
 
     config: SupervisedConfig
     data: Rows
@@ -35,17 +32,13 @@ class SupervisedTrainer(TrainingLoop):
         self.saver = CheckpointSaver(self.config, self.roles.holders, async_save=self.config.checkpoint.async_save)
 
     def fit(self) -> None:
-        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
-
-        Raises:
-            KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
-        """
+        """See `TrainingLoop.fit`."""
         with self.saver.completing(), self.saving_when_stopped():
             if self.only_validates():
                 return
             while self.step < self.total_steps:
                 self.timings, self.metrics, self.validated = {}, {}, {}
-                self.preemption.hold()  # a signal waits from here on, until the run can be saved again
+                self.preemption.held = True  # a signal waits from here on, until the run can be saved again
                 started = time.perf_counter()
                 self.train()
                 self.timings["step"] = time.perf_counter() - started
@@ -77,16 +70,9 @@ class SupervisedTrainer(TrainingLoop):
     @blocking
     async def measure(self) -> None:
         """Turn the step's timings into metrics."""
-        seconds, tokens = self.timings["step"], self.metrics["perf/total_num_tokens"]
         devices = self.config.world_size if self.config.num_gpus else self.config.trainer.nnodes
-        self.metrics |= {
-            "perf/time_per_step": seconds,
-            "perf/tokens_per_s": tokens / seconds,
-            "perf/throughput": tokens / seconds / devices,
-            "training/epoch": self.order.epoch,
-            **self.idle.since_last(),
-            **self.memory.latest(),
-        }
+        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=devices)
+        self.metrics |= {"training/epoch": self.order.epoch} | self.idle.since_last() | self.memory.latest()
 
     def report(self) -> None:
         """Send the step's metrics to the trackers and the display."""

@@ -21,7 +21,6 @@ from grpo_dist.roles.gang import Gang
 from grpo_dist.roles.policy import ActorWorker
 from grpo_dist.roles.rollout import RolloutWorker
 from grpo_dist.roles.rollout_group import RolloutGroup
-from grpo_dist.roles.weight_sync import sync_weights
 from grpo_dist.roles.weight_transport import BroadcastTransport
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
@@ -93,8 +92,8 @@ class Case:
 
     def sync(self) -> None:
         self.version += 1
-        roles = self.actor, RolloutGroup(self.rollout)
-        run(sync_weights(*roles, version=self.version, dtype="bfloat16", transport=self.transport))
+        rollout = RolloutGroup(self.rollout)
+        run(rollout.sync_weights(self.actor, self.transport, version=self.version, dtype="bfloat16"))
 
     def sent(self) -> dict[str, torch.Tensor]:
         buckets = ray.get(self.actor.call_all("test", "export_weights", "bfloat16")[0])
