@@ -55,21 +55,23 @@ def parse_data_file(key: str, name: str) -> DataFile | Problem:
     def problem(why: str, *, missing: bool = False) -> Problem:
         return Problem(f"{key}={name}: {why}", (key,), missing_file=missing)
 
-    library = find_spec("datasets") is not None
+    def with_library(file: DataFile) -> DataFile | Problem:
+        return problem(NEEDS_DATASETS, missing=True) if find_spec("datasets") is None else file
+
     if name.startswith(BUILTIN):
         return DataFile("builtin", name.removeprefix(BUILTIN))
     if name.startswith(HUB):
         match = _HUB_NAME.fullmatch(name.removeprefix(HUB))
         if match is None:
             return problem(f"must be {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG, either with :SPLIT")
-        return DataFile("hub", *match.groups()) if library else problem(NEEDS_DATASETS, missing=True)
+        return with_library(DataFile("hub", *match.groups()))
     path, split = expanded(name), None
     named = _WITH_SPLIT.fullmatch(name)
     if not (is_file(path) or is_folder(path)) and named is not None and path.suffix not in SUFFIXES:
         path, split = expanded(named[1]), named[2]
     if is_folder(path):
         if is_file(path / "dataset_dict.json") or is_file(path / "state.json"):
-            return DataFile("saved", str(path), split=split) if library else problem(NEEDS_DATASETS, missing=True)
+            return with_library(DataFile("saved", str(path), split=split))
         if any(path.glob("*.parquet")):
             return DataFile("parquet_folder", str(path), split=split)
         return problem("is a folder with no .parquet files, and was not written by datasets.save_to_disk")
