@@ -60,7 +60,7 @@ CASES = [
         for i in range(max(len(names) for names in DOORS.values()))
     ),
     ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.use_kl_loss=false"],
-    [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2"],
+    [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2.0"],
     [f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1", f"{ACTOR}.entropy_coeff=0.01"],
     [
         f"{CORRECTION}.bypass_mode=true",
