@@ -21,6 +21,11 @@ from tests.e2e.test_main_job import command, metrics
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 EXPERTS, STEPS = 4, 6
+WAYS = {
+    "": [],
+    "tensor parallel": ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "cluster.rollout_world_size=2"],
+    "router replay": ["actor_rollout_ref.actor.router_replay.mode=R3"],
+}
 
 
 def upcycled(folder: Path) -> Path:
@@ -51,7 +56,7 @@ def upcycled(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["", "tensor parallel"])
+@pytest.fixture(scope="module", params=WAYS)
 def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     overrides = [
@@ -62,8 +67,7 @@ def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "cluster.actor_world_size=2",
         *(f"actor_rollout_ref.{role}.fsdp_config.dtype=fp32" for role in ("actor", "ref")),
         "actor_rollout_ref.rollout.dtype=float32",
-        f"actor_rollout_ref.rollout.tensor_model_parallel_size={request.param}",
-        f"cluster.rollout_world_size={request.param}",
+        *WAYS[request.param],
     ]
     done = subprocess.run(command(folder / "run", *overrides), capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, (done.stderr + done.stdout)[-6000:]
@@ -76,6 +80,8 @@ def test_sampler_and_trainer_agree_on_the_experts(run_dir: Path) -> None:
     for row in rows:
         assert row["training/rollout_probs_diff_max"] < 1e-3, "in each step with the weights of the update before"
         assert row["actor/grad_norm"] > 0
+        assert row.get("training/router_replay/unknown", 0.0) == 0.0
+    assert ("training/router_replay/unknown" in rows[0]) == ("mode: R3" in (run_dir / "config.yaml").read_text())
     rewards = [row["critic/score/mean"] for row in rows]
     assert sum(rewards[3:]) > sum(rewards[:3]), "it learns"
 

@@ -59,7 +59,7 @@ def test_groups_that_lack_an_episode_train_once_whole_and_after_a_resume_too(
         assert history(trainer)[step].get("agent/missing_episodes", 0) == short
         assert history(trainer)[step].get("agent/wasted_episodes", 0) == short / 16, "of 16 that were begun"
         if step == 1:
-            assert restored == sizes
+            assert sizes.items() <= restored.items(), "and whatever of step 3 was sampled by then"
     short_rows = [row for row in trained[0] if int(row["uid"].partition("prompt")[2]) % 2 == 0]
     assert [row["advantage"] for row in short_rows[:3]] == pytest.approx([-1, 0, 1], abs=1e-5)
     assert [trained_rows(tmp_path / "run", step) for step in (2, 3)] == trained[1:]
