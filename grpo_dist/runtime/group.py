@@ -11,7 +11,6 @@ that timed out), or delays all ranks, the error names the lost rank.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -256,20 +255,23 @@ class WorkerGroup:
         loop = asyncio.get_running_loop()
         wait = loop.create_future()
         self._waits[call.rank].add(wait)
-        call.ref.future().add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_answer, call, wait, done))
+        answered = call.ref.future()
+        # What it calls back holds `wait`, which must not hold it in turn: garbage in a cycle would keep the answer, and
+        # the objects that it refers to, until Python looks for cycles.
+        answered.add_done_callback(lambda _: loop.call_soon_threadsafe(self._note_answer, call, wait))
         try:
-            done: concurrent.futures.Future[Any] = await wait
-            return done.result()
+            await wait
+            return answered.result()
         except RayError as error:
             raise failure(error, self.role, call.rank, self._node(call.rank), call.stage) from None
         finally:
             self._waits[call.rank].discard(wait)
 
-    def _note_answer(self, call: Call, wait: asyncio.Future[Any], done: concurrent.futures.Future[Any]) -> None:
+    def _note_answer(self, call: Call, wait: asyncio.Future[None]) -> None:
         if call.is_current:
             self._busy[call.rank].end()
         if not wait.done():
-            wait.set_result(done)
+            wait.set_result(None)
 
     # --- failures ----------------------------------------------------------------------------------------------
     def error(self, rank: int, stage: str, message: str, remote_traceback: str = "") -> WorkerError:
