@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -73,3 +76,21 @@ def test_open_calls_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.begin()
     now[0] = 8.5
     assert clock.seconds == 15.5
+
+
+async def test_an_answer_that_nobody_holds_is_gone_at_once() -> None:
+    """Not only when Python looks for cycles: what it refers to in the object store, such as weights, stays with it."""
+
+    class Weights:
+        pass
+
+    pending: list[Future[Any]] = [Future()]
+    remote = SimpleNamespace(remote=lambda: SimpleNamespace(future=pending.pop))
+    asyncio.get_running_loop().call_later(0.01, pending[0].set_result, Weights())
+    gc.disable()
+    try:
+        answer = weakref.ref(await group(SimpleNamespace(update=remote)).ask(0, "update", "update"))
+        await asyncio.sleep(0.05)  # callbacks of the answer, which hold it, may still run
+        assert answer() is None
+    finally:
+        gc.enable()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import re
 import signal
 import socket
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import ray
 
@@ -43,9 +40,6 @@ def worker_class() -> type:  # noqa: C901 - it counts the methods
         def add(self, number: int, delay: float = 0.0) -> int:
             time.sleep(delay)
             return 100 * self.rank + number
-
-        def numbers(self) -> list[np.ndarray]:
-            return [np.arange(3)]
 
         def wait_for(self, path: str) -> int:
             while not os.path.exists(path):
@@ -140,24 +134,6 @@ def test_values_come_in_rank_order(group: WorkerGroup) -> None:
     calls = [group.submit(1, "add", "add", 1), group.submit(0, "add", "add", 2), group.submit(1, "add", "add", 3)]
     assert group.gather(calls) == [101, 2, 103]
     assert group.gather([]) == []
-
-
-def test_an_answer_that_nobody_holds_is_gone_at_once(group: WorkerGroup) -> None:
-    """Not only when Python looks for cycles: what it refers to in the object store, such as weights, stays with it."""
-
-    async def is_gone() -> bool:
-        answer = weakref.ref((await group.ask(0, "numbers", "numbers"))[0])
-        for _ in range(100):  # callbacks of the answer, which hold it, may still run
-            await asyncio.sleep(0.01)
-            if answer() is None:
-                return True
-        return False
-
-    gc.disable()
-    try:
-        assert run(is_gone())
-    finally:
-        gc.enable()
 
 
 def test_every_rank_is_a_process_of_its_own_with_the_given_environment(group: WorkerGroup) -> None:
