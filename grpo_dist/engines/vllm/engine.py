@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMError
@@ -28,11 +29,11 @@ from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.arguments import adapter_request, clear_traces, engine_args, take_traces
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
-from grpo_dist.engines.vllm.routed_experts import response_routes
 from grpo_dist.engines.vllm.starting import knows_internals, plain_errors, tied_core
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
+from grpo_dist.protocol.routes import unknown_routes
 
 # An engine call that takes longer than this hangs.
 CALL_TIMEOUT_S = 600.0
@@ -231,6 +232,11 @@ class VLLMEngine:
                 f"prompt ids {min(prompt)}..{max(prompt)} leave the model's vocabulary of {self._vocab_size}: "
                 "tokenizer and model do not belong together"
             )
+
+
+def response_routes(recorded: np.ndarray | None) -> np.ndarray | None:
+    """Return `Response.routes`, from the experts of all tokens but the last one."""
+    return None if recorded is None else np.concatenate([recorded, unknown_routes(1, recorded)])
 
 
 def _response(output: Any) -> Response:

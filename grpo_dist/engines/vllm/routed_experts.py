@@ -16,8 +16,6 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from grpo_dist.protocol.routes import unknown_routes
-
 
 class RecordingScheduler(Scheduler):
     """vLLM's scheduler with the part that takes experts from workers: vLLM itself asks for its newer runner first."""
@@ -66,8 +64,3 @@ def record_steps(runner: Any) -> None:
         return output
 
     runner.execute_model, runner.sample_tokens = execute, sample
-
-
-def response_routes(recorded: np.ndarray | None) -> np.ndarray | None:
-    """Return `Response.routes`, from the experts of all tokens but the last one."""
-    return None if recorded is None else np.concatenate([recorded, unknown_routes(1, recorded)])

@@ -30,7 +30,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from grpo_dist.assets.model_folder import some
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.vllm.arguments import BACKENDS, adapter_request
-from grpo_dist.engines.vllm.routed_experts import record_steps
 from grpo_dist.engines.vllm.watching import Watching
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weights.buckets import Bucket, damage, read_bucket, unpack
@@ -270,6 +269,8 @@ class WorkerExtension(Watching):
 
     def record_routes(self) -> None:
         """See `record_steps`."""
+        from grpo_dist.engines.vllm.routed_experts import record_steps  # vLLM's scheduler, which only this needs
+
         record_steps(self.model_runner)
 
     def kv_cache_bytes(self) -> int | None:

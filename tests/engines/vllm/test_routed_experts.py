@@ -13,7 +13,8 @@ import torch
 
 from grpo_dist.engines.vllm import arguments, routed_experts
 from grpo_dist.engines.vllm.arguments import recording_args
-from grpo_dist.engines.vllm.routed_experts import record_steps, response_routes
+from grpo_dist.engines.vllm.engine import response_routes
+from grpo_dist.engines.vllm.routed_experts import record_steps
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.group import WorkerGroup
