@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
+from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.ragged import Ragged
 
 PROMPT_ROUTES, ROUTES = "prompt_routes", "routes"
@@ -20,8 +21,9 @@ UNKNOWN_ROUTES = "unknown_routes"
 
 
 def with_routes(names: Sequence[str], columns: Collection[str]) -> tuple[str, ...]:
-    """Return the names of columns, and those of recorded experts if they are among the `columns` of the batch."""
-    return (*names, PROMPT_ROUTES, ROUTES) if ROUTES in columns else tuple(names)
+    """Return what `with_branches` does, and the recorded experts if they are among the `columns` of the batch."""
+    names = with_branches(names, columns)
+    return (*names, PROMPT_ROUTES, ROUTES) if ROUTES in columns else names
 
 
 def unknown_routes(count: int, like: np.ndarray) -> np.ndarray:

@@ -190,8 +190,8 @@ class PolicyWorker(Process):
 
     def _sequences(self, rows: DataProtoRef, more: Iterable[str] = ()) -> tuple[str, ...]:
         """Name the columns of a pass: the sequences, and `more`."""
-        names = with_branches((*SEQUENCE_COLUMNS, *more, "uid"), rows.columns)
-        return with_routes(names, rows.columns) if self.settings.model.replays_routes else names
+        wanted = with_routes if self.settings.model.replays_routes else with_branches
+        return wanted((*SEQUENCE_COLUMNS, *more, "uid"), rows.columns)
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""

@@ -29,7 +29,6 @@ from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.routes import PROMPT_ROUTES, with_routes
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
@@ -303,7 +302,7 @@ def _sample_rows(data: DataProto) -> DataProto:
     groups = group_rows(data["prompts"])
     rows = np.concatenate([np.flatnonzero(groups == g)[:CHECKED_RESPONSES] for g in range(CHECKED_PROMPTS)])
     longest = int((data["prompts"].lengths + data["responses"].lengths).argmax())
-    names = with_routes(with_branches(("prompts", "responses", "response_mask"), data.columns()), data.columns())
+    names = with_routes(("prompts", "responses", "response_mask"), data.columns())
     part = data.select(names).index(np.append(rows, longest))
     own = [name for name in names if name not in ("prompts", PROMPT_ROUTES)]
     limits = [CHECKED_TOKENS] * len(rows) + [None]
