@@ -28,6 +28,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 from grpo_dist.trainer.agreement import Agreement, compare, send_weights
 from grpo_dist.trainer.checkpoint.manifest import versions
+from grpo_dist.trainer.replay import policy_engine
 from grpo_dist.trainer.run_prompts import read_prompts
 from grpo_dist.trainer.settings import sampling_settings
 
@@ -64,8 +65,6 @@ async def _compare(
     sampling = replace(sampling_settings(config)[0], seed=config.trainer.seed, max_tokens=options.max_tokens)
     ids = [ids for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
-    from grpo_dist.trainer.replay import policy_engine  # Ray: seconds
-
     show(f"starting an engine and a trainer on {settings.device}\n", sys.stderr)
     with policy_engine(config, device=settings.device) as trainer:
         if checkpoint is not None:
@@ -110,8 +109,8 @@ def _prompts(model: TrainedModel, options: argparse.Namespace) -> list[Prompt]:
 
 def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any]:
     """Return what was measured, for the certificate."""
-    row, position, token = agreement.places[agreement.worst]
-    kl, first = agreement.kl, agreement.first
+    worst, kl, first = agreement.worst, agreement.kl, agreement.first
+    row, position, token = agreement.places[worst]
     return {
         "responses": 1 + max(row for row, _, _ in agreement.places),
         "num_tokens": len(agreement.places),
@@ -122,8 +121,8 @@ def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any
             "position": position,
             "id": token,
             "text": tokenizer.decode([token]),
-            "sampler": float(agreement.sampler[agreement.worst]),
-            "trainer": float(agreement.trainer[agreement.worst]),
+            "sampler": float(agreement.sampler[worst]),
+            "trainer": float(agreement.trainer[worst]),
         },
         "operations": [asdict(each) for each in agreement.operations],
         "unseen": sorted({re.sub(r"\b\d+\b", "*", name) for name in agreement.unseen}),

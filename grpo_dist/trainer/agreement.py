@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, first_difference, operation
 from grpo_dist.algorithms.kl import k3
-from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.watching import watched
 from grpo_dist.engines.weights.buckets import pack
-from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.routes import route_columns
+from grpo_dist.roles.rollout import group_batch
 from grpo_dist.trainer.rollout.job import group_seed
 
 
@@ -85,8 +84,8 @@ async def compare(
     for row, prompt in enumerate(prompts):
         seeded = replace(sampling, n=1, seed=group_seed(sampling.seed or 0, 0, row))
         response, theirs = await sampler.watched(prompt, seeded)
-        theirs[LOG_PROBS] = torch.tensor(response.log_probs).unsqueeze(1)
-        data = _row(prompt, response)
+        data = group_batch(str(row), np.asarray(prompt), [response])
+        theirs[LOG_PROBS] = data["rollout_log_probs"].values.unsqueeze(1)
         if row == 0:  # which compares layouts first
             trainer.compute_log_probs(data, micro_batch_size=1)
         own, wobbled = watched(trainer, data), watched(trainer, data, torch.finfo(coarser).eps)
@@ -105,10 +104,3 @@ async def compare(
         operations.append(operation(name, differences, wobbles, coarser))
     both = (torch.cat(parts) for parts in zip(*log_probs, strict=True))
     return Agreement(operations, list(unseen), places, *both)
-
-
-def _row(prompt: Sequence[int], response: Response) -> DataProto:
-    ids = response.token_ids
-    tokens = {"prompts": prompt, "responses": ids, "response_mask": [1] * len(ids)}
-    columns = {name: Ragged.from_rows([values], torch.int32) for name, values in tokens.items()}
-    return DataProto.from_dict(columns | route_columns(len(prompt), [len(ids)], [response.routes]))
