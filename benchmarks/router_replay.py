@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
+from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.vllm import vllm_engine
 from grpo_dist.protocol import DataProto
@@ -107,14 +106,12 @@ def main() -> None:
         print(
             f"bytes of experts a token: {sum(c.nbytes for c in columns) / sum(len(c) for c in columns):.0f}", flush=True
         )
-        store: Any = open_store(LOOPBACK)
-        init_process_group(device="cpu", rank=0, world_size=1, store=store, timeout_s=600)
         settings = model_settings(path, compute_dtype=options.dtype, replays_routes=True)
-        engine = FSDPEngine(settings, device="cpu", temperature=SAMPLING.temperature)
         free = DataProto({name: column for name, column in data.batch.items() if name not in (PROMPT_ROUTES, ROUTES)})
-        print(f"KL, routers choose:   {mismatch(engine, free)}", flush=True)
-        print(f"KL, experts replayed: {mismatch(engine, data)}", flush=True)
-        torch.distributed.destroy_process_group()
+        with alone("cpu"):
+            engine = FSDPEngine(settings, device="cpu", temperature=SAMPLING.temperature)
+            print(f"KL, routers choose:   {mismatch(engine, free)}", flush=True)
+            print(f"KL, experts replayed: {mismatch(engine, data)}", flush=True)
 
 
 if __name__ == "__main__":

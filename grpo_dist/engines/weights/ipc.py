@@ -82,8 +82,8 @@ class CudaMemory:
             data, os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         )
         rebuild, arguments = reductions.reduce_tensor(data)
-        told = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=True))
-        return {name: bytes(told[name]).hex() for name in HANDLES} | {name: int(told[name]) for name in NUMBERS}
+        by_name = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=True))
+        return {name: bytes(by_name[name]).hex() for name in HANDLES} | {name: int(by_name[name]) for name in NUMBERS}
 
     def copy(self, shared: dict[str, Any], target: Tensor) -> None:
         """See `FileMemory.copy`. When this returns the copy is complete, and the sender's count of readers lowered."""
@@ -98,7 +98,7 @@ class CudaMemory:
         torch.cuda.synchronize(self.device)
 
     def _opened(self, shared: dict[str, Any], target: Tensor) -> Tensor:
-        told = {name: bytes.fromhex(shared[name]) for name in HANDLES} | {name: shared[name] for name in NUMBERS}
+        by_name = {name: bytes.fromhex(shared[name]) for name in HANDLES} | {name: shared[name] for name in NUMBERS}
         opened: Tensor = reductions.rebuild_cuda_tensor(
             tensor_cls=Tensor,
             tensor_size=target.shape,
@@ -107,7 +107,7 @@ class CudaMemory:
             dtype=torch.uint8,
             storage_device=self.device.index,
             requires_grad=False,
-            **told | {"event_sync_required": bool(shared["event_sync_required"])},
+            **by_name | {"event_sync_required": bool(shared["event_sync_required"])},
         )
         return opened
 
