@@ -1,5 +1,5 @@
 """What the built-in model learns in equal updates from responses that are 0 to 64 updates old, with and without
-corrections. A cell takes a minute or two on two cores; those that are in FILE are not run again.
+corrections. A cell takes about a minute on two quiet cores; those that are in FILE are not run again.
 
 usage: python -m benchmarks.staleness FILE.jsonl [--seeds 1 2 3 4 5] [--picture FILE.png]
 """
@@ -30,8 +30,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "GSPO": {f"{_CORRECTION}.bypass_mode": True, "recipe": "gspo"},
     "M2PO": {f"{_CORRECTION}.rollout_is": None, f"{_CORRECTION}.m2_threshold": 0.04},
 }
-UPDATES, LAST = 60, 10
-BATCH, N = 16, 8
+UPDATES, LAST = 80, 10
+BATCH, N = 8, 8
 
 
 def run(choice: str, staleness: int, seed: int) -> dict[str, Any]:
@@ -53,7 +53,8 @@ def run(choice: str, staleness: int, seed: int) -> dict[str, Any]:
             "seed": seed,
             "default_local_dir": folder,
         }
-        config = {"data": "arithmetic", "cluster": "cpu", "actor_rollout_ref.rollout.n": N, **sizes}
+        of_engine = {"n": N, "max_num_seqs": BATCH * N * (staleness + 1)}  # all that may be under way at once
+        config = {"data": "arithmetic", "cluster": "cpu", "actor_rollout_ref.rollout": of_engine, **sizes}
         grpo_dist.train("tiny", config=config | CHOICES[choice] | {"trainer": of_run}, callbacks=[on_step])
     return {
         "choice": choice,

@@ -19,6 +19,7 @@ from grpo_dist.assets.model_folder import some
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.asking import NO_ANSWERS, PROMPTS, Asker, given_prompts
+from grpo_dist.cli.output import check_output, write_output
 from grpo_dist.cli.trained import TrainedModel, base_of, engine_for, find_trained, named_checkpoint
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import ENGINE_KEY, rollout_engine
@@ -42,11 +43,12 @@ def main(arguments: Sequence[str]) -> int:
     for flag, value, least in (("limit", options.limit, 0), ("n", options.n, 1), ("max-tokens", options.max_tokens, 1)):
         if not value >= least:
             raise ConfigError(f"--{flag} {value}: give at least {least}")
+    check_output(options.output, replaces=True)
     model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     checkpoint = None if model.base is None else named_checkpoint(expanded(options.model), options.step)
     agreement, certificate = asyncio.run(_compare(model, checkpoint, options))
     path = expanded(options.output)
-    path.write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
+    write_output(path, json.dumps(certificate, indent=1) + "\n")
     show("\n".join([*_text(agreement, certificate), f"certificate: {path}"]) + "\n")
     return 0 if agreement.kl <= options.limit else 2
 

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import BUILTIN
@@ -165,12 +164,6 @@ def given_prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Promp
         return read_prompts(model.config, "--prompts", files, -1, NO_ANSWERS), True
     texts = [[{"role": "user", "content": text}] for text in given]
     return [prompt_of(messages, i, f"prompt {i + 1}") for i, messages in enumerate(texts)], False
-
-
-def check_new(output: str | None) -> None:
-    """Check that the file of --output, if it is given, is not there yet."""
-    if output is not None and Path(output).exists():
-        raise ConfigError(f"--output {output} exists; remove it, or name another file")
 
 
 def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "prompt") -> Prompt:

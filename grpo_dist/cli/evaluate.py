@@ -32,7 +32,8 @@ from grpo_dist.assets import expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, command_parser
-from grpo_dist.cli.asking import asking, check_new, judge, sampling_of
+from grpo_dist.cli.asking import asking, judge, sampling_of
+from grpo_dist.cli.output import check_output
 from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.config.schema import DataConfig
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     """Evaluate and print."""
     options = _parser().parse_intermixed_args(arguments)
     overrides = [name for name in options.named if "=" in name]
-    check_new(options.output)
+    check_output(options.output)
     with contextlib.ExitStack() as stack:
         names = [name for name in options.named if "=" not in name]
         models = list(_models(names, overrides, options, stack))

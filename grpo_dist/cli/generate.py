@@ -14,7 +14,8 @@ from typing import Any, TextIO
 from grpo_dist.assets import expanded
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, command_parser
-from grpo_dist.cli.asking import PROMPTS, Asker, asking, check_new, given_prompts, judge, sampling_of
+from grpo_dist.cli.asking import PROMPTS, Asker, asking, given_prompts, judge, sampling_of
+from grpo_dist.cli.output import check_output
 from grpo_dist.cli.trained import TrainedModel, find_trained
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.settings import SamplingSettings
@@ -29,7 +30,7 @@ from grpo_dist.terminal import json_line, printable, show
 def main(arguments: Sequence[str]) -> int:
     """Answer prompts."""
     options = _parser().parse_intermixed_args(arguments)
-    check_new(options.output)
+    check_output(options.output)
     model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     sampling = sampling_of(model, options)
     prompts, rows = _prompts(model, options.prompts)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import command_parser
+from grpo_dist.cli.output import write_output
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -39,12 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
         show(f"warning: {problem}\n", sys.stderr)
     target = expanded(options.output) if options.output else folders[0] / "report.html"
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        temporary.write_text(whole, encoding="utf-8", errors="replace")
-        temporary.replace(target)
-    except OSError as error:
-        raise ConfigError(f"--output {target}: {error}") from None
+    write_output(target, whole)
     left_out = len(runs[0].rollout_steps) - len(steps)
     more = f"; responses of {len(steps)} steps, {left_out} left out (--responses, --serve)" if left_out else ""
     show(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")

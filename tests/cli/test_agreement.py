@@ -94,6 +94,7 @@ def test_of_a_run_its_checkpoint_is_compared_with_the_adapter_at_both_ends(found
         (["--step", "3"], ["--step 3"]),
         (["--prompts", "rows.jsonl", "--prompts", "text"], ["--prompts"]),
         (["--prompts", "gone.jsonl"], ["gone.jsonl"]),
+        (["--output", "gone/certificate.json"], ["--output gone/certificate.json"]),
         (["trainer.n_gpus_per_nod=1"], ["trainer.n_gpus_per_nod", "trainer.n_gpus_per_node"]),
     ],
 )
