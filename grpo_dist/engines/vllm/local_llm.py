@@ -31,7 +31,7 @@ class LocalLLM:
     """
 
     def __init__(self, arguments: Any) -> None:
-        self.errored = False
+        self.errored, self._failure = False, ""
         self.load = EngineLoad()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._answers: dict[str, Future[Any]] = {}  # by request
@@ -154,7 +154,7 @@ class LocalLLM:
             while self._obey():
                 self._step()
         except Exception as error:  # noqa: BLE001 - vLLM's step has failed, and with it all requests
-            self.errored = True
+            self.errored, self._failure = True, f"{type(error).__name__}: {error}"
             for answer in [*self._answers.values(), *self._drained]:
                 _answer(answer, error)
             self._refuse()
@@ -194,7 +194,7 @@ class LocalLLM:
         while not self._orders.empty():
             item = self._orders.get()
             if item is not None:
-                _answer(item[1], RuntimeError("the engine has failed before"))
+                _answer(item[1], RuntimeError(f"the engine has failed before, by {self._failure}"))
 
 
 def _answer(future: Future[Any], value: Any) -> None:
