@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import transformers
 from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from tests.messages import refuses
+from tests.messages import refuses, says
 from tests.models import EXPERTS, branching_batch, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import lora
@@ -166,6 +168,11 @@ def split_passes(rank: int, path: str, shards: list[list[int]], ways: list[str])
     return passes(rank, path, shards, ways, branches=False, sequence_parallel_size=2)
 
 
+def compiled_passes(rank: int, path: str, shards: list[list[int]], ways: list[str]) -> dict[str, Any]:
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        return passes(rank, path, shards, ways, branches=False, use_torch_compile=True)
+
+
 def assert_same_update(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ours, theirs = metric_values(found["metrics"]), metric_values(expected["metrics"])
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
@@ -219,6 +226,15 @@ def test_ranks_change_nothing(path: str, whole: dict[str, Any], run: Any) -> Non
     np.testing.assert_allclose(found, whole["padded"]["log_probs"], atol=1e-5)
     for name, gradient in whole["padded"]["gradients"].items():
         np.testing.assert_allclose(first[way]["gradients"][name], gradient, atol=2e-5, rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.long
+def test_compiled_layers_change_nothing(path: str, whole: dict[str, Any]) -> None:
+    way = "shared, layers computed again"
+    (out,) = run_ranks(1, compiled_passes, path, [ALL], [way])
+    says(out[way]["report"], "shared prompts", "compiled")
+    np.testing.assert_allclose(out[way]["log_probs"], whole["padded"]["log_probs"], atol=1e-5)
+    assert_same_update(out[way], whole["padded"])
 
 
 def test_branches_of_an_episode_have_their_own(path: str) -> None:
