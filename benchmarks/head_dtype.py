@@ -77,8 +77,8 @@ def main() -> None:
         models = {"built-in": resolve_model_path(BUILTIN), "random experts": random_experts(Path(folder))}
         models |= {Path(path).name: path for path in arguments.folders}
         connect(address, None)
-        rows = [row for name, path in models.items() for row in compare(name, path, arguments.threads)]
-    print(record.table("sampler and trainer", rows))
+        for name, path in models.items():
+            print(record.table("sampler and trainer", compare(name, path, arguments.threads)), flush=True)
 
 
 if __name__ == "__main__":

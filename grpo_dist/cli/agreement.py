@@ -73,8 +73,7 @@ async def _compare(
             load_training_state(checkpoint / "actor", trainer.model, None, None)
         await engine.start()
         try:
-            megabytes = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-            await send_weights(engine, trainer, megabytes << 20)
+            await send_weights(engine, trainer, settings.rollout.checkpoint_engine.bucket_bytes)
             agreement = await compare(engine, trainer, ids, sampling)
             kernels = await engine.attention_kernels()
         finally:

@@ -280,6 +280,11 @@ class CheckpointEngineConfig(Section):
     backend: Annotated[WeightTransport | None, BeforeValidator(_verls_backend)]
     update_weights_bucket_megabytes: Count
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a bucket of weights."""
+        return self.update_weights_bucket_megabytes << 20
+
     def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
         """The transport; null means broadcast where every process has a GPU of its own, and where they share GPUs ipc,
         or under WSL object_store.

@@ -294,7 +294,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     host = {"process": PROCESS_GIB[config.device] * GIB}
     if sleeps and rollout.sleep_level(config.actor_rollout_ref.model) == 1:
         host["weights while it sleeps"] = PINNED * weights
-    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    bucket = rollout.checkpoint_engine.bucket_bytes
     return RoleMemory(
         "rollout",
         _gib(states | parts),

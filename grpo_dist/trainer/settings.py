@@ -54,7 +54,7 @@ def actor_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySet
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.actor_is_reference else (),
         keeps_output_layer=objective_settings(config).exact_kl and not config.has_teacher,
-        weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
+        weight_bucket_bytes=rollout.checkpoint_engine.bucket_bytes,
     )
 
 
