@@ -93,7 +93,7 @@ def find_trained(
     if "actor_rollout_ref" not in values:  # of another command, whose keys are not those of a policy in training
         if checkpoint is not None:
             folder = exported(checkpoint, trusted_run(checkpoint, trust=trust))
-        return TrainedModel(name, folder, _with_model(given, folder), read_usage(folder))
+        return TrainedModel(name, folder, _config_of(str(folder), folder, overrides), read_usage(folder))
     config, unscored = with_overrides(values, overrides, GRPO), ""
     if not trust:
         require_trust(source / RESOLVED_CONFIG, code_of_run(config, ENGINE, given))
@@ -196,8 +196,12 @@ def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
             f"{named}: neither a run's folder nor a model; name a run (trainer.default_local_dir), a checkpoint in "
             "it, a Hugging Face folder, a hub name such as Qwen/Qwen3-0.6B, or builtin:tiny-qwen3"
         )
-    config = _with_model(with_overrides({}, overrides, GRPO), folder)
-    return TrainedModel(named, folder, config, read_usage(folder))
+    return TrainedModel(named, folder, _config_of(named, folder, overrides), read_usage(folder))
+
+
+def _config_of(named: str, folder: Path, overrides: Sequence[str]) -> RunConfig:
+    """The defaults for a model that is named so: those of the built-in one do for no other."""
+    return _with_model(with_overrides({}, [(POLICY_KEY, named), *overrides], GRPO), folder)
 
 
 def _with_model(config: RunConfig, folder: Path) -> RunConfig:

@@ -79,6 +79,7 @@ def test_a_folder_says_how_it_is_asked(tmp_path: Path) -> None:
     found = find_trained(str(folder))
     assert found.usage == usage
     assert found.name == str(folder)
+    assert engine_for(found).rollout.kv_cache_memory_gib is None, "not the built-in model's"
     assert engine_for(found).max_model_len == 100
     assert engine_for(found, 50).max_model_len == 50
     with refuses(ConfigError, "--max-model-len 101", "max_position_embeddings", "100"):
