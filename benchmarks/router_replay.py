@@ -1,8 +1,8 @@
 """What recording experts costs an engine, and what replaying them saves the trainer, on this machine's CPU.
 
-    python -m benchmarks.router_replay [--rounds 5] [--dtype bf16]
+    python -m benchmarks.router_replay [--rounds 5] [--layers 2] [--dtype bf16]
 
-Two engines of the same random mixture of experts (Qwen3-MoE, 2 layers, 2 of 8 experts) sample the same requests in
+Two engines of the same random mixture of experts (Qwen3-MoE, 2 of 8 experts) sample the same requests in
 turns, one of them with its experts recorded: the ratio of tokens per second is that of the medians. Then the trainer
 computes the log-probs of what was sampled, with the recorded experts and without: the mean of the k3 estimate of
 KL(sampler || trainer), over all tokens, with a 95 % interval by resampling responses.
@@ -93,12 +93,13 @@ def mismatch(engine: FSDPEngine, data: DataProto) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     options = parser.parse_args()
     os.nice(15)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the engines, as in a run; threads that wait for each other spin
     with tempfile.TemporaryDirectory() as folder:
-        path = random_model("Qwen3Moe", Path(folder), head_dim=32, **EXPERTS)
+        path = random_model("Qwen3Moe", Path(folder), head_dim=32, num_hidden_layers=options.layers, **EXPERTS)
         rates, data = sampled(path, options.dtype, options.rounds)
         without, recording = (statistics.median(rates[records]) for records in (False, True))
         print(f"tokens/s without {without:.0f}, recording {recording:.0f}: {recording / without:.3f}", flush=True)

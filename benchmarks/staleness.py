@@ -1,7 +1,9 @@
-"""What the built-in model learns in equal updates from responses that are 0 to 64 updates old, with and without
-corrections. A cell takes about a minute on two quiet cores; those that are in FILE are not run again.
+"""What a model learns in equal updates from responses that are 0 to 64 updates old, with and without corrections.
 
-usage: python -m benchmarks.staleness FILE.jsonl [--seeds 1 2 3 4 5] [--picture FILE.png]
+usage: python -m benchmarks.staleness FILE.jsonl [--seeds 1 2 3 4 5] [--smollm2 FOLDER] [--picture FILE.png]
+
+The built-in model learns its sums (a cell takes about a minute on two quiet cores); --smollm2: the model in FOLDER
+(scripts/make_smollm2.py) learns the same by a graded reward (about four minutes). Cells in FILE are not run again.
 """
 
 from __future__ import annotations
@@ -30,11 +32,24 @@ CHOICES: dict[str, dict[str, Any]] = {
     "GSPO": {f"{_CORRECTION}.bypass_mode": True, "recipe": "gspo"},
     "M2PO": {f"{_CORRECTION}.rollout_is": None, f"{_CORRECTION}.m2_threshold": 0.04},
 }
-UPDATES, LAST = 80, 10
-BATCH, N = 8, 8
+LAST = 10
+N = 8
+PER_UPDATE = {  # updates, prompts of each, and other keys
+    "tiny": (80, 8, dict[str, Any]()),
+    "smollm2": (
+        24,
+        4,
+        {
+            "custom_reward_function.path": "examples/custom_reward/reward.py",
+            "data.max_response_length": 24,
+            "actor_rollout_ref.actor.optim.lr": 3e-5,
+            "model": "smollm2_135m",
+        },
+    ),
+}
 
 
-def run(choice: str, staleness: int, seed: int) -> dict[str, Any]:
+def run(choice: str, staleness: int, seed: int, smollm2: str | None) -> dict[str, Any]:
     """A run: mean reward of the last updates, validation accuracy after them, and how old its responses were."""
     rewards, ages, accuracies, started = list[float](), list[float](), list[float](), time.monotonic()
 
@@ -44,18 +59,20 @@ def run(choice: str, staleness: int, seed: int) -> dict[str, Any]:
         if (accuracy := validation_accuracy(metrics)) is not None:
             accuracies.append(accuracy)
 
+    updates, prompts, keys = PER_UPDATE["tiny" if smollm2 is None else "smollm2"]
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"data.train_batch_size": BATCH, "actor_rollout_ref.actor.ppo_mini_batch_size": BATCH}
+        keys = keys | {"data.train_batch_size": prompts, "actor_rollout_ref.actor.ppo_mini_batch_size": prompts}
         of_run = {
-            "total_training_steps": UPDATES,
+            "total_training_steps": updates,
             "max_staleness": staleness,
-            "test_freq": UPDATES,
+            "test_freq": updates,
             "seed": seed,
             "default_local_dir": folder,
         }
-        of_engine = {"n": N, "max_num_seqs": BATCH * N * (staleness + 1)}  # all that may be under way at once
-        config = {"data": "arithmetic", "cluster": "cpu", "actor_rollout_ref.rollout": of_engine, **sizes}
-        grpo_dist.train("tiny", config=config | CHOICES[choice] | {"trainer": of_run}, callbacks=[on_step])
+        of_engine = {"n": N, "max_num_seqs": prompts * N * (staleness + 1)}  # all that may be under way at once
+        config = {"data": "arithmetic", "cluster": "cpu", "actor_rollout_ref.rollout": of_engine, **keys}
+        config |= CHOICES[choice] | {"trainer": of_run}
+        grpo_dist.train(smollm2 or "tiny", config=config, callbacks=[on_step])
     return {
         "choice": choice,
         "max_staleness": staleness,
@@ -95,7 +112,7 @@ def draw(table: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xticks(STALENESS, [str(each) for each in STALENESS])
     axes.set_xlabel("trainer.max_staleness")
-    axes.set_ylabel(f"reward of the last {LAST} of {UPDATES} updates")
+    axes.set_ylabel(f"reward of the last {LAST} updates")
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
@@ -105,13 +122,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--smollm2", metavar="FOLDER")
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
     results = [json.loads(line) for line in asked.file.read_text().splitlines()] if asked.file.exists() else []
     there = {(each["choice"], each["max_staleness"], each["seed"]) for each in results}
     for seed, staleness, choice in itertools.product(asked.seeds, STALENESS, CHOICES):
         if (choice, staleness, seed) not in there:
-            results.append(run(choice, staleness, seed))
+            results.append(run(choice, staleness, seed, asked.smollm2))
             with asked.file.open("a") as file:
                 file.write(json.dumps(results[-1]) + "\n")
     table = summary(results)
