@@ -34,6 +34,7 @@ def policy_objective(
     *,
     global_tokens: float | Tensor,
     global_sequences: float | Tensor,
+    global_prompts: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of one micro-batch, ready for backward, and its metrics.
 
@@ -44,12 +45,14 @@ def policy_objective(
         settings: of the loss.
         global_tokens: response tokens of the mini-batch, all ranks.
         global_sequences: sequences of the mini-batch, all ranks.
+        global_prompts: the sum of `prompt_weights`, all ranks; for loss_agg_mode prompt-mean.
 
     Returns:
         (loss, metrics). Summed over the micro-batches of all ranks, loss and `actor/pg_loss` are the mini-batch's;
         the other metrics are means over the tokens of this call.
     """
     counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    counts["global_prompts"] = global_prompts
     actor, log_probs, mask = settings.actor, columns["log_probs"], columns["response_mask"]
     old_log_probs = log_probs.detach() if settings.on_policy else columns["old_log_probs"]
     read = {**columns, "old_log_probs": old_log_probs}
@@ -66,7 +69,8 @@ def policy_objective(
     metrics |= own | {"actor/pg_loss": loss.detach()}
 
     def aggregate(values: Tensor) -> Tensor:
-        return agg_loss(values, mask, actor.loss_agg_mode, loss_scale_factor=actor.loss_scale_factor, **counts)
+        scale, weights = actor.loss_scale_factor, columns.get("prompt_weights")
+        return agg_loss(values, mask, actor.loss_agg_mode, loss_scale_factor=scale, prompt_weights=weights, **counts)
 
     if actor.use_kl_loss:
         kl = _kl(read, settings)

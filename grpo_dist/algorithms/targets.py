@@ -7,6 +7,7 @@ advantages, returns  by the estimator; advantages are 0 on tokens of low entropy
 rollout_is_weights   importance weights against the sampler (`rollout_correction`); 0 where the second moment of the
                      log-ratios is too large (`m2_threshold`)
 selected_tokens      what clip_cov and kl_cov treat apart
+prompt_weights       1 / tokens of the prompt's responses, for loss_agg_mode prompt-mean
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
+from grpo_dist.algorithms.advantage import ADVANTAGE, Groups, compute_advantage
 from grpo_dist.algorithms.correction import compute_rollout_correction, second_moment_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
@@ -46,6 +47,7 @@ class TargetSettings:
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
         loss_mode: the policy loss, which may select tokens.
         loss_options: its options.
+        by_prompt: whether the loss is a mean over prompts.
         critic: whether there is one, whose `values` are a column; else the values of an estimator that needs them are
             0.
         by_agent: whether the tokens of each agent are compared as a sequence of their own.
@@ -61,6 +63,7 @@ class TargetSettings:
     top_entropy_quantile: float = 1.0
     loss_mode: str = "vanilla"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
+    by_prompt: bool = False
     critic: bool = False
     by_agent: bool = False
 
@@ -75,7 +78,7 @@ class TargetSettings:
         optional = {
             "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
-            "old_entropies": self.top_entropy_quantile < 1,
+            "old_entropies": self.top_entropy_quantile < 1 or "entropies" in self.needs,
             "step_mask": "step_mask" in self.needs,
             "values": self.critic,
             "agent_ids": self.by_agent,
@@ -180,6 +183,7 @@ def _targets(
         index=index,
         agent_ids=columns.get("agent_ids"),
         values=values,
+        entropies=columns["old_entropies"] if "entropies" in settings.needs else None,
         reward_baselines=reward_baselines,
         step_mask=columns.get("step_mask"),
         reward_components=reward_components,
@@ -207,8 +211,15 @@ def _targets(
         "old_log_probs": old if settings.old_log_probs_from == "rollout" else None,
         "rollout_is_weights": weights,
         "selected_tokens": None if selected is None else selected.float(),
+        "prompt_weights": _prompt_weights(mask, index) if settings.by_prompt else None,
     }
     return out | {name: value for name, value in optional.items() if value is not None}, metrics
+
+
+def _prompt_weights(mask: Tensor, index: Any) -> Tensor:
+    """(N, T): 1 / number of trained tokens of all responses to the token's prompt; 0 off the mask."""
+    tokens = Groups.of(index).to(mask.device).sum(mask.sum(-1))
+    return mask / tokens.clamp_min(1).float()[:, None]
 
 
 def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:

@@ -199,6 +199,7 @@ def _advantages(batch: MadeUpBatch, settings: TargetSettings) -> None:
             index=batch.index,
             values=batch.values if settings.critic else without_critic,
             reward_baselines=torch.zeros_like(batch.scores) if "reward_baselines" in needs else None,
+            entropies=torch.ones_like(batch.mask) if "entropies" in needs else None,
             step_mask=batch.last_token if "step_mask" in needs else None,
             reward_components={},
             config=settings.options,

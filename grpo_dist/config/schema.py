@@ -39,6 +39,7 @@ from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConf
 from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
 from grpo_dist.plugins.names import (
+    ENTROPY_ADV_ESTIMATORS,
     OPTIONAL_FUNCTION,
     REWARD_MODEL_FUNCTION,
     SCORELESS_ADV_ESTIMATORS,
@@ -318,10 +319,18 @@ class RunConfig(JobConfig):
             or (self.rollout_is is not None and correction.rollout_is_batch_normalize)
             or correction.rollout_rs is not None
             or correction.m2_threshold is not None
-            or actor.top_entropy_quantile < 1
+            or self.needs_entropies
             or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
         )
         return "update" if one_step and not asked_earlier else "actor"
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Tell if the entropies of the policy before the update are asked for."""
+        return (
+            self.actor_rollout_ref.actor.top_entropy_quantile < 1
+            or self.algorithm.adv_estimator in ENTROPY_ADV_ESTIMATORS
+        )
 
     @property
     def on_policy(self) -> bool:

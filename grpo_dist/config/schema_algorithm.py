@@ -61,6 +61,7 @@ class AlgorithmConfig(Section):
     gamma: Share
     lam: Share
     f_norm: PositiveFloat
+    zvp_alpha: NonNegativeFloat
     gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
     gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
     use_kl_in_reward: bool
@@ -83,3 +84,7 @@ class PolicyLossConfig(Section):
     kl_cov_ratio: Share
     ppo_kl_coef: NonNegativeFloat
     dro_beta: NonNegativeFloat
+    vespo_k_pos: PositiveFloat
+    vespo_lambda_pos: PositiveFloat
+    vespo_k_neg: PositiveFloat
+    vespo_lambda_neg: PositiveFloat

@@ -71,9 +71,12 @@ def method_rules(config: RunConfig) -> Iterator[str]:
     if config.critic.enable and estimator in ADV_ESTIMATORS and estimator != "gae":
         why = f"{estimator} reads no values; set the first to null, or the second to gae"
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
-    if actor.top_entropy_quantile < 1 and algorithm.rollout_correction.bypass_mode:
+    if config.needs_critic and config.critic.loss_agg_mode == "prompt-mean":
+        yield "<critic.loss_agg_mode>: the values of a critic are no prompt's; set it to token-mean"
+    if config.needs_entropies and algorithm.rollout_correction.bypass_mode:
+        key = "actor.top_entropy_quantile" if actor.top_entropy_quantile < 1 else "algorithm.adv_estimator"
         why = "entropies come from the pass that bypass_mode leaves out"
-        yield f"<actor.top_entropy_quantile>, <{CORRECTION}.bypass_mode>: {why}"
+        yield f"<{key}>, <{CORRECTION}.bypass_mode>: {why}; set the second to false"
     if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"
@@ -294,7 +297,8 @@ def run_notes(config: RunConfig) -> Iterator[str]:
     if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
         why = "as a loss its gradient has mean zero, so it does not regularise; use k2 or k3 (low_var_kl)"
         yield f"<actor.kl_loss_type>: {why}"
-    if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
+    luspo = (actor.policy_loss.loss_mode, actor.loss_agg_mode) == ("gspo", "seq-mean-token-sum")
+    if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean" and not luspo:
         why = "the loss is published with seq-mean-token-mean; this one weighs long responses differently"
         yield f"<actor.policy_loss.loss_mode>, <actor.loss_agg_mode>: {why}"
     if config.algorithm.adv_estimator == "gae" and not config.needs_critic:

@@ -17,6 +17,10 @@ GROUP_ADV_ESTIMATORS = (
     "grpo",
     "grpo_passk",
     "grpo_process",
+    "maxrl",
+    "lite_ppo",
+    "scale_rl",
+    "rl_zvp",
     "rloo",
     "opo",
     "gpg",
@@ -25,11 +29,22 @@ GROUP_ADV_ESTIMATORS = (
 )
 # ... and all estimators.
 ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", "distill")
-WHOLE_BATCH_ADV_ESTIMATORS = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+WHOLE_BATCH_ADV_ESTIMATORS = (
+    "lite_ppo",
+    "scale_rl",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gae",
+)
+ENTROPY_ADV_ESTIMATORS = ("rl_zvp",)  # those that read the entropies of the policy before the update
 SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores
 SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "unbiased_k3", "full")
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean", "token-sum", "prompt-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 LOSS_MODES = (
     "vanilla",
@@ -43,6 +58,8 @@ LOSS_MODES = (
     "dppo_kl",
     "clip_cov",
     "kl_cov",
+    "topr",
+    "vespo",
 )
 ROLLOUT_ENGINES = ("vllm",)
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")

@@ -19,8 +19,10 @@ def outcome(rewards: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 GROUP_RELATIVE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_process")
-# Without a case: verl has no process supervision and no estimator of distillation, and its gdpo has its own arguments.
-IN_GOLDEN = sorted(set(ADVANTAGE.names()) - {"gdpo", "grpo_process", "distill"})
+GROUP_RELATIVE += ("maxrl", "lite_ppo", "scale_rl")
+# Without a case: verl's gdpo has its own arguments, and it does not have the others.
+NOT_VERLS = {"gdpo", "grpo_process", "distill", "maxrl", "lite_ppo", "scale_rl", "rl_zvp"}
+IN_GOLDEN = sorted(set(ADVANTAGE.names()) - NOT_VERLS)
 
 
 @pytest.mark.parametrize("case", cases("advantage", tuple(IN_GOLDEN)))
@@ -117,6 +119,34 @@ def test_gpg_by_hand() -> None:
     assert advantage("gpg", [1.0, 0, 0, 0], ["a", "a", "b", "b"], config={"f_norm": 2.0}) == pytest.approx(
         [1, -1, 0, 0]
     )
+
+
+def test_maxrl_by_hand() -> None:
+    """Scores 1, 0, 0, 0, mean 1/4: 3 and -1; a group without a success, or with a negative mean, teaches nothing."""
+    assert advantage("maxrl", [1.0, 0, 0, 0], ["a"] * 4) == [3, -1, -1, -1]
+    assert advantage("maxrl", [0.0, 0, 1, -3], ["a", "a", "b", "b"]) == [0, 0, 0, 0]
+
+
+def test_the_deviation_of_the_batch_by_hand() -> None:
+    """Scores 4, 2 and 1, 1, means 3 and 1, differences 1, -1, 0, 0.
+
+    Over the batch the scores deviate by sqrt((4 + 0 + 1 + 1) / 3) = sqrt 2, the differences by sqrt(2 / 3).
+    """
+    for name, std in {"lite_ppo": 2**0.5, "scale_rl": (2 / 3) ** 0.5}.items():
+        found = advantage(name, [4.0, 2.0, 1.0, 1.0], ["a", "a", "b", "b"])
+        assert found == pytest.approx([1 / (std + STD_EPS), -1 / (std + STD_EPS), 0, 0])
+
+
+def test_rl_zvp_by_hand() -> None:
+    """A solved group trains by 0.1 H, a failed one by 0.1 (H - max H), another as with grpo; one alone by 0."""
+    rewards, mask = outcome([1.0, 1.0, 0.0, 0.0, 3.0, 1.0, 1.0])
+    entropies = torch.tensor([[2.0, 9.0, 9.0]] * 2 + [[1.0, 3.0, 2.0]] * 5)
+    arguments = {"token_level_rewards": rewards, "response_mask": mask, "entropies": entropies}
+    advantages, _ = compute_advantage("rl_zvp", index=list("aabbccd"), **arguments)
+    root = 2**0.5 / (2**0.5 + STD_EPS)
+    solved, failed = [[0.2, 0, 0], [0.2, 0.9, 0]], [[-0.2, 0, -0.1]] * 2
+    mixed = [[root / 2**0.5] * 3, [-root / 2**0.5] * 3]
+    torch.testing.assert_close(advantages, torch.tensor([*solved, *failed, *mixed, [0.0] * 3]))
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
@@ -330,6 +360,7 @@ def test_bf16_empty_responses_and_masked_rows(name: str) -> None:
         response_mask=mask,
         index=torch.tensor([0, 0, 1, 1]),
         values=torch.zeros(4, 2, dtype=torch.bfloat16),
+        entropies=torch.full((4, 2), float("nan"), dtype=torch.bfloat16).where(mask == 0, torch.ones(())),
         reward_baselines=torch.zeros(4),
         step_mask=rewards != 0,
         reward_components={"all": rewards.sum(-1)},
@@ -342,7 +373,13 @@ def test_bf16_empty_responses_and_masked_rows(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [("gae", "values"), ("remax", "reward_baselines"), ("grpo_process", "step_mask"), ("gdpo", "reward_components")],
+    [
+        ("gae", "values"),
+        ("remax", "reward_baselines"),
+        ("grpo_process", "step_mask"),
+        ("gdpo", "reward_components"),
+        ("rl_zvp", "entropies"),
+    ],
 )
 def test_a_missing_input_is_named(name: str, argument: str) -> None:
     rewards, mask = outcome([1.0, 0.0])

@@ -13,8 +13,8 @@ from tests.worker_settings import objective_settings
 CLIP = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
 
 
-# clip_cov picks at random: verl's has no reproducible case.
-IN_GOLDEN = sorted(set(POLICY_LOSS.names()) - {"clip_cov"})
+# clip_cov picks at random: verl's has no reproducible case. It has no topr and no vespo.
+IN_GOLDEN = sorted(set(POLICY_LOSS.names()) - {"clip_cov", "topr", "vespo"})
 
 
 @pytest.mark.parametrize("case", cases("policy_loss", tuple(IN_GOLDEN)))
@@ -107,6 +107,13 @@ HALF = math.log(0.5)
         ("kl_cov", 2.0, 3.0, {"kl_cov_ratio": 1.0, "ppo_kl_coef": 0.5}, -6 + 0.5 * math.log(2), -6 + 0.5),
         # its covariance 0 is not above the lower bound 1: the clipped surrogate
         ("clip_cov", 1.5, 2.0, CLIP, -2.4, 0.0),
+        # a good response is imitated whatever its ratio; a bad one by min(ratio, 1)
+        ("topr", 0.5, 2.0, {}, -2 * 2 * HALF, -2.0),
+        ("topr", 0.5, -2.0, {}, 0.5 * 2 * 2 * HALF, 1.0),
+        ("topr", 1.5, -2.0, {}, 2 * (HALF + math.log(1.5)), 2.0),
+        # weights 2^2 e^(3 (1 - 2)) and 0.5^3 e^(2 (1 - 0.5))
+        ("vespo", 2.0, 3.0, {}, 0.0, -3 * 4 * math.exp(-3)),
+        ("vespo", 0.5, -2.0, {}, 2 * 2 * HALF * math.e / 8, 2 * math.e / 8),
     ],
 )
 def test_losses_by_hand(name: str, ratio: float, advantage: float, config: dict, loss: float, gradient: float) -> None:
@@ -157,6 +164,25 @@ def test_gspo_and_geo_mean_take_the_sequences_ratio() -> None:
         halves = -math.exp(mean)
         expected = [halves, halves, 0] if name == "gspo" else [0, halves, 0]
         assert log_probs.grad.flatten().tolist() == pytest.approx(expected)
+
+
+def test_topr_and_vespo_weigh_by_the_whole_response() -> None:
+    """Log-ratios ln 2 and -ln 8, the product 1/4; the third token does not train."""
+    ratios = torch.tensor([[2.0, 1 / 8, 5.0]])
+    vespo = (1 / 4) ** 3 * math.exp(2 * (1 - 1 / 4))
+    for name, weight in {"topr": 1 / 4, "vespo": vespo}.items():
+        log_probs = (ratios.log() - 3).requires_grad_()
+        loss, _ = compute_policy_loss(
+            {
+                "old_log_probs": torch.full((1, 3), -3.0),
+                "log_probs": log_probs,
+                "advantages": torch.full((1, 3), -2.0),
+                "response_mask": torch.tensor([[1.0, 1.0, 0.0]]),
+            },
+            objective_settings(loss_mode=name, loss_agg_mode="token-sum"),
+        )
+        loss.backward()
+        assert log_probs.grad[0].tolist() == pytest.approx([2 * weight, 2 * weight, 0], rel=1e-5)
 
 
 # --- covariance ------------------------------------------------------------------------------------------------------

@@ -281,6 +281,7 @@ def test_which_estimators_take_the_whole_batch(estimator: str) -> None:
         "response_mask": mask,
         "rollout_log_probs": torch.full((6, 3), -1.0),
         "step_mask": torch.tensor([[0.0, 1, 0]] * 6),
+        "old_entropies": torch.ones(6, 3),
     }
     settings = TargetSettings(
         estimator,

@@ -71,6 +71,7 @@ SIGNATURES = {
         "index",
         "agent_ids",
         "values",
+        "entropies",
         "reward_baselines",
         "step_mask",
         "reward_components",

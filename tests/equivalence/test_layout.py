@@ -18,6 +18,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "seq-mean-token-mean": {"kl_loss_type": "full", "entropy_coeff": 0.0},
     "seq-mean-token-sum": {"weighted": True, "loss_mode": "gspo", "off_policy_threshold": 1.0},
     "seq-mean-token-sum-norm": {"kl_loss_type": "k3+", "loss_scale_factor": 12.0, "loss_mode": "cispo"},
+    "prompt-mean": {"loss_mode": "vespo", "use_kl_loss": False},
     "token-sum": {"loss_mode": "kl_cov", "selects_tokens": True, "kl_loss_type": "unbiased_k3"},
 }
 MODES = tuple(OBJECTIVES)
@@ -28,13 +29,15 @@ def batch() -> DataProto:
     """16 rows with every column that an objective may read."""
     data = random_batch(num_groups=4, n=4)
     rng = np.random.default_rng(5)
-    lengths = data["responses"].lengths.tolist()
+    lengths, masks = data["responses"].lengths.tolist(), [row.numpy() for row in data["response_mask"].rows()]
     extra = {
         "ref_hidden_states": [rng.normal(size=(length, HIDDEN)) for length in lengths],
         "rollout_is_weights": [rng.uniform(0.5, 2, length) for length in lengths],
         "rollout_log_probs": [-4.5 + 0.2 * rng.normal(size=length) for length in lengths],
         "selected_tokens": [(rng.random(length) < 0.3) for length in lengths],
     }
+    tokens = {uid: sum(r.sum() for u, r in zip(data["uid"], masks, strict=True) if u == uid) for uid in data["uid"]}
+    extra["prompt_weights"] = [row / tokens[uid] for uid, row in zip(data["uid"], masks, strict=True)]
     columns = {name: Ragged.from_rows(rows, torch.float32) for name, rows in extra.items()}
     return data.union(DataProto.from_dict(columns))
 

@@ -22,6 +22,8 @@ SPLITS = {
     "8": [[i] for i in range(N)],
     "uneven, shuffled, one empty": [[5, 0, 7, 2, 6], [], [3], [4, 1]],
 }
+TOKENS = MASK[:4].sum(), MASK[4:].sum()  # of two prompts
+WEIGHTS = MASK / torch.stack([TOKENS[i // 4] for i in range(N)])[:, None]
 KLS = ("none", "k1", "abs", "k2", "k3", "k1+", "k3+", "unbiased_k3", "full")
 
 
@@ -82,7 +84,10 @@ def loss_and_gradient(
             cut["exact_kl"] = kl_penalty("full", log_softmax, reference)
         if corrected:
             cut["rollout_is_weights"] = data["weights"][part]
-        loss, _ = policy_objective(cut, settings, global_tokens=MASK.sum(), global_sequences=(MASK.sum(-1) > 0).sum())
+        if mode == "prompt-mean":
+            cut["prompt_weights"] = WEIGHTS[part]
+        counts = {"global_tokens": MASK.sum(), "global_sequences": (MASK.sum(-1) > 0).sum(), "global_prompts": 2.0}
+        loss, _ = policy_objective(cut, settings, **counts)
         total = total + loss
     total.backward()
     assert logits.grad is not None

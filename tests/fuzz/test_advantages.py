@@ -16,7 +16,7 @@ from tests.golden import cases
 # Whitening divides by a spread of 0.1 and more.
 WHITENED = 10.0
 # The goldens have none of these; tests/algorithms/test_advantage.py has numbers worked out on paper.
-BY_HAND = {"gdpo", "grpo_process", "distill"}
+BY_HAND = {"gdpo", "grpo_process", "distill", "maxrl", "lite_ppo", "scale_rl", "rl_zvp"}
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -24,6 +24,7 @@ OPTIONS = st.fixed_dictionaries(
         "gamma": st.sampled_from([1.0, 0.97, 0.5]),
         "lam": st.sampled_from([1.0, 0.95, 0.5]),
         "f_norm": st.sampled_from([1.0, 2.0]),
+        "zvp_alpha": st.sampled_from([0.1, 1.0]),
         "gdpo_reward_weights": st.sampled_from([(3.0, 0.5), (1.0, -1.0), (1.0, 1.0)]),
     }
 )
@@ -49,6 +50,7 @@ def batches(draw: st.DrawFn) -> Batch:
             st.sampled_from(["aab", "abc", "a"]).flatmap(lambda labels: st.lists(st.sampled_from(labels), **column))
         ),
         values=draw(shape.on_grid(-16, 16, 8)),
+        entropies=draw(shape.on_grid(0, 16, 8)),
         baselines=draw(small),
         steps=draw(shape.on_grid(0, 1, 1)),
         components={"first": draw(small), "second": draw(partly)},
@@ -87,6 +89,7 @@ def test_estimators(name: str, batch: Batch, options: dict) -> None:
         response_mask=torch.tensor(batch.masks),
         index=batch.index,
         values=torch.tensor(batch.values),
+        entropies=torch.tensor(batch.entropies),
         reward_baselines=torch.tensor(batch.baselines),
         step_mask=torch.tensor(batch.steps),
         reward_components={key: torch.tensor(scores) for key, scores in batch.components.items()},

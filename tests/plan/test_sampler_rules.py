@@ -46,6 +46,14 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
             [f"{ACTOR}.top_entropy_quantile=0.2", f"{CORRECTION}.bypass_mode=true"],
         ),
         (
+            [f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=rl_zvp"],
+            ["algorithm.adv_estimator=rl_zvp", f"{CORRECTION}.bypass_mode=true", "false"],
+        ),
+        (
+            ["algorithm.adv_estimator=gae", f"{ACTOR}.loss_agg_mode=prompt-mean"],
+            ["critic.loss_agg_mode=prompt-mean", "token-mean"],
+        ),
+        (
             ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
             ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
         ),

@@ -1,6 +1,7 @@
 """Advantages: how much better a response is than what the group (or batch) would have done.
 
-    outcome.py  a response against its group, by one score: grpo (Dr. GRPO), grpo_passk, rloo, opo, gpg; by many: gdpo
+    outcome.py  a response against its group, by one score: grpo (Dr. GRPO), grpo_passk, maxrl, lite_ppo, scale_rl,
+                rl_zvp, rloo, opo, gpg; by many: gdpo
     returns.py  the rewards that follow a token: reinforce_plus_plus(_baseline), remax, distill, gae, grpo_process
 
 Call them through `compute_advantage`. inputs.py has their one signature and the statistics of a group.
@@ -23,7 +24,7 @@ from grpo_dist.errors import BatchError
 __all__ = ["ADVANTAGE", "DEFAULTS", "STD_EPS", "AdvantageInputs", "Groups", "compute_advantage"]
 
 # Options that are not given.
-DEFAULTS = {"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "f_norm": 1.0}
+DEFAULTS = {"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "f_norm": 1.0, "zvp_alpha": 0.1}
 
 
 def compute_advantage(
@@ -34,6 +35,7 @@ def compute_advantage(
     index: Sequence[Any] | np.ndarray | Tensor | None = None,
     agent_ids: Tensor | None = None,
     values: Tensor | None = None,
+    entropies: Tensor | None = None,
     reward_baselines: Tensor | None = None,
     step_mask: Tensor | None = None,
     reward_components: Mapping[str, Tensor] | None = None,
@@ -49,6 +51,7 @@ def compute_advantage(
         agent_ids: (N, T), equal for the tokens of an agent, 0 for those of none: each agent's tokens are a sequence of
             their own, and its group the agents of the same id in the sequence's group.
         values: (N, T), a critic's values (gae).
+        entropies: (N, T), of the policy before the update, nats (rl_zvp).
         reward_baselines: (N,), scores of the greedy responses (remax).
         step_mask: (N, T), 1 on the last token of each step (grpo_process).
         reward_components: scores (N,) by name, nan where a response has none (gdpo).
@@ -62,6 +65,7 @@ def compute_advantage(
     for column, value, wanted in (
         ("response_mask", response_mask, shape),
         ("values", values, shape),
+        ("entropies", entropies, shape),
         ("step_mask", step_mask, shape),
         ("reward_baselines", reward_baselines, shape[:1]),
     ):
@@ -79,6 +83,7 @@ def compute_advantage(
             response_mask=response_mask[rows] * own,
             index=[(index[row], agent) for row, agent in zip(rows.tolist(), agents.tolist(), strict=True)],
             values=None if values is None else values[rows] * own,
+            entropies=None if entropies is None else entropies[rows] * own,
             step_mask=None if step_mask is None else step_mask[rows] * own,
             config=config,
         )
@@ -87,6 +92,7 @@ def compute_advantage(
     optional = {
         "groups": None if index is None else Groups.of(index).to(token_level_rewards.device),
         "values": values,
+        "entropies": entropies,
         "reward_baselines": reward_baselines,
         "step_mask": step_mask,
         "reward_components": reward_components,

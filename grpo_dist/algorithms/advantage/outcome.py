@@ -42,6 +42,60 @@ def grpo_passk(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tenso
     return _same(batch.on_tokens(lead))
 
 
+@ADVANTAGE.register("maxrl", needs=("groups",))
+def maxrl(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(s - mean(group)) / mean(group), and 0 where that mean is not above 0.
+
+    MaxRL (arXiv 2602.02710): for scores of 0 and 1 the gradient is an estimate of that of log(success rate), so rare
+    successes weigh more than with grpo. Meant for scores that are not negative.
+    """
+    groups, scores = batch.groups, batch.scores
+    mean = groups.mean(scores)
+    return _same(batch.on_tokens(((scores - mean) / mean).where(mean > 0, 0.0)))
+
+
+@ADVANTAGE.register("lite_ppo", needs=("groups",))
+def lite_ppo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(s - mean(group)) / (std(all scores of the batch) + 1e-6), sample standard deviation.
+
+    Lite PPO (arXiv 2508.08221): a group of nearly equal scores is not blown up by its own small deviation.
+    """
+    centred = batch.groups.normalise(batch.scores, by_std=False)
+    return _same(batch.on_tokens(centred / (_std(batch.scores) + STD_EPS)))
+
+
+@ADVANTAGE.register("scale_rl", needs=("groups",))
+def scale_rl(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(s - mean(group)) / (std of these differences over the batch + 1e-6), sample standard deviation.
+
+    ScaleRL (arXiv 2510.13786), "batch-level" normalisation; unlike lite_ppo it is not made smaller by the spread
+    between easy and hard prompts. Groups that teach nothing count in the deviation, unless they are filtered out.
+    """
+    centred = batch.groups.normalise(batch.scores, by_std=False)
+    return _same(batch.on_tokens(centred / (_std(centred) + STD_EPS)))
+
+
+def _std(values: Tensor) -> Tensor:
+    """Sample standard deviation of (N,) float64; 0 of one number."""
+    return values.std() if len(values) > 1 else values.new_zeros(())
+
+
+@ADVANTAGE.register("rl_zvp", needs=("groups", "entropies"))
+def rl_zvp(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """As grpo; in a group of equal scores alpha H_t on a right response, -alpha (max_t H - H_t) on a wrong one.
+
+    RL-ZVP (arXiv 2509.21880): groups without spread teach by the entropies H_t of the policy before the update. A
+    response is right if its score is above 0; alpha = `zvp_alpha`, 0.1 in the paper. A group of one gets 0.
+    """
+    advantages, _ = grpo(batch, config)
+    groups, scores, trains = batch.groups, batch.scores, batch.response_mask > 0
+    entropies = batch.need("entropies", "entropies", "needs the entropies of the policy before the update")
+    entropies = entropies.float().where(trains, 0.0)
+    shaped = entropies.where(scores[:, None] > 0, entropies - entropies.amax(-1, keepdim=True))
+    equal = (groups.std(scores) == 0) & (groups.sizes > 1)
+    return _same(advantages.where(~equal[:, None], config["zvp_alpha"] * shaped * batch.response_mask))
+
+
 @ADVANTAGE.register("rloo", needs=("groups",))
 def rloo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Leave-one-out baseline: s - mean(the group's other scores). RLOO (arXiv 2402.14740)."""

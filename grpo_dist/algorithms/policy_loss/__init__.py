@@ -1,7 +1,7 @@
 """Policy losses: from log-probs and advantages to a loss.
 
     clipped.py     the ratio is bounded: vanilla (PPO, clip-higher, dual clip), gspo, geo_mean, cispo, sapo
-    unclipped.py   it is not: gpg, dro, dppo_tv, dppo_kl
+    unclipped.py   it is not: gpg, dro, dppo_tv, dppo_kl; the whole response's weighs its tokens: topr, vespo
     covariance.py  a few tokens are treated apart: clip_cov, kl_cov
 
 Call them through `compute_policy_loss`. inputs.py has their one signature.
@@ -31,15 +31,18 @@ def compute_policy_loss(
     *,
     global_tokens: float | Tensor | None = None,
     global_sequences: float | Tensor | None = None,
+    global_prompts: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the aggregated policy loss, the first term of `policy_objective`, and its metrics.
 
     Args:
         columns: (N, T) tensors: `log_probs`, `old_log_probs` (nats), `advantages` and `response_mask`; where there are
-            any, `rollout_is_weights` and `selected_tokens` (see `PolicyInputs`). Only `log_probs` get a gradient.
+            any, `rollout_is_weights` and `selected_tokens` (see `PolicyInputs`), and `prompt_weights` (see
+            `agg_loss`). Only `log_probs` get a gradient.
         settings: of the loss; read is `actor`.
         global_tokens: tokens of the whole mini-batch; see `agg_loss`.
         global_sequences: sequences of the whole mini-batch; see `agg_loss`.
+        global_prompts: prompts of the whole mini-batch; see `agg_loss`.
 
     Returns:
         (loss, metrics): a float32 scalar, and means over the masked tokens of this call.
@@ -66,5 +69,7 @@ def compute_policy_loss(
         global_tokens=global_tokens,
         global_sequences=global_sequences,
         loss_scale_factor=actor.loss_scale_factor,
+        prompt_weights=columns.get("prompt_weights"),
+        global_prompts=global_prompts,
     )
     return loss, metrics

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.algorithms.custom_results import policy_loss_fault
-from grpo_dist.algorithms.masking import bounded_log_ratio, masked_mean
+from grpo_dist.algorithms.masking import MAX_LOG_RATIO, bounded_log_ratio, masked_mean
 from grpo_dist.plugins.registry import Registry
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -60,6 +60,11 @@ class PolicyInputs:
     def lengths(self) -> Tensor:
         """(N, 1): trained tokens of each response, at least 1."""
         return self.response_mask.sum(-1, keepdim=True).clamp_min(1)
+
+    @property
+    def sequence_ratio(self) -> Tensor:
+        """(N, 1): pi(y) / pi_old(y) of each response, the product over its trained tokens, between e^-20 and e^20."""
+        return (self.log_ratio * self.response_mask).sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """(N, 1): mean over the trained tokens of each response."""

@@ -1,4 +1,6 @@
-"""Losses without PPO's clip: plain policy gradient, a quadratic penalty, trust regions on probabilities."""
+"""Losses without PPO's clip: plain policy gradient, a quadratic penalty, trust regions on probabilities, and weights by
+the ratio of the whole response.
+"""
 
 from __future__ import annotations
 
@@ -63,3 +65,32 @@ def _trust_region(
     truncated = ratio.clamp_max(config["clip_ratio_c"])
     token_loss = (-batch.advantages * truncated * batch.log_probs).where(~outside, 0.0)
     return batch.weighted(token_loss), batch.metrics(outside, ~outside & (ratio > config["clip_ratio_c"]))
+
+
+@POLICY_LOSS.register("topr")
+def topr(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A log pi where A >= 0, and -sg(min(W, 1)) A log pi where A < 0, W = pi(y) / pi_old(y) of the whole response.
+
+    Tapered off-policy REINFORCE (arXiv 2503.14286): good responses are imitated however unlikely they have become, bad
+    ones are let go of. Metric `actor/pg_clipfrac`: share of tokens whose weight is cut to 1.
+    """
+    ratio, bad = batch.sequence_ratio.detach(), batch.advantages < 0
+    weight = torch.where(bad, ratio.clamp_max(1), 1.0)
+    clipped = bad & (ratio > 1)
+    token_loss = -weight * batch.advantages * batch.log_probs
+    return batch.weighted(token_loss), batch.metrics(clipped, torch.zeros_like(clipped))
+
+
+@POLICY_LOSS.register("vespo")
+def vespo(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(W^k exp(lambda (1 - W))) A log pi, W = pi(y) / pi_old(y) of the whole response.
+
+    VESPO (arXiv 2602.10693): the weight is 1 on policy and falls off on both sides, with `vespo_k_pos` and
+    `vespo_lambda_pos` where A >= 0, `vespo_k_neg` and `vespo_lambda_neg` where A < 0. The paper's W is against the
+    sampler: set bypass_mode. Importance weights multiply the loss as everywhere here; TRL puts them into W.
+    """
+    good, ratio = batch.advantages >= 0, batch.sequence_ratio.detach()
+    k = torch.where(good, config["vespo_k_pos"], config["vespo_k_neg"])
+    decay = torch.where(good, config["vespo_lambda_pos"], config["vespo_lambda_neg"])
+    weight = (k * ratio.log() + decay * (1 - ratio)).exp()
+    return batch.weighted(-weight * batch.advantages * batch.log_probs), batch.ppo_kl()

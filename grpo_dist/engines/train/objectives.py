@@ -97,6 +97,11 @@ class PolicyObjective(Objective):
     role = "actor"
     settings: ObjectiveSettings
 
+    def counts(self, data: DataProto) -> list[float]:
+        """Return tokens and sequences, and this rank's share of the prompts where they divide the loss."""
+        prompts = data["prompt_weights"].values if len(data) and "prompt_weights" in self.settings.columns else None
+        return [*super().counts(data), 0.0 if prompts is None else float(prompts.sum())]
+
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         settings, values = self.settings, self._values(micro_batch)
         read = {"log_probs": values.log_probs, "entropy": values.entropies, "exact_kl": values.exact_kl}
@@ -106,6 +111,7 @@ class PolicyObjective(Objective):
             settings,
             global_tokens=counts[0],
             global_sequences=counts[1],
+            global_prompts=counts[2],
         )
         sums = {"actor/loss": loss, "actor/pg_loss": means.pop("actor/pg_loss")}
         log_probs = computed["log_probs"].detach() if settings.on_policy else None

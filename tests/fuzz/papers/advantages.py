@@ -24,14 +24,15 @@ LEAST_SPREAD = 0.1
 class Batch:
     """What an estimator sees: rewards and mask of each token, the group of each row, and what only some read.
 
-    `baselines` are the scores of the greedy responses (remax), `steps` the last tokens of steps (process supervision),
-    `components` the scores of each row by name (GDPO).
+    `entropies` are the policy's before the update (RL-ZVP), `baselines` the scores of the greedy responses (remax),
+    `steps` the last tokens of steps (process supervision), `components` the scores of each row by name (GDPO).
     """
 
     rewards: Rows
     masks: Rows
     index: list[Any] = field(default_factory=list)
     values: Rows = field(default_factory=list)
+    entropies: Rows = field(default_factory=list)
     baselines: list[float] = field(default_factory=list)
     steps: Rows = field(default_factory=list)
     components: dict[str, list[float]] = field(default_factory=dict)
@@ -122,6 +123,44 @@ def gpg(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     alpha = len(batch.scores) / max(1, sum(score != 0 for score in batch.scores))
     centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
     return spread(batch, [alpha * value / options["f_norm"] for value in centred])
+
+
+def maxrl(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """MaxRL (arXiv 2602.02710): (r - mean) / mean; nothing where the mean is not positive."""
+    values = []
+    for i, score in enumerate(batch.scores):
+        centre = mean(batch.group_scores(i))
+        if 0 < abs(centre) < LEAST_SPREAD:
+            raise Undecided(f"a mean of {centre}")
+        values.append((score - centre) / centre if centre > 0 else 0.0)
+    return spread(batch, values)
+
+
+def lite_ppo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """Lite PPO (arXiv 2508.08221): the mean is the group's, the standard deviation that of all rewards of the batch."""
+    scale = sample_std(batch.scores) + GROUP_EPS
+    return spread(batch, [(score - mean(batch.group_scores(i))) / scale for i, score in enumerate(batch.scores)])
+
+
+def scale_rl(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """ScaleRL (arXiv 2510.13786): r - mean of the group, divided by the deviation of these over the batch."""
+    centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
+    if 0 < sample_std(centred) < 1e-4:
+        raise Undecided("a spread that is rounding")
+    return spread(batch, [value / (sample_std(centred) + GROUP_EPS) for value in centred])
+
+
+def rl_zvp(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """RL-ZVP (arXiv 2509.21880): GRPO; with one score in the group alpha H if it is right, alpha (H - max H) if not."""
+    rows, _ = grpo(batch, options)
+    for i, score in enumerate(batch.scores):
+        group = batch.group_scores(i)
+        if len(group) > 1 and min(group) == max(group):
+            own = masked(batch.entropies[i], batch.masks[i])
+            least = 0.0 if score > 0 else max(own, default=0.0)
+            pairs = zip(batch.entropies[i], batch.masks[i], strict=True)
+            rows[i] = [options["zvp_alpha"] * (entropy - least) * m for entropy, m in pairs]
+    return rows, rows
 
 
 def returns_to_go(rewards: list[float], mask: list[float], gamma: float) -> list[float]:
@@ -239,6 +278,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": rloo,
     "opo": opo,
     "gpg": gpg,
+    "maxrl": maxrl,
+    "lite_ppo": lite_ppo,
+    "scale_rl": scale_rl,
+    "rl_zvp": rl_zvp,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,

@@ -43,6 +43,7 @@ def counting(losses: Rows, masks: Rows) -> Rows:
 AGGREGATES: dict[str, Aggregate] = {
     "token-mean": token_mean,
     "token-sum": token_sum,
+    "prompt-mean": seq_mean_token_mean,  # of one response a prompt
     "seq-mean-token-mean": seq_mean_token_mean,
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,

@@ -160,6 +160,27 @@ def kl_cov(row: Row, options: Options) -> list[float]:
     return weighted(row, losses)
 
 
+def whole_ratio(row: Row) -> float:
+    """pi(y) / pi_old(y) of the response."""
+    return math.exp(sum(f - o for f, o in zip(row.frozen, row.old, strict=True)))
+
+
+def topr(row: Row, options: Options) -> list[float]:
+    """TOPR (arXiv 2503.14286): log pi of a good response, [pi/mu]_0^1 log pi of a bad one, by the response's ratio."""
+    cut = clip(whole_ratio(row), 0.0, 1.0)
+    return weighted(row, [-(cut if a < 0 else 1.0) * a * n for a, n in zip(row.advantages, row.new, strict=True)])
+
+
+def vespo(row: Row, options: Options) -> list[float]:
+    """VESPO (arXiv 2602.10693): -phi(W) A log pi, phi(W) = W^k e^(lambda (1 - W)), W of the response, phi frozen."""
+    ratio, losses = whole_ratio(row), []
+    for a, n in zip(row.advantages, row.new, strict=True):
+        side = "pos" if a >= 0 else "neg"
+        k, decay = options[f"vespo_k_{side}"], options[f"vespo_lambda_{side}"]
+        losses.append(-(ratio**k) * math.exp(decay * (1 - ratio)) * a * n)
+    return weighted(row, losses)
+
+
 LOSSES: dict[str, Loss] = {
     "vanilla": vanilla,
     "gspo": gspo,
@@ -172,6 +193,8 @@ LOSSES: dict[str, Loss] = {
     "dppo_kl": dppo_kl,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "topr": topr,
+    "vespo": vespo,
 }
 
 
