@@ -5,11 +5,13 @@ For a group of responses to one prompt, sampled from the old policy and scored, 
     loss = aggregate( clipped_surrogate(log_probs, old_log_probs, advantages) )
          + kl_loss_coef  * aggregate( KL(policy || reference) )
          - entropy_coeff * aggregate( entropy )
+         + observation_coeff * mean over the tokens of tools and environments ( -log_probs )
 
 The advantage is the reward relative to the group, or with a critic (PPO) to what that foresaw (see `advantage`). The
 departures from DeepSeekMath's formula: the aggregate is a choice (`loss_agg_mode`; the paper's is seq-mean-token-mean),
-the clip range may be asymmetric, and negative advantages are dual-clipped. All three terms use the SAME aggregate with
-the counts of the whole mini-batch, so micro-batches and ranks only add up.
+the clip range may be asymmetric, and negative advantages are dual-clipped. The first three terms use the SAME
+aggregate; all are divided by counts of the whole mini-batch, so micro-batches and ranks only add up. The last term is
+ECHO's (arXiv 2605.24517): an agent's policy learns to foresee what its actions lead to.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import agg_loss
+from grpo_dist.algorithms.aggregate import agg_loss, at_least_one
 from grpo_dist.algorithms.correction import current_weights, off_policy_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.errors import BatchError
+
+SUMS = ("actor/pg_loss", "actor/observation_loss")
 
 
 def policy_objective(
@@ -35,6 +39,7 @@ def policy_objective(
     global_tokens: float | Tensor,
     global_sequences: float | Tensor,
     global_prompts: float | Tensor | None = None,
+    global_observations: float | Tensor = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of one micro-batch, ready for backward, and its metrics.
 
@@ -46,10 +51,11 @@ def policy_objective(
         global_tokens: response tokens of the mini-batch, all ranks.
         global_sequences: sequences of the mini-batch, all ranks.
         global_prompts: the sum of `prompt_weights`, all ranks; for loss_agg_mode prompt-mean.
+        global_observations: the sum of `observation_mask`, all ranks; for observation_coeff.
 
     Returns:
-        (loss, metrics). Summed over the micro-batches of all ranks, loss and `actor/pg_loss` are the mini-batch's;
-        the other metrics are means over the tokens of this call.
+        (loss, metrics). Summed over the micro-batches of all ranks, loss and the metrics in `SUMS` are the
+        mini-batch's; the other metrics are means over the tokens of this call.
     """
     counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     counts["global_prompts"] = global_prompts
@@ -80,6 +86,11 @@ def policy_objective(
         entropy = _needed(columns, "entropy", f"entropy_coeff={actor.entropy_coeff}")
         loss = loss - actor.entropy_coeff * aggregate(entropy)
         metrics["actor/entropy"] = masked_mean(entropy, mask)
+    if actor.observation_coeff:
+        observed = _needed(columns, "observation_mask", f"observation_coeff={actor.observation_coeff}").bool()
+        surprise = -log_probs.float().where(observed, 0.0).sum() / at_least_one(global_observations)
+        loss = loss + actor.observation_coeff * surprise
+        metrics["actor/observation_loss"] = surprise.detach()
     return loss, metrics
 
 

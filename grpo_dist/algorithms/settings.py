@@ -50,6 +50,7 @@ class ObjectiveSettings:
             "rollout_log_probs": (self.on_policy and self.correction is not None)
             or self.off_policy_threshold is not None,
             "selected_tokens": self.selects_tokens,
+            "observation_mask": self.actor.observation_coeff != 0,
             "prompt_weights": self.actor.loss_agg_mode == "prompt-mean",
         }
         return tuple(name for name, wanted in optional.items() if wanted)

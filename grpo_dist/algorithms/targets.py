@@ -7,6 +7,7 @@ advantages, returns  by the estimator; advantages are 0 on tokens of low entropy
 rollout_is_weights   importance weights against the sampler (`rollout_correction`); 0 where the second moment of the
                      log-ratios is too large (`m2_threshold`)
 selected_tokens      what clip_cov and kl_cov treat apart
+observation_mask     1 on tokens that the policy has not sampled, for observation_coeff
 prompt_weights       1 / tokens of the prompt's responses, for loss_agg_mode prompt-mean
 """
 
@@ -48,6 +49,7 @@ class TargetSettings:
         loss_mode: the policy loss, which may select tokens.
         loss_options: its options.
         by_prompt: whether the loss is a mean over prompts.
+        observations: whether the loss has a term of the tokens that the policy has not sampled.
         critic: whether there is one, whose `values` are a column; else the values of an estimator that needs them are
             0.
         by_agent: whether the tokens of each agent are compared as a sequence of their own.
@@ -64,6 +66,7 @@ class TargetSettings:
     loss_mode: str = "vanilla"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     by_prompt: bool = False
+    observations: bool = False
     critic: bool = False
     by_agent: bool = False
 
@@ -211,6 +214,7 @@ def _targets(
         "old_log_probs": old if settings.old_log_probs_from == "rollout" else None,
         "rollout_is_weights": weights,
         "selected_tokens": None if selected is None else selected.float(),
+        "observation_mask": 1 - columns["response_mask"].float() if settings.observations else None,  # and padding
         "prompt_weights": _prompt_weights(mask, index) if settings.by_prompt else None,
     }
     return out | {name: value for name, value in optional.items() if value is not None}, metrics

@@ -217,6 +217,7 @@ class ActorConfig(UpdateSection):
     tau_neg: PositiveFloat
     loss_scale_factor: PositiveFloat | None
     entropy_coeff: NonNegativeFloat
+    observation_coeff: NonNegativeFloat
     top_entropy_quantile: PositiveShare
     use_kl_loss: bool
     kl_loss_coef: NonNegativeFloat

@@ -73,6 +73,11 @@ def method_rules(config: RunConfig) -> Iterator[str]:
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
     if config.needs_critic and config.critic.loss_agg_mode == "prompt-mean":
         yield "<critic.loss_agg_mode>: the values of a critic are no prompt's; set it to token-mean"
+    if actor.observation_coeff and config.actor_rollout_ref.rollout.agent.is_single_turn:
+        why = (
+            "a single response has no tokens of an environment; set the first to 0, or let an agent make the responses"
+        )
+        yield f"<actor.observation_coeff>, <rollout.agent.default_agent_loop>: {why}"
     if config.needs_entropies and algorithm.rollout_correction.bypass_mode:
         key = "actor.top_entropy_quantile" if actor.top_entropy_quantile < 1 else "algorithm.adv_estimator"
         why = "entropies come from the pass that bypass_mode leaves out"

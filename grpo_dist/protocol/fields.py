@@ -94,6 +94,9 @@ FIELDS: dict[str, Field] = {
     "old_entropies": Field("ragged (N, R_i)", "float32", "entropy of the policy before the update; nats", "actor"),
     "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "inputs of the reference's output layer", "ref"),
     "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights, policy over sampler", "targets"),
+    "observation_mask": Field(
+        "ragged (N, R_i)", "float32", "1 on tokens of tools and environments, for observation_coeff", "targets"
+    ),
     "prompt_weights": Field(
         "ragged (N, R_i)", "float32", "1 / tokens of its prompt's responses, for loss_agg_mode prompt-mean", "targets"
     ),

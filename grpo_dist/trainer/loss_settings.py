@@ -27,6 +27,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
         top_entropy_quantile=actor.top_entropy_quantile,
         loss_mode=absolute(actor.policy_loss.loss_mode),
         loss_options=dict(actor.policy_loss),
+        observations=actor.observation_coeff != 0,
         by_prompt=actor.loss_agg_mode == "prompt-mean",
         critic=config.needs_critic,
         by_agent=algorithm.credit == "agent",

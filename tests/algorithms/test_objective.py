@@ -32,7 +32,8 @@ SURROGATE_ALONE: dict[str, Any] = {"use_kl_loss": False, "entropy_coeff": 0.0}
 
 def objective(columns: Mapping[str, torch.Tensor] = COLUMNS, **changes: Any) -> tuple[torch.Tensor, dict]:
     """The loss of three tokens in two sequences, with these changes of the settings."""
-    return policy_objective(columns, changed_objective(SETTINGS, **changes), global_tokens=3, global_sequences=2)
+    counts = {"global_tokens": 3, "global_sequences": 2, "global_observations": changes.pop("global_observations", 0)}
+    return policy_objective(columns, changed_objective(SETTINGS, **changes), **counts)
 
 
 def test_the_three_terms_by_hand() -> None:
@@ -73,6 +74,21 @@ def test_a_kl_that_is_wanted_is_never_left_out(kl_loss_type: str, column: str) -
 def test_nor_is_an_entropy() -> None:
     with refuses(BatchError, "entropy_coeff=0.01", "entropy"):
         objective(without(COLUMNS, "entropy"))
+
+
+def test_observations_are_foreseen() -> None:
+    """The masked token alone, of 4 that the mini-batch has: 2 nats / 4, times 0.5; nothing off that mask."""
+    log_probs = torch.tensor([[-1.0, -0.5], [-2.0, -2.0]], requires_grad=True)
+    columns = COLUMNS | {"log_probs": log_probs}
+    plain, _ = objective(columns, **SURROGATE_ALONE)
+    with refuses(BatchError, "observation_coeff=0.5", "observation_mask"):
+        objective(columns, observation_coeff=0.5, **SURROGATE_ALONE)
+    columns["observation_mask"] = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    loss, metrics = objective(columns, observation_coeff=0.5, global_observations=4.0, **SURROGATE_ALONE)
+    assert metrics["actor/observation_loss"].item() == pytest.approx(2 / 4)
+    assert (loss - plain).item() == pytest.approx(0.5 * 2 / 4)
+    (loss - plain).backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 0.0], [0.0, -0.125]]))
 
 
 def test_on_policy_the_old_log_probs_are_those_that_train() -> None:

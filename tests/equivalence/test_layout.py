@@ -18,7 +18,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "seq-mean-token-mean": {"kl_loss_type": "full", "entropy_coeff": 0.0},
     "seq-mean-token-sum": {"weighted": True, "loss_mode": "gspo", "off_policy_threshold": 1.0},
     "seq-mean-token-sum-norm": {"kl_loss_type": "k3+", "loss_scale_factor": 12.0, "loss_mode": "cispo"},
-    "prompt-mean": {"loss_mode": "vespo", "use_kl_loss": False},
+    "prompt-mean": {"loss_mode": "vespo", "use_kl_loss": False, "observation_coeff": 0.5},
     "token-sum": {"loss_mode": "kl_cov", "selects_tokens": True, "kl_loss_type": "unbiased_k3"},
 }
 MODES = tuple(OBJECTIVES)
@@ -38,6 +38,7 @@ def batch() -> DataProto:
     }
     tokens = {uid: sum(r.sum() for u, r in zip(data["uid"], masks, strict=True) if u == uid) for uid in data["uid"]}
     extra["prompt_weights"] = [row / tokens[uid] for uid, row in zip(data["uid"], masks, strict=True)]
+    extra["observation_mask"] = [rng.random(length) < 0.3 for length in lengths]
     columns = {name: Ragged.from_rows(rows, torch.float32) for name, rows in extra.items()}
     return data.union(DataProto.from_dict(columns))
 

@@ -63,6 +63,7 @@ def loss_and_gradient(
         kl_loss_type=kl,
         kl_loss_coef=0.3,
         entropy_coeff=0.1 if entropy else 0.0,
+        observation_coeff=0.2 if entropy else 0.0,
         loss_scale_factor=T,
         off_policy_threshold=delta,
     )
@@ -79,6 +80,7 @@ def loss_and_gradient(
             "entropy": -(log_softmax.exp() * log_softmax).sum(-1),
             "selected_tokens": data["selected"][part],
             "rollout_log_probs": data["rollout"][part],
+            "observation_mask": 1 - MASK[part],
         }
         if kl == "full":
             cut["exact_kl"] = kl_penalty("full", log_softmax, reference)
@@ -87,6 +89,7 @@ def loss_and_gradient(
         if mode == "prompt-mean":
             cut["prompt_weights"] = WEIGHTS[part]
         counts = {"global_tokens": MASK.sum(), "global_sequences": (MASK.sum(-1) > 0).sum(), "global_prompts": 2.0}
+        counts["global_observations"] = (1 - MASK).sum()
         loss, _ = policy_objective(cut, settings, **counts)
         total = total + loss
     total.backward()

@@ -54,6 +54,10 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
             ["critic.loss_agg_mode=prompt-mean", "token-mean"],
         ),
         (
+            [f"{ACTOR}.observation_coeff=0.1"],
+            [f"{ACTOR}.observation_coeff=0.1", "default_agent_loop=single_turn_agent", 0],
+        ),
+        (
             ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
             ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
         ),

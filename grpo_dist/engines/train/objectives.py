@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms import policy_objective
+from grpo_dist.algorithms.objective import SUMS
 from grpo_dist.algorithms.settings import (
     LabelSettings,
     ObjectiveSettings,
@@ -91,6 +92,9 @@ class Objective:
         raise NotImplementedError
 
 
+_COUNTED = ("prompt_weights", "observation_mask")
+
+
 class PolicyObjective(Objective):
     """GRPO's: `policy_objective`."""
 
@@ -98,9 +102,10 @@ class PolicyObjective(Objective):
     settings: ObjectiveSettings
 
     def counts(self, data: DataProto) -> list[float]:
-        """Return tokens and sequences, and this rank's share of the prompts where they divide the loss."""
-        prompts = data["prompt_weights"].values if len(data) and "prompt_weights" in self.settings.columns else None
-        return [*super().counts(data), 0.0 if prompts is None else float(prompts.sum())]
+        """Return tokens and sequences, and prompts and tokens of environments where they divide the loss."""
+        columns = self.settings.columns if len(data) else ()
+        more = [float(data[name].values.sum()) if name in columns else 0.0 for name in _COUNTED]
+        return [*super().counts(data), *more]
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         settings, values = self.settings, self._values(micro_batch)
@@ -112,8 +117,9 @@ class PolicyObjective(Objective):
             global_tokens=counts[0],
             global_sequences=counts[1],
             global_prompts=counts[2],
+            global_observations=counts[3],
         )
-        sums = {"actor/loss": loss, "actor/pg_loss": means.pop("actor/pg_loss")}
+        sums = {"actor/loss": loss} | {name: means.pop(name) for name in SUMS if name in means}
         log_probs = computed["log_probs"].detach() if settings.on_policy else None
         return Loss(loss, sums, means, micro_batch.response_mask.sum(), log_probs)
 
