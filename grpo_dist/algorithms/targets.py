@@ -1,7 +1,7 @@
 """From scores and log-probs to what the update trains on. Everything here sees the whole batch at once.
 
-response_mask        less truncated responses (`mask_truncated`), rejected ones (`rollout_correction`) and those without
-                     a score, with which no other response is compared
+response_mask        less truncated responses (`mask_truncated`), groups of equal scores (`mask_equal_groups`), rejected
+                     responses (`rollout_correction`) and those without a score, with which no other is compared
 token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`); distill: no scores
 advantages, returns  by the estimator; advantages are 0 on tokens of low entropy (`top_entropy_quantile`)
 rollout_is_weights   importance weights against the sampler (`rollout_correction`); 0 where the second moment of the
@@ -45,6 +45,7 @@ class TargetSettings:
             "rollout": the sampler's; corrections, if any, are the objective's. "update": those of the update to come,
             so that nothing here may need them.
         mask_truncated: responses that were cut at their longest length do not train.
+        mask_equal_groups: groups whose responses all have the same score do not train.
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
         loss_mode: the policy loss, which may select tokens.
         loss_options: its options.
@@ -62,6 +63,7 @@ class TargetSettings:
     m2_threshold: float | None = None
     old_log_probs_from: Literal["actor", "rollout", "update"] = "actor"
     mask_truncated: bool = False
+    mask_equal_groups: bool = False
     top_entropy_quantile: float = 1.0
     loss_mode: str = "vanilla"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
@@ -164,6 +166,8 @@ def _targets(
     mask = columns["response_mask"].float()
     if settings.mask_truncated:
         mask = mask * (1 - truncated.float()).unsqueeze(-1)
+    if settings.mask_equal_groups:
+        mask = mask * (Groups.of(index).to(mask.device).std(columns["token_level_scores"].sum(-1)) > 0)[:, None]
     weights: Tensor | None = None
     metrics: dict[str, float] = {}
     if from_actor:

@@ -69,6 +69,7 @@ class CurriculumConfig(Section):
     enable: Annotated[bool, Resume.OTHER_ORDER]
     exploration: Share
     decay: PositiveShare
+    max_pass_rate: PositiveShare | None
 
 
 class DataConfig(JobDataConfig):

@@ -70,6 +70,7 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig
     filter_groups: FilterGroupsConfig
     mask_truncated_responses: bool
+    mask_equal_groups: bool
     min_group_size: Count | None
     credit: Literal["episode", "agent"]
 

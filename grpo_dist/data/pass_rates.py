@@ -6,7 +6,9 @@ ones to a and the failed ones to b. A prompt's weight is the variance that a sco
     E[p (1 - p)] = a b / ((a + b) (a + b + 1))
 
 The policy changes, so all evidence decays with every batch, and a prompt that has not been seen for long goes back to
-the prior. Some of each batch are prompts that were drawn least often, whatever their weight.
+the prior. Some of each batch are prompts that were drawn least often, whatever their weight. With `max_pass_rate`
+prompts that have passed so often are not drawn again, as in ScaleRL (arXiv 2510.13786), which draws the others equally
+often (`exploration` 1).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from grpo_dist.data.prompts import Prompt
 
 PRIOR = 0.5  # Jeffreys' prior: one group of 4 equal scores is enough for `EASY` or `HARD`
+ROUNDING = 1e-9  # of a share of scores
 EASY, HARD = 0.9, 0.1  # from and up to these posterior means nearly all groups of usual sizes have equal scores
 
 
@@ -29,12 +32,21 @@ class PassRateCurriculum:
         seed: of the draws; each batch depends on it, its number and the scores so far.
         exploration: share of a batch that is drawn from the prompts that were drawn least often.
         decay: share of the evidence that is left after as many batches as an epoch has.
+        max_pass_rate: share of passed scores, newer ones weighing more, from which on a prompt is drawn only where a
+            batch cannot be filled without it; None: all are drawn.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], batch_size: int, seed: int, *, exploration: float, decay: float
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        seed: int,
+        *,
+        exploration: float,
+        decay: float,
+        max_pass_rate: float | None = None,
     ) -> None:
-        self.batch_size, self.seed, self.exploration = batch_size, seed, exploration
+        self.batch_size, self.seed, self.exploration, self.max_pass_rate = batch_size, seed, exploration, max_pass_rate
         self.left_per_batch = decay ** (1 / (len(prompts) // batch_size))
         self.num_batches, self.lowest, self.highest = 0, 0.0, 1.0
         self.passed, self.failed = np.zeros(len(prompts)), np.zeros(len(prompts))
@@ -50,6 +62,14 @@ class PassRateCurriculum:
         a, b = self.posterior
         return a * b / ((a + b) * (a + b + 1))
 
+    @property
+    def solved(self) -> np.ndarray:
+        """Tell which prompts are not drawn again: [num_prompts] bool."""
+        scores = self.passed + self.failed
+        if self.max_pass_rate is None:
+            return np.zeros(len(scores), bool)
+        return (scores > 0) & (self.passed >= (self.max_pass_rate - ROUNDING) * scores)
+
     def next_batch(self) -> np.ndarray:
         """Draw a batch in random order: [batch_size] int64, no position twice."""
         rng = np.random.default_rng([self.seed, self.num_batches])
@@ -57,9 +77,10 @@ class PassRateCurriculum:
         self.passed *= self.left_per_batch
         self.failed *= self.left_per_batch
         ties, count = rng.random(len(self.visits)), int(self.exploration * self.batch_size + rng.random())
-        least_visited = np.lexsort((ties, self.visits))[:count]
+        least_visited = np.lexsort((ties, self.visits, self.solved))[:count]
         # the largest of log-weights with Gumbel noise are a weighted draw without replacement
         keys = np.log(self.weights()) + rng.gumbel(size=len(self.visits))
+        keys[self.solved] = -np.inf
         keys[least_visited] = np.inf
         batch = rng.permutation(np.argsort(-keys, kind="stable")[: self.batch_size])
         self.visits[batch] += 1

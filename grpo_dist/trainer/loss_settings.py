@@ -24,6 +24,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
         m2_threshold=correction.m2_threshold,
         old_log_probs_from=config.old_log_probs_from,
         mask_truncated=algorithm.mask_truncated_responses,
+        mask_equal_groups=algorithm.mask_equal_groups,
         top_entropy_quantile=actor.top_entropy_quantile,
         loss_mode=absolute(actor.policy_loss.loss_mode),
         loss_options=dict(actor.policy_loss),

@@ -213,7 +213,7 @@ def read_prompts(
 
 def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:
     """The sampler of the training prompts: shuffled, in file order, by pass rates, or a custom class."""
-    data, code, options = config.data, config.data.sampler.code, dict[str, float]()
+    data, code, options = config.data, config.data.sampler.code, dict[str, Any]()
     batch_size = data.gen_batch_size or data.train_batch_size
     if data.curriculum.enable:
         code = CodeName(PassRateCurriculum.__module__, PassRateCurriculum.__name__)

@@ -270,6 +270,20 @@ def test_a_step_that_ends_in_an_environments_words_credits_the_sampled_tokens_be
     torch.testing.assert_close(out["advantages"], torch.tensor([[0.5], [-0.5]]) * ENVIRONMENT_MASK)
 
 
+def test_groups_of_equal_scores_are_left_out() -> None:
+    """Scores 1, 1 and 4, 2: the first group trains nothing and is in no mean, neither of prompts nor of deviations."""
+    columns = {
+        "token_level_scores": torch.tensor([[0.0, 1], [0, 1], [0, 4], [0, 2]]),
+        "response_mask": torch.ones(4, 2),
+        "rollout_log_probs": torch.zeros(4, 2),
+    }
+    settings = TargetSettings("scale_rl", old_log_probs_from="rollout", mask_equal_groups=True, by_prompt=True)
+    out, _ = compute_targets(columns, settings, index=list("aabb"), truncated=torch.zeros(4))
+    assert out["response_mask"].tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert out["prompt_weights"].tolist() == [[0, 0], [0, 0], [0.25, 0.25], [0.25, 0.25]]
+    torch.testing.assert_close(out["advantages"][:, 0], torch.tensor([0, 0, 0.5**0.5, -(0.5**0.5)]), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
 def test_which_estimators_take_the_whole_batch(estimator: str) -> None:
     """The advantages of the others are the same if groups come one by one."""

@@ -70,7 +70,12 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
             *("critic.optim", "critic.cliprange_value", "reward_model.max_length", "reward_model.retrain.optim."),
             *("custom_reward_function", "reward.overlong_buffer", "trainer.max_staleness", "trainer.critic_warmup"),
             *("data.train_batch_size", "data.max_", "data.prompt", "data.system_prompt", "data.apply_chat_template"),
-            *("data.curriculum.exploration", "data.curriculum.decay", "trainer.stream_mini_batches"),
+            *(
+                "data.curriculum.exploration",
+                "data.curriculum.decay",
+                "data.curriculum.max_pass_rate",
+                "trainer.stream_mini_batches",
+            ),
         ),
     ),
     (

@@ -107,6 +107,20 @@ def test_a_share_of_less_than_a_prompt_is_explored_now_and_then() -> None:
     assert explored / 2000 == pytest.approx(0.25, abs=0.03)
 
 
+def test_solved_prompts_are_not_drawn_again() -> None:
+    """Prompt 0 has 0.75 of its scores, 1 has 0.9, 2 all, 3 none; where too few are left, they fill a batch."""
+    for exploration in (0.0, 1.0):
+        curriculum = make(4, 2, exploration=exploration, decay=0.5)
+        curriculum.max_pass_rate = 0.9
+        told(curriculum, [1.0, 1, 1, 0], [1.0] * 9 + [0.0], ALL, NONE)
+        for _ in range(20):
+            assert sorted(curriculum.next_batch().tolist()) == [0, 3]
+        told(curriculum, ALL * 5)
+        assert curriculum.solved.tolist() == [True, True, True, False]
+        assert 3 in curriculum.next_batch()
+    assert not told(make(2, 1), ALL, NONE).solved.any(), "by itself nothing is left out"
+
+
 @pytest.mark.parametrize(("count", "batch_size"), [(9, 8), (8, 8), (5, 2), (1, 1)])
 @pytest.mark.parametrize("exploration", [0.0, 0.3, 1.0])
 def test_the_prompts_of_a_batch_differ(count: int, batch_size: int, exploration: float) -> None:

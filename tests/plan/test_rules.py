@@ -194,7 +194,9 @@ def test_a_sampler_has_a_path_and_a_name():
     says(both, f"{keys[0]}=my.module:Mine", "data.curriculum.enable=true", "null", "false")
 
 
-@pytest.mark.parametrize("setting", ["decay=0", "decay=1.5", "exploration=-0.1", "exploration=1.1", "enable=pools"])
+@pytest.mark.parametrize(
+    "setting", ["decay=0", "decay=1.5", "exploration=-0.1", "exploration=1.1", "max_pass_rate=0", "enable=pools"]
+)
 def test_shares_of_the_curriculum(setting):
     says(refused(f"data.curriculum.{setting}"), f"data.curriculum.{setting}")
 

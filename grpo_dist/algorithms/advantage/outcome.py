@@ -69,10 +69,11 @@ def scale_rl(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor,
     """(s - mean(group)) / (std of these differences over the batch + 1e-6), sample standard deviation.
 
     ScaleRL (arXiv 2510.13786), "batch-level" normalisation; unlike lite_ppo it is not made smaller by the spread
-    between easy and hard prompts. Groups that teach nothing count in the deviation, unless they are filtered out.
+    between easy and hard prompts. Responses without a token that trains do not count in the deviation, so that the
+    paper's filter of groups with equal scores is `mask_equal_groups`.
     """
     centred = batch.groups.normalise(batch.scores, by_std=False)
-    return _same(batch.on_tokens(centred / (_std(centred) + STD_EPS)))
+    return _same(batch.on_tokens(centred / (_std(centred[batch.response_mask.any(-1)]) + STD_EPS)))
 
 
 def _std(values: Tensor) -> Tensor:

@@ -143,11 +143,12 @@ def lite_ppo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
 
 
 def scale_rl(batch: Batch, options: Options) -> tuple[Rows, Rows]:
-    """ScaleRL (arXiv 2510.13786): r - mean of the group, divided by the deviation of these over the batch."""
+    """ScaleRL (arXiv 2510.13786): r - mean of the group, divided by the deviation of these over what trains."""
     centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
-    if 0 < sample_std(centred) < 1e-4:
-        raise Undecided("a spread that is rounding")
-    return spread(batch, [value / (sample_std(centred) + GROUP_EPS) for value in centred])
+    scale = sample_std([value for value, mask in zip(centred, batch.masks, strict=True) if any(mask)])
+    if scale < LEAST_SPREAD and max(map(abs, centred)) > 0:
+        raise Undecided(f"a spread of {scale}")
+    return spread(batch, [value / (scale + GROUP_EPS) for value in centred])
 
 
 def rl_zvp(batch: Batch, options: Options) -> tuple[Rows, Rows]:
