@@ -15,9 +15,11 @@ from grpo_dist.plan.placement import placement
 from grpo_dist.plan.sampler_rules import CORRECTION, correction_rules, streaming_rules
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
+    ENTROPY_ADV_ESTIMATORS,
     GROUP_ADV_ESTIMATORS,
     OVERLONG_PENALTY,
     REWARD_MODEL_FUNCTION,
+    SCORELESS_ADV_ESTIMATORS,
     SEQUENCE_LOSSES,
     parse_code,
 )
@@ -73,6 +75,9 @@ def method_rules(config: RunConfig) -> Iterator[str]:
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
     if config.needs_critic and config.critic.loss_agg_mode == "prompt-mean":
         yield "<critic.loss_agg_mode>: the values of a critic are no prompt's; set it to token-mean"
+    if algorithm.mask_equal_groups and estimator in (*ENTROPY_ADV_ESTIMATORS, *SCORELESS_ADV_ESTIMATORS):
+        why = "this estimator trains groups of equal scores too; set the first to false"
+        yield f"<algorithm.mask_equal_groups>, <algorithm.adv_estimator>: {why}"
     if actor.observation_coeff and config.actor_rollout_ref.rollout.agent.is_single_turn:
         why = (
             "a single response has no tokens of an environment; set the first to 0, or let an agent make the responses"

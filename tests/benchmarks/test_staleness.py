@@ -32,7 +32,7 @@ def overrides(choice: str) -> list[str]:
     return [f"{key}={'null' if value is None else value}" for key, value in CHOICES[choice].items()]
 
 
-@pytest.mark.parametrize(("choice", "staleness"), itertools.product(CHOICES, STALENESS))
+@pytest.mark.parametrize(("choice", "staleness"), list(itertools.product(CHOICES, STALENESS)))
 def test_every_cell_is_a_run(choice: str, staleness: int) -> None:
     config = load_config([*overrides(choice), f"trainer.max_staleness={staleness}"])[0]
     assert config.rollout_is == ("token" if choice == "TIS" else None) or choice == "GSPO"

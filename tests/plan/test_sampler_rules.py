@@ -54,6 +54,10 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
             ["critic.loss_agg_mode=prompt-mean", "token-mean"],
         ),
         (
+            ["algorithm.mask_equal_groups=true", "algorithm.adv_estimator=rl_zvp"],
+            ["algorithm.mask_equal_groups=true", "algorithm.adv_estimator=rl_zvp", "false"],
+        ),
+        (
             [f"{ACTOR}.observation_coeff=0.1"],
             [f"{ACTOR}.observation_coeff=0.1", "default_agent_loop=single_turn_agent", 0],
         ),
