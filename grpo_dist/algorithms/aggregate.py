@@ -57,7 +57,7 @@ def agg_loss(
         return masked.sum()
     if loss_agg_mode == "token-mean":
         tokens = loss_mask.sum() if global_tokens is None else global_tokens
-        return masked.sum() / at_least_one(tokens)
+        return masked.sum() / _at_least_one(tokens)
     if loss_agg_mode == "prompt-mean" and prompt_weights is not None:
         weights = prompt_weights.float().where(loss_mask.bool(), 0.0)
         prompts = torch.as_tensor(weights.sum() if global_prompts is None else global_prompts)
@@ -68,9 +68,9 @@ def agg_loss(
         per_sequence = per_sequence / loss_mask.sum(-1).clamp_min(1)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
         per_sequence = per_sequence / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    return per_sequence.sum() / at_least_one(sequences)
+    return per_sequence.sum() / _at_least_one(sequences)
 
 
-def at_least_one(count: float | Tensor) -> float | Tensor:
+def _at_least_one(count: float | Tensor) -> float | Tensor:
     """A mini-batch without tokens has loss 0, not nan."""
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)

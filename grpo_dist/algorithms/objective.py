@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import agg_loss, at_least_one
+from grpo_dist.algorithms.aggregate import agg_loss
 from grpo_dist.algorithms.correction import current_weights, off_policy_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
@@ -87,8 +87,8 @@ def policy_objective(
         loss = loss - actor.entropy_coeff * aggregate(entropy)
         metrics["actor/entropy"] = masked_mean(entropy, mask)
     if actor.observation_coeff:
-        observed = _needed(columns, "observation_mask", f"observation_coeff={actor.observation_coeff}").bool()
-        surprise = -log_probs.float().where(observed, 0.0).sum() / at_least_one(global_observations)
+        observed = _needed(columns, "observation_mask", f"observation_coeff={actor.observation_coeff}")
+        surprise = agg_loss(-log_probs, observed, "token-mean", global_tokens=global_observations)
         loss = loss + actor.observation_coeff * surprise
         metrics["actor/observation_loss"] = surprise.detach()
     return loss, metrics
