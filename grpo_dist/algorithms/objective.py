@@ -82,7 +82,7 @@ def policy_objective(
         kl = _kl(read, settings)
         loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)
-    if actor.entropy_coeff:
+    if settings.computes_entropy:
         entropy = _needed(columns, "entropy", f"entropy_coeff={actor.entropy_coeff}")
         loss = loss - actor.entropy_coeff * aggregate(entropy)
         metrics["actor/entropy"] = masked_mean(entropy, mask)

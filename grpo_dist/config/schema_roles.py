@@ -217,6 +217,8 @@ class ActorConfig(UpdateSection):
     tau_neg: PositiveFloat
     loss_scale_factor: PositiveFloat | None
     entropy_coeff: NonNegativeFloat
+    entropy_target: PositiveFloat | None
+    entropy_delta: NonNegativeFloat
     observation_coeff: NonNegativeFloat
     top_entropy_quantile: PositiveShare
     use_kl_loss: bool

@@ -169,6 +169,8 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     """
     config = recorded.config
     objective = objective_settings(config)
+    if config.actor_rollout_ref.actor.entropy_target is not None:
+        objective = objective.with_entropy_coeff(_entropy_coeff(recorded))
     needed = (*objective.columns, *((ROUTES,) if config.replays_routes else ()))
     if missing := [name for name in needed if name not in recorded.data.columns()]:
         raise ConfigError(f"{recorded.run_dir}: the update needs {', '.join(missing)}, which no run records")
@@ -274,6 +276,21 @@ def _kl_coef(recorded: Recorded) -> float:
             f"{METRICS}; set algorithm.kl_ctrl.kl_coef to see what a coefficient makes of it"
         )
     return control.kl_coef
+
+
+def _entropy_coeff(recorded: Recorded) -> float:
+    """The weight of the entropy bonus in the step.
+
+    Raises:
+        ConfigError: it moves, and the step's is not recorded.
+    """
+    name = "actor/entropy_coeff"
+    if name not in recorded.metrics:
+        raise ConfigError(
+            f"step {recorded.step}: actor_rollout_ref.actor.entropy_target is set, and the step's {name} is not in "
+            f"{recorded.run_dir}/{METRICS}; set entropy_target=null and entropy_coeff to see what a weight makes of it"
+        )
+    return recorded.metrics[name]
 
 
 def _num_steps(config: RunConfig) -> int:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from grpo_dist.algorithms.entropy import EntropyController
 from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
@@ -86,6 +87,8 @@ class GRPOTrainer(TrainingLoop):
         self.targets, self.objective = target_settings(config), objective_settings(config)
         self.value_objective, kl = value_settings(config), config.algorithm.kl_ctrl
         self.kl_controller = KLController(kl.kl_coef, kl.target_kl if kl.type == "adaptive" else None, kl.horizon)
+        actor = config.actor_rollout_ref.actor
+        self.entropy_controller = EntropyController(actor.entropy_coeff, actor.entropy_target, actor.entropy_delta)
         engine = config.actor_rollout_ref.rollout.checkpoint_engine
         self.transport = weight_transport(
             engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
@@ -112,6 +115,7 @@ class GRPOTrainer(TrainingLoop):
             self.retraining.resumed_from(resumed.folder, resumed.state.step)
         if self.kl_controller.target_kl is not None:  # a fixed coefficient is the config's
             self.kl_controller.coef = resumed.state.kl_coef
+        self.entropy_controller.load_state_dict(resumed.state.entropy)
 
     def fit(self) -> None:
         """See `TrainingLoop.fit`."""
@@ -251,9 +255,15 @@ class GRPOTrainer(TrainingLoop):
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
         rows = mini_batches(self.config, self.config.actor_rollout_ref.actor, batch["uid"], self.step)
         await self.roles.rollout.begin_update(goes_on=self.is_sampling)
-        batch, metrics = await self.roles.actor.update(batch, rows, self.objective, self.step + 1)
+        controller, objective = self.entropy_controller, self.objective
+        if controller.target is not None:
+            objective = objective.with_entropy_coeff(controller.weight)
+            self.metrics["actor/entropy_coeff"] = controller.weight
+        batch, metrics = await self.roles.actor.update(batch, rows, objective, self.step + 1)
         self._updates = merge_metrics([self._updates, metrics])
         self.metrics |= metric_values(self._updates)
+        if "actor/entropy" in self.metrics and not self.is_sampling:
+            controller.update(self.metrics["actor/entropy"])
         return batch
 
     @stage("update_weights")
@@ -304,6 +314,7 @@ class GRPOTrainer(TrainingLoop):
             state,
             weight_version=self.weight_version,
             kl_coef=self.kl_controller.coef,
+            entropy=self.entropy_controller.state_dict(),
             validating=self.validating,
             ledger=self.sampler.state_dict(),
             finished=[group.describe() for group in groups],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,17 @@ def test_in_bypass_mode_the_samplers_log_probs_are_not_compared(
     assert reupdate(made)[0].columns() == {}
     exact, _ = reupdate(recorded())
     assert exact["old_log_probs"].values.isfinite().all()
+
+
+def test_a_bonus_that_moves_has_the_steps_own_weight() -> None:
+    moves = recorded("actor_rollout_ref.actor.entropy_target=0.2", "actor_rollout_ref.actor.entropy_coeff=0.1")
+    losses = [
+        reupdate(replace(moves, metrics={"actor/entropy_coeff": weight}))[1]["actor/loss"] for weight in (0.0, 0.1, 0.2)
+    ]
+    assert losses[0] - losses[1] == pytest.approx(losses[1] - losses[2], rel=1e-3)
+    assert losses[0] - losses[1] > 0.01
+    with refuses(ConfigError, "step 1", "actor/entropy_coeff", "entropy_target", "entropy_coeff"):
+        reupdate(moves)
 
 
 def test_streamed_mini_batches_meet_the_policy_that_the_ones_before_have_made() -> None:

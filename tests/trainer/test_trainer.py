@@ -306,20 +306,6 @@ def test_iterative_grpo_moves_the_reference_and_saves_it(tmp_path: Path, groups:
     assert make_trainer(tmp_path, groups, *overrides).step == 3
 
 
-def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    """The KL is 0, far below the target: three times 1 - 0.2 * 16 / 100."""
-    key = "algorithm.kl_ctrl"
-    overrides = ("algorithm.use_kl_in_reward=true", f"{key}.type=adaptive", f"{key}.horizon=100", f"{key}.kl_coef=0.5")
-    trainer = make_trainer(tmp_path, groups, *overrides, "trainer.save_freq=3")
-    trainer.fit()
-    assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100) ** 3)
-    resumed = make_trainer(tmp_path, groups, *overrides)
-    assert resumed.kl_controller.coef == trainer.kl_controller.coef
-    other = ("algorithm.use_kl_in_reward=true", f"{key}.kl_coef=0.25", "trainer.resume_mode=force")
-    fixed = make_trainer(tmp_path, groups, *other)
-    assert fixed.kl_controller.coef == 0.25, "a fixed coefficient is the config's"
-
-
 def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     trainer = make_trainer(tmp_path, groups, "algorithm.rollout_correction.bypass_mode=true")
     trainer.fit()

@@ -53,6 +53,7 @@ class RunState:
         weight_version: version of the weights that the engines hold after that step, where there are engines.
         sampler: position in the order of the rows.
         kl_coef: coefficient of the KL controller.
+        entropy: state of the entropy controller.
         ledger: prompts that were drawn but not trained on.
         prompts: number and fingerprint of the training rows, to which the positions in `ledger` refer.
         code: digests of the Python files that the config names, by config key.
@@ -67,6 +68,7 @@ class RunState:
     weight_version: int
     sampler: dict[str, Any]
     kl_coef: float = 0.0
+    entropy: dict[str, float] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=lambda: {"open": {}, "backlog": []})
     prompts: dict[str, Any] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.algorithms.entropy import EntropyController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import load_config
@@ -73,6 +74,7 @@ def save(config: RunConfig, *, step: int = 4, ref: bool = False) -> Path:
     trainer.data = SimpleNamespace(identity=PROMPTS)
     trainer.order, trainer.sampler = Holder({"order": "middle"}), Holder({"ledger": "middle"})
     trainer.kl_controller = SimpleNamespace(coef=0.75)
+    trainer.entropy_controller = EntropyController(0.01, target=0.2, entropy=0.5)
     trainer.code, trainer.step, trainer.weight_version = {}, step, 9
     trainer.validated = {"val-core/x/reward/mean@1": 0.25}
     state, groups = trainer.state()
@@ -93,6 +95,7 @@ def test_what_went_in_comes_out(tmp_path: Path) -> None:
     assert (resumed.folder, list(resumed.changes)) == (folder, [])
     state = resumed.state
     assert (state.step, state.weight_version, state.kl_coef) == (4, 9, 0.75)
+    assert state.entropy == {"coef": 0.01, "entropy": 0.5}
     assert (state.sampler, state.ledger) == ({"order": "middle"}, {"ledger": "middle"})
     assert state.metrics == {"val-core/x/reward/mean@1": 0.25}
     assert not (tmp_path / "global_step_9.tmp").exists(), "leftovers are cleared at the start"
