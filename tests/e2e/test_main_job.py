@@ -263,6 +263,7 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
         f"{agent}.default_agent_loop=tool_agent",
         f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:check'], tool_parser: '{tmp_path}/mine.py:parse'}}",
         f"{agent}.max_assistant_turns=2",
+        "actor_rollout_ref.actor.observation_coeff=0.5",
         "actor_rollout_ref.actor.fsdp_config.dtype=fp32",
         "actor_rollout_ref.rollout.dtype=fp32",
         "trainer.total_training_steps=2",
@@ -273,6 +274,8 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
     for row in metrics(tmp_path)[-2:]:
         assert row["training/rollout_probs_diff_max"] < 0.01
         assert 1 < row["reward_extra/tool_calls/mean"] <= 2
+    surprises = [row["actor/observation_loss"] for row in metrics(tmp_path)[-2:]]
+    assert surprises[1] < surprises[0], "the policy learns what the tool answers"
     shown = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
     assert all(row["input"].startswith("system\ncheck\nuser\n") for row in shown)
     called = [row["parts"] for row in shown if "parts" in row]  # those to which a tool has answered
