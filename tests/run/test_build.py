@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_dist.algorithms.entropy import EntropyController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.base import Footprint
 from grpo_dist.plan.commands import load_config
@@ -129,6 +130,7 @@ def test_engines_give_their_memory_back_before_an_update_begins(stage: str, resu
         roles=roles,
         config=load_config([])[0],
         objective=None,
+        entropy_controller=EntropyController(0.0),
         value_objective=None,
         step=0,
         metrics={},

@@ -56,5 +56,5 @@ def test_a_long_response_does_not_lengthen_its_neighbours() -> None:
     rows = [np.ones(4000), *[np.ones(1)] * 62, np.zeros(1)]
     data = DataProto.from_dict({"response_mask": Ragged.from_rows(rows, torch.int8)})
     trained = PolicyObjective(objective(), None, None)  # type: ignore[arg-type]
-    assert trained.counts(data) == [4062.0, 63.0]
+    assert trained.counts(data) == [4062.0, 63.0, 0.0, 0.0], "no term divides by prompts or observations"
     assert largest_tensor(lambda: trained.counts(data)) <= 4063
