@@ -57,8 +57,11 @@ def policy_objective(
         (loss, metrics). Summed over the micro-batches of all ranks, loss and the metrics in `SUMS` are the
         mini-batch's; the other metrics are means over the tokens of this call.
     """
-    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
-    counts["global_prompts"] = global_prompts
+    counts: dict[str, Any] = {
+        "global_tokens": global_tokens,
+        "global_sequences": global_sequences,
+        "global_prompts": global_prompts,
+    }
     actor, log_probs, mask = settings.actor, columns["log_probs"], columns["response_mask"]
     old_log_probs = log_probs.detach() if settings.on_policy else columns["old_log_probs"]
     read = {**columns, "old_log_probs": old_log_probs}
@@ -82,7 +85,7 @@ def policy_objective(
         kl = _kl(read, settings)
         loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)
-    if settings.computes_entropy:
+    if actor.computes_entropy:
         entropy = _needed(columns, "entropy", f"entropy_coeff={actor.entropy_coeff}")
         loss = loss - actor.entropy_coeff * aggregate(entropy)
         metrics["actor/entropy"] = masked_mean(entropy, mask)

@@ -33,11 +33,6 @@ class ObjectiveSettings:
         """The options of the policy loss by verl's names: the section's keys, those of its `policy_loss` among them."""
         return vars(self.actor) | vars(self.actor.policy_loss)
 
-    @property
-    def computes_entropy(self) -> bool:
-        """Tell if the entropy is a term, or may become one."""
-        return self.actor.entropy_coeff != 0 or self.actor.entropy_target is not None
-
     def with_entropy_coeff(self, value: float) -> ObjectiveSettings:
         """The same with another weight of the entropy bonus."""
         return replace(self, actor=self.actor.replaced(entropy_coeff=value))

@@ -229,6 +229,11 @@ class ActorConfig(UpdateSection):
     checkpoint: CheckpointConfig
     router_replay: RouterReplayConfig
 
+    @property
+    def computes_entropy(self) -> bool:
+        """Tell if the entropy is a term of the loss, or may become one."""
+        return self.entropy_coeff != 0 or self.entropy_target is not None
+
     def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
         """Most tokens of a log-prob pass, as `max_token_len`; the rollout's section is about the actor's passes."""
         dynamic = self.use_dynamic_bsz if role.log_prob_use_dynamic_bsz is None else role.log_prob_use_dynamic_bsz

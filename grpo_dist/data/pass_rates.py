@@ -76,11 +76,12 @@ class PassRateCurriculum:
         self.num_batches += 1
         self.passed *= self.left_per_batch
         self.failed *= self.left_per_batch
+        solved = self.solved
         ties, count = rng.random(len(self.visits)), int(self.exploration * self.batch_size + rng.random())
-        least_visited = np.lexsort((ties, self.visits, self.solved))[:count]
+        least_visited = np.lexsort((ties, self.visits, solved))[:count]
         # the largest of log-weights with Gumbel noise are a weighted draw without replacement
         keys = np.log(self.weights()) + rng.gumbel(size=len(self.visits))
-        keys[self.solved] = -np.inf
+        keys[solved] = -np.inf
         keys[least_visited] = np.inf
         batch = rng.permutation(np.argsort(-keys, kind="stable")[: self.batch_size])
         self.visits[batch] += 1

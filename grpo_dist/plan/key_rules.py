@@ -294,8 +294,7 @@ def stopping_rules(config: RunConfig) -> Iterator[str]:
     if health.rollout_mismatch.action == "stop" and bypass:
         why = "this mode computes no log-probs to compare the sampler's with; set the action to off"
         yield f"<trainer.health.rollout_mismatch.action>, <{CORRECTION}.bypass_mode>: {why}"
-    actor = config.actor_rollout_ref.actor
-    if health.entropy.action == "stop" and bypass and not actor.entropy_coeff and actor.entropy_target is None:
+    if health.entropy.action == "stop" and bypass and not config.actor_rollout_ref.actor.computes_entropy:
         why = "entropy is not known in this mode; set the action to off, or entropy_coeff above 0"
         yield f"<trainer.health.entropy.action>, <{CORRECTION}.bypass_mode>, <actor.entropy_coeff>: {why}"
 

@@ -151,7 +151,7 @@ class FakeActorWorker(FakePolicyWorker):
         data = rows.fetch(("responses", "uid", *objective.columns))
         self.updates.append([data["uid"][positions].tolist() for positions in mini_batches])
         metrics = [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]
-        if objective.computes_entropy:  # falls from 0.3 by 0.1 an update
+        if objective.actor.computes_entropy:  # falls from 0.3 by 0.1 an update
             metrics[0]["actor/entropy"] = Mean(0.4 - 0.1 * len(self.updates), 1)
         if not objective.on_policy:
             return (metrics, None), None

@@ -62,9 +62,9 @@ class PolicyInputs:
         return self.response_mask.sum(-1, keepdim=True).clamp_min(1)
 
     @property
-    def sequence_ratio(self) -> Tensor:
-        """(N, 1): pi(y) / pi_old(y) of each response, the product over its trained tokens, between e^-20 and e^20."""
-        return (self.log_ratio * self.response_mask).sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    def sequence_log_ratio(self) -> Tensor:
+        """(N, 1): log(pi(y) / pi_old(y)) of each response, the sum over its trained tokens, between -20 and 20."""
+        return (self.log_ratio * self.response_mask).sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """(N, 1): mean over the trained tokens of each response."""

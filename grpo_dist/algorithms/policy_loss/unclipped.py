@@ -74,9 +74,9 @@ def topr(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[s
     Tapered off-policy REINFORCE (arXiv 2503.14286): good responses are imitated however unlikely they have become, bad
     ones are let go of. Metric `actor/pg_clipfrac`: share of tokens whose weight is cut to 1.
     """
-    ratio, bad = batch.sequence_ratio.detach(), batch.advantages < 0
-    weight = torch.where(bad, ratio.clamp_max(1), 1.0)
-    clipped = bad & (ratio > 1)
+    log_ratio, bad = batch.sequence_log_ratio.detach(), batch.advantages < 0
+    weight = torch.where(bad, log_ratio.clamp_max(0).exp(), 1.0)
+    clipped = bad & (log_ratio > 0)
     token_loss = -weight * batch.advantages * batch.log_probs
     return batch.weighted(token_loss), batch.metrics(clipped, torch.zeros_like(clipped))
 
@@ -89,8 +89,8 @@ def vespo(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[
     `vespo_lambda_pos` where A >= 0, `vespo_k_neg` and `vespo_lambda_neg` where A < 0. The paper's W is against the
     sampler: set bypass_mode. Importance weights multiply the loss as everywhere here; TRL puts them into W.
     """
-    good, ratio = batch.advantages >= 0, batch.sequence_ratio.detach()
+    good, log_ratio = batch.advantages >= 0, batch.sequence_log_ratio.detach()
     k = torch.where(good, config["vespo_k_pos"], config["vespo_k_neg"])
     decay = torch.where(good, config["vespo_lambda_pos"], config["vespo_lambda_neg"])
-    weight = (k * ratio.log() + decay * (1 - ratio)).exp()
+    weight = (k * log_ratio + decay * (1 - log_ratio.exp())).exp()
     return batch.weighted(-weight * batch.advantages * batch.log_probs), batch.ppo_kl()

@@ -129,7 +129,7 @@ class PolicyObjective(Objective):
         assert self.reference_head is not None or not settings.exact_kl, "start with `exact_kl`"
         return self.forward(
             micro_batch,
-            entropies=settings.computes_entropy,
+            entropies=settings.actor.computes_entropy,
             reference=self.reference_head if settings.exact_kl else None,
             reference_states=micro_batch.columns.get("ref_hidden_states"),
         )
