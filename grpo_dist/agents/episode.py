@@ -19,6 +19,7 @@ from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import Recording, derived_seed
 from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes, extend
 from grpo_dist.agents.turns import Turns, finite
+from grpo_dist.algorithms.advantage.agents import name_fault
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plugins.registry import described
@@ -178,7 +179,7 @@ class Episode:
         Args:
             max_tokens: most tokens of the turn; None: all there is room for.
             stop: texts that end the turn, besides `rollout.stop`; they belong to it.
-            agent_name: which agent's turn it is, for `algorithm.credit=agent`.
+            agent_name: which agent's turn it is, for `algorithm.credit=agent`; `NAME:k` is attempt k of an agent.
 
         Returns:
             The turn. With no room left it is empty and `truncated`, and so is the episode.
@@ -191,6 +192,8 @@ class Episode:
             raise RuntimeError("episode.generate: a turn of this episode is being sampled; await it first")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"episode.generate(max_tokens={max_tokens}): must be 1 or more")
+        if fault := name_fault(agent_name):
+            raise ValueError(f"episode.generate: {fault}")
         self._num_calls += 1
         most = self.num_turns + _EMPTY_TURNS if self._max_turns is None else self._max_turns
         if self._num_calls > most:

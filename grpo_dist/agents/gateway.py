@@ -20,6 +20,7 @@ from typing import Any
 
 from grpo_dist.agents.episode import Sample
 from grpo_dist.agents.recording import Recording
+from grpo_dist.algorithms.advantage.agents import name_fault
 from grpo_dist.engines.base import AppSample, RequestRefused, Response
 from grpo_dist.engines.rendezvous import LOOPBACK
 
@@ -165,6 +166,8 @@ class Gateway:
             await _answer(send, 401, "no such token, or its episode is over")
         elif path not in ROUTES:
             await _answer(send, 404, f"{path} is not served in training; there are {', '.join(sorted(ROUTES))}")
+        elif fault := name_fault(agent_name):
+            await _answer(send, 400, fault)
         elif not length.isdigit() or int(length) > MAX_BODY:
             await _answer(send, 413, f"a request may have {MAX_BODY} bytes")
         elif len(session.tasks) >= MOST_REQUESTS:  # clients try again

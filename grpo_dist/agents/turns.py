@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-import zlib
 from typing import Any
 
+from grpo_dist.algorithms.advantage.agents import agent_id
 from grpo_dist.plugins.registry import described
 
 
@@ -39,10 +39,10 @@ class Turns:
         return [self.rewards.get(token, math.nan) for token in range(num_tokens)]
 
     def agent_ids(self, num_tokens: int) -> list[int]:
-        """Return a number of each token's agent, which its name alone decides, up to 2^31 - 1; 0: it was put in."""
+        """Return the number of each token's agent (`algorithms.advantage.agents`); 0: it was put in."""
         ids = [0] * num_tokens
         for first, end, name in self.spans:
-            ids[first:end] = [1 + zlib.crc32(name.encode()) % (2**31 - 1)] * (end - first)
+            ids[first:end] = [agent_id(name)] * (end - first)
         return ids
 
 

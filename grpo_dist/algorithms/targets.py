@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.advantage import ADVANTAGE, Groups, compute_advantage
+from grpo_dist.algorithms.advantage.agents import mean_scores
+from grpo_dist.algorithms.advantage.returns import turn_states
+from grpo_dist.algorithms.baselines import score_metrics
 from grpo_dist.algorithms.correction import compute_rollout_correction, second_moment_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
@@ -84,6 +87,8 @@ class TargetSettings:
             "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
             "old_entropies": self.top_entropy_quantile < 1 or "entropies" in self.needs,
+            "old_gradient_norms": "gradient_norms" in self.needs,
+            "responses": "turn_states" in self.needs,
             "step_mask": "step_mask" in self.needs,
             "values": self.critic,
             "agent_ids": self.by_agent,
@@ -183,6 +188,8 @@ def _targets(
         metrics |= {"actor/reward_kl_penalty": _mean_of_responses(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
     without_critic = torch.zeros_like(rewards) if "values" in settings.needs else None
     values = columns["values"].float() if settings.critic else without_critic
+    norms = columns.get("old_gradient_norms")
+    states = turn_states(columns["responses"].long(), columns["response_mask"]) if "responses" in columns else None
     advantages, returns = compute_advantage(
         settings.adv_estimator,
         token_level_rewards=rewards,
@@ -191,11 +198,15 @@ def _targets(
         agent_ids=columns.get("agent_ids"),
         values=values,
         entropies=columns["old_entropies"] if "entropies" in settings.needs else None,
+        gradient_norms=norms if norms is None or weights is None else norms * weights.square(),
+        turn_states=states,
         reward_baselines=reward_baselines,
         step_mask=columns.get("step_mask"),
         reward_components=reward_components,
         config=settings.options,
     )
+    if "agent_baselines" in settings.needs:
+        metrics |= score_metrics(mean_scores(rewards, columns.get("agent_ids")))
     if settings.top_entropy_quantile < 1:
         advantages = advantages * high_entropy(columns["old_entropies"], mask, settings.top_entropy_quantile)
     if settings.m2_threshold is not None:

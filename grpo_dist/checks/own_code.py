@@ -36,6 +36,9 @@ from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
 WEIGHT_KEY = "actor_rollout_ref.rollout.agent.reward_function_weight"
 
+# What an estimator may need of each token, besides rewards, values and steps.
+_OF_TOKENS = ("entropies", "gradient_norms", "turn_states")
+
 
 def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -> RowNeeds:
     """Import what the config names, and try its own estimators, losses and KL terms, each of which may be wrong.
@@ -199,7 +202,7 @@ def _advantages(batch: MadeUpBatch, settings: TargetSettings) -> None:
             index=batch.index,
             values=batch.values if settings.critic else without_critic,
             reward_baselines=torch.zeros_like(batch.scores) if "reward_baselines" in needs else None,
-            entropies=torch.ones_like(batch.mask) if "entropies" in needs else None,
+            **{name: torch.ones_like(batch.mask) for name in _OF_TOKENS if name in needs},
             step_mask=batch.last_token if "step_mask" in needs else None,
             reward_components={},
             config=settings.options,

@@ -39,7 +39,7 @@ from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConf
 from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
 from grpo_dist.plugins.names import (
-    ENTROPY_ADV_ESTIMATORS,
+    OLD_POLICY_ADV_ESTIMATORS,
     OPTIONAL_FUNCTION,
     REWARD_MODEL_FUNCTION,
     SCORELESS_ADV_ESTIMATORS,
@@ -320,18 +320,20 @@ class RunConfig(JobConfig):
             or (self.rollout_is is not None and correction.rollout_is_batch_normalize)
             or correction.rollout_rs is not None
             or correction.m2_threshold is not None
-            or self.needs_entropies
+            or len(self.old_policy_columns) > 1
             or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
         )
         return "update" if one_step and not asked_earlier else "actor"
 
     @property
-    def needs_entropies(self) -> bool:
-        """Tell if the entropies of the policy before the update are asked for."""
-        return (
-            self.actor_rollout_ref.actor.top_entropy_quantile < 1
-            or self.algorithm.adv_estimator in ENTROPY_ADV_ESTIMATORS
-        )
+    def old_policy_columns(self) -> tuple[str, ...]:
+        """Return what is computed of the policy before the update, where that is: log-probs, and what is asked for."""
+        asked = {
+            name for estimator, name in OLD_POLICY_ADV_ESTIMATORS.items() if estimator == self.algorithm.adv_estimator
+        }
+        if self.actor_rollout_ref.actor.top_entropy_quantile < 1:
+            asked.add("old_entropies")
+        return ("old_log_probs", *sorted(asked))
 
     @property
     def on_policy(self) -> bool:

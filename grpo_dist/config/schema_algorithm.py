@@ -62,6 +62,8 @@ class AlgorithmConfig(Section):
     lam: Share
     f_norm: PositiveFloat
     zvp_alpha: NonNegativeFloat
+    step_advantage_w: NonNegativeFloat
+    rae_decay: Share
     gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
     gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
     use_kl_in_reward: bool

@@ -15,8 +15,8 @@ from grpo_dist.plan.placement import placement
 from grpo_dist.plan.sampler_rules import CORRECTION, correction_rules, streaming_rules
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
-    ENTROPY_ADV_ESTIMATORS,
     GROUP_ADV_ESTIMATORS,
+    OLD_POLICY_ADV_ESTIMATORS,
     OVERLONG_PENALTY,
     REWARD_MODEL_FUNCTION,
     SCORELESS_ADV_ESTIMATORS,
@@ -75,7 +75,7 @@ def method_rules(config: RunConfig) -> Iterator[str]:
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
     if config.needs_critic and config.critic.loss_agg_mode == "prompt-mean":
         yield "<critic.loss_agg_mode>: the values of a critic are no prompt's; set it to token-mean"
-    if algorithm.mask_equal_groups and estimator in (*ENTROPY_ADV_ESTIMATORS, *SCORELESS_ADV_ESTIMATORS):
+    if algorithm.mask_equal_groups and estimator in ("rl_zvp", *SCORELESS_ADV_ESTIMATORS):
         why = "this estimator trains groups of equal scores too; set the first to false"
         yield f"<algorithm.mask_equal_groups>, <algorithm.adv_estimator>: {why}"
     if actor.observation_coeff and config.actor_rollout_ref.rollout.agent.is_single_turn:
@@ -83,9 +83,12 @@ def method_rules(config: RunConfig) -> Iterator[str]:
             "a single response has no tokens of an environment; set the first to 0, or let an agent make the responses"
         )
         yield f"<actor.observation_coeff>, <rollout.agent.default_agent_loop>: {why}"
-    if config.needs_entropies and algorithm.rollout_correction.bypass_mode:
-        key = "actor.top_entropy_quantile" if actor.top_entropy_quantile < 1 else "algorithm.adv_estimator"
-        why = "entropies come from the pass that bypass_mode leaves out"
+    if estimator == "gigpo" and config.actor_rollout_ref.rollout.agent.is_single_turn:
+        why = "it compares the turns of an agent; choose an agent loop, or grpo"
+        yield f"<algorithm.adv_estimator>, <rollout.agent.default_agent_loop>: {why}"
+    if len(config.old_policy_columns) > 1 and algorithm.rollout_correction.bypass_mode:
+        key = "algorithm.adv_estimator" if estimator in OLD_POLICY_ADV_ESTIMATORS else "actor.top_entropy_quantile"
+        why = "it goes by the pass that bypass_mode leaves out"
         yield f"<{key}>, <{CORRECTION}.bypass_mode>: {why}; set the second to false"
     if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"

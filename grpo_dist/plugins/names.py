@@ -21,6 +21,8 @@ GROUP_ADV_ESTIMATORS = (
     "lite_ppo",
     "scale_rl",
     "rl_zvp",
+    "optimal_token_baseline",
+    "gigpo",
     "rloo",
     "opo",
     "gpg",
@@ -28,7 +30,7 @@ GROUP_ADV_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
 )
 # ... and all estimators.
-ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", "distill")
+ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", "rae", "distill")
 WHOLE_BATCH_ADV_ESTIMATORS = (
     "lite_ppo",
     "scale_rl",
@@ -38,7 +40,8 @@ WHOLE_BATCH_ADV_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
     "gae",
 )
-ENTROPY_ADV_ESTIMATORS = ("rl_zvp",)  # those that read the entropies of the policy before the update
+# Those that read, of the policy before the update, more than log-probs: which column.
+OLD_POLICY_ADV_ESTIMATORS = {"rl_zvp": "old_entropies", "optimal_token_baseline": "old_gradient_norms"}
 SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores
 SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "unbiased_k3", "full")

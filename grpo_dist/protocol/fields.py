@@ -92,6 +92,9 @@ FIELDS: dict[str, Field] = {
         "ragged (N, S_i)", "int8", "1 for a good response, or for each good one of its steps, by the rule", "reward"
     ),
     "old_entropies": Field("ragged (N, R_i)", "float32", "entropy of the policy before the update; nats", "actor"),
+    "old_gradient_norms": Field(
+        "ragged (N, R_i)", "float32", "1 - 2 p + sum p^2 of the policy before the update, for estimators", "actor"
+    ),
     "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "inputs of the reference's output layer", "ref"),
     "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights, policy over sampler", "targets"),
     "observation_mask": Field(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.baselines import AgentBaselines
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.config.schema import RunConfig
@@ -124,6 +125,8 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
         ConfigError: the changed keys need a column that the run has not recorded.
     """
     config, settings = recorded.config, target_settings(recorded.config)
+    if "agent_baselines" in settings.needs:
+        settings = replace(settings, options={**settings.options, "agent_baselines": _agent_baselines(recorded)})
     data = DataProto({**_without_old_values(recorded, scores), **scores.batch}, recorded.data.non_tensor_batch)
     needed = [*settings.columns, *(["reward_baseline"] if "reward_baselines" in settings.needs else [])]
     if missing := [name for name in needed if name not in data.columns()]:
@@ -276,6 +279,21 @@ def _kl_coef(recorded: Recorded) -> float:
             f"{METRICS}; set algorithm.kl_ctrl.kl_coef to see what a coefficient makes of it"
         )
     return control.kl_coef
+
+
+def _agent_baselines(recorded: Recorded) -> dict[int, float]:
+    """The baselines of rae in the step.
+
+    Raises:
+        ConfigError: they are not recorded, and the step is not the first one, where they are 0.
+    """
+    found = AgentBaselines.recorded(recorded.metrics)
+    if not found and recorded.step > 1:
+        raise ConfigError(
+            f"step {recorded.step}: algorithm.adv_estimator=rae goes by the scores of the steps before, and {METRICS} "
+            f"in {recorded.run_dir} has none; choose another estimator, or step 1"
+        )
+    return found
 
 
 def _entropy_coeff(recorded: Recorded) -> float:

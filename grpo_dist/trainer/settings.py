@@ -46,7 +46,7 @@ def actor_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySet
     return PolicySettings(
         **ranks,
         temperature=rollout.temperature,
-        columns=("old_log_probs", "old_entropies") if config.needs_entropies else ("old_log_probs",),
+        columns=config.old_policy_columns,
         forward=_limits(config, "actor_rollout_ref.rollout.log_prob_", actor.log_prob_max_token_len(rollout)),
         update=_limits(config, "actor_rollout_ref.actor.ppo_", actor.max_token_len),
         optimizer=actor.optim,

@@ -20,8 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from grpo_dist.algorithms.entropy import EntropyController
-from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
@@ -36,6 +34,7 @@ from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.controllers import Controllers
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
@@ -85,10 +84,7 @@ class GRPOTrainer(TrainingLoop):
         sampling, self.val_sampling = sampling_settings(config)
         self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling)
         self.targets, self.objective = target_settings(config), objective_settings(config)
-        self.value_objective, kl = value_settings(config), config.algorithm.kl_ctrl
-        self.kl_controller = KLController(kl.kl_coef, kl.target_kl if kl.type == "adaptive" else None, kl.horizon)
-        actor = config.actor_rollout_ref.actor
-        self.entropy_controller = EntropyController(actor.entropy_coeff, actor.entropy_target, actor.entropy_delta)
+        self.value_objective, self.controllers = value_settings(config), Controllers.of(config)
         engine = config.actor_rollout_ref.rollout.checkpoint_engine
         self.transport = weight_transport(
             engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
@@ -113,9 +109,7 @@ class GRPOTrainer(TrainingLoop):
         self.validating = resumed.state.validating and bool(self.data.validation)  # by those weights again
         if self.retraining is not None:
             self.retraining.resumed_from(resumed.folder, resumed.state.step)
-        if self.kl_controller.target_kl is not None:  # a fixed coefficient is the config's
-            self.kl_controller.coef = resumed.state.kl_coef
-        self.entropy_controller.load_state_dict(resumed.state.entropy)
+        self.controllers.load(resumed.state)
 
     def fit(self) -> None:
         """See `TrainingLoop.fit`."""
@@ -224,11 +218,10 @@ class GRPOTrainer(TrainingLoop):
         self._parts.append(batch)
         seed, is_last = group_seed(self.config.trainer.seed, self.step + 1, -1), not self.is_sampling
         whole = DataProtoRef.concat(self._parts) if is_last else batch  # its metrics are those of all parts
-        targets, metrics = await self.roles.reward.compute_targets(whole, self.targets, self.kl_controller.coef, seed)
+        settings, kl_coef = self.controllers.targets(self.targets), self.controllers.kl.coef
+        targets, metrics = await self.roles.reward.compute_targets(whole, settings, kl_coef, seed)
         if is_last:
-            if "actor/reward_kl_penalty" in metrics:
-                self.kl_controller.update(metrics["actor/reward_kl_penalty"], len(whole))
-            self.metrics |= metrics
+            self.metrics |= metrics | self.controllers.after_targets(metrics, len(whole))
         return batch.replace(targets.slice(len(whole) - len(batch), len(whole)))
 
     @property
@@ -255,15 +248,13 @@ class GRPOTrainer(TrainingLoop):
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
         rows = mini_batches(self.config, self.config.actor_rollout_ref.actor, batch["uid"], self.step)
         await self.roles.rollout.begin_update(goes_on=self.is_sampling)
-        controller, objective = self.entropy_controller, self.objective
-        if controller.target is not None:
-            objective = objective.with_entropy_coeff(controller.weight)
-            self.metrics["actor/entropy_coeff"] = controller.weight
+        objective, weights = self.controllers.objective(self.objective)
+        self.metrics |= weights
         batch, metrics = await self.roles.actor.update(batch, rows, objective, self.step + 1)
         self._updates = merge_metrics([self._updates, metrics])
         self.metrics |= metric_values(self._updates)
         if "actor/entropy" in self.metrics and not self.is_sampling:
-            controller.update(self.metrics["actor/entropy"])
+            self.controllers.entropy.update(self.metrics["actor/entropy"])
         return batch
 
     @stage("update_weights")
@@ -313,8 +304,7 @@ class GRPOTrainer(TrainingLoop):
         more = replace(
             state,
             weight_version=self.weight_version,
-            kl_coef=self.kl_controller.coef,
-            entropy=self.entropy_controller.state_dict(),
+            **self.controllers.state(),
             validating=self.validating,
             ledger=self.sampler.state_dict(),
             finished=[group.describe() for group in groups],

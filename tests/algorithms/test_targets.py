@@ -209,6 +209,8 @@ def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
 
 def test_columns_are_those_that_are_read() -> None:
     assert TargetSettings("grpo").columns == ("old_log_probs",)
+    assert TargetSettings("gigpo").columns == ("old_log_probs", "responses")
+    assert TargetSettings("optimal_token_baseline").columns == ("old_log_probs", "old_gradient_norms")
     everything = TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2)
     assert everything.columns == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
     assert TargetSettings("grpo", old_log_probs_from="rollout").columns == ()
@@ -235,8 +237,9 @@ def environment_columns(noise: float) -> dict[str, torch.Tensor]:
     columns = {name: values.where(ENVIRONMENT_MASK > 0, noise) for name, values in columns.items()}
     scores = torch.zeros(2, 5)
     scores[0, 3] = 1.0
-    steps = {"step_mask": torch.tensor([[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]])}
-    return columns | {"token_level_scores": scores, "response_mask": ENVIRONMENT_MASK} | steps
+    steps = {"step_mask": torch.tensor([[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]), "responses": torch.ones(2, 5)}
+    norms = {"old_gradient_norms": columns["old_entropies"]}
+    return columns | {"token_level_scores": scores, "response_mask": ENVIRONMENT_MASK} | steps | norms
 
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
@@ -295,7 +298,7 @@ def test_which_estimators_take_the_whole_batch(estimator: str) -> None:
         "response_mask": mask,
         "rollout_log_probs": torch.full((6, 3), -1.0),
         "step_mask": torch.tensor([[0.0, 1, 0]] * 6),
-        "old_entropies": torch.ones(6, 3),
+        **dict.fromkeys(("old_entropies", "old_gradient_norms", "responses"), torch.ones(6, 3)),
     }
     settings = TargetSettings(
         estimator,

@@ -27,6 +27,7 @@ def columns(scores: torch.Tensor = SCORES) -> dict[str, torch.Tensor]:
     at_end = torch.zeros(N, T)
     at_end[:, -1] = scores
     steps = torch.tensor([[0, 0, 1]] * N)
+    found |= {"old_gradient_norms": found["old_entropies"], "responses": torch.arange(N * T).reshape(N, T) // 7}
     return found | {"token_level_scores": at_end, "response_mask": mask, "step_mask": steps}
 
 

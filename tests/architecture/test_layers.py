@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "protocol": {"errors", "plugins", "algorithms"},
     **{part: BASE for part in PARTS},
     "tracking": BASE | {"plan"},
-    "agents": {"errors", "plugins", "redact", "terminal", "supervisor", "assets", "config", "protocol", "engines"},
+    "agents": BASE | {"engines"},
     "tasks": BASE | {"data", "rewards"},
     "plan": BASE,
     "runtime": BASE | PARTS | {"plan"},

@@ -72,6 +72,8 @@ SIGNATURES = {
         "agent_ids",
         "values",
         "entropies",
+        "gradient_norms",
+        "turn_states",
         "reward_baselines",
         "step_mask",
         "reward_components",

@@ -17,7 +17,7 @@ MOST_FUNCTION_LINES = 80
 
 # Modules without a test file of their own -> the file that tests them. All of them are one step of something larger,
 # and are tested where a user meets them.
-ADVANTAGE_FILES = ("inputs", "outcome", "returns")
+ADVANTAGE_FILES = ("inputs", "outcome")
 POLICY_LOSS_FILES = ("clipped", "covariance", "inputs", "unclipped")
 TESTED_ELSEWHERE = {
     "trainer/agreement.py": "cli/test_agreement.py",  # with real engines

@@ -54,8 +54,10 @@ class Team(AgentLoop):
 """
 
 
-@pytest.mark.parametrize("credit", ["episode", "agent"])
-def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(tmp_path: Path, credit: str) -> None:
+@pytest.mark.parametrize(("credit", "estimator"), [("episode", "gigpo"), ("agent", "grpo")])
+def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(
+    tmp_path: Path, credit: str, estimator: str
+) -> None:
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(600):
@@ -64,7 +66,7 @@ def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(tmp_path
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "team.py").write_text(LOOP)
     agent = "actor_rollout_ref.rollout.agent"
-    command = [sys.executable, "-m", "grpo_dist.main", "algorithm.adv_estimator=grpo"]
+    command = [sys.executable, "-m", "grpo_dist.main", f"algorithm.adv_estimator={estimator}"]
     command += [f"{agent}.default_agent_loop={tmp_path}/team.py:Team", f"data.train_files={tmp_path}/rows.jsonl"]
     command += [f"algorithm.credit={credit}", "data.val_files=null", f"trainer.default_local_dir={tmp_path}"]
     command += [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1", "trainer.export_hf_model=false"]

@@ -56,7 +56,7 @@ def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str
     if "alone" in way:  # as long ones are
         engine.forward.batched_tokens = 0
     before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
-    columns = engine.compute_columns(data, ("log_probs", "entropies"), **limits)
+    columns = engine.compute_columns(data, ("log_probs", "entropies", "gradient_norms"), **limits)
     metrics = engine.train_mini_batch(data, objective=OBJECTIVE, **limits).metrics
     return {
         "columns": {name: column.values.numpy().copy() for name, column in columns.items()},

@@ -16,7 +16,8 @@ from tests.golden import cases
 # Whitening divides by a spread of 0.1 and more.
 WHITENED = 10.0
 # The goldens have none of these; tests/algorithms/test_advantage.py has numbers worked out on paper.
-BY_HAND = {"gdpo", "grpo_process", "distill", "maxrl", "lite_ppo", "scale_rl", "rl_zvp"}
+BY_HAND = {"gdpo", "grpo_process", "distill", "maxrl", "lite_ppo", "scale_rl", "rl_zvp", "rae", "gigpo"}
+BY_HAND |= {"optimal_token_baseline"}
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -25,6 +26,8 @@ OPTIONS = st.fixed_dictionaries(
         "lam": st.sampled_from([1.0, 0.95, 0.5]),
         "f_norm": st.sampled_from([1.0, 2.0]),
         "zvp_alpha": st.sampled_from([0.1, 1.0]),
+        "step_advantage_w": st.sampled_from([1.0, 0.5]),
+        "agent_baselines": st.sampled_from([{0: 0.25}, {0: 0.0, 7: 1.0}]),
         "gdpo_reward_weights": st.sampled_from([(3.0, 0.5), (1.0, -1.0), (1.0, 1.0)]),
     }
 )
@@ -51,6 +54,8 @@ def batches(draw: st.DrawFn) -> Batch:
         ),
         values=draw(shape.on_grid(-16, 16, 8)),
         entropies=draw(shape.on_grid(0, 16, 8)),
+        norms=draw(shape.on_grid(0, 16, 8)),
+        states=draw(shape.on_grid(0, 2, 1)),
         baselines=draw(small),
         steps=draw(shape.on_grid(0, 1, 1)),
         components={"first": draw(small), "second": draw(partly)},
@@ -90,6 +95,8 @@ def test_estimators(name: str, batch: Batch, options: dict) -> None:
         index=batch.index,
         values=torch.tensor(batch.values),
         entropies=torch.tensor(batch.entropies),
+        gradient_norms=torch.tensor(batch.norms),
+        turn_states=torch.tensor(batch.states).long(),
         reward_baselines=torch.tensor(batch.baselines),
         step_mask=torch.tensor(batch.steps),
         reward_components={key: torch.tensor(scores) for key, scores in batch.components.items()},

@@ -323,6 +323,8 @@ def test_agents_have_credit_of_their_own_where_there_are_some_and_the_estimator_
     says(refused(key), key, "single_turn_agent", "episode")
     says(refused(key, *loop, "algorithm.adv_estimator=remax"), key, "algorithm.adv_estimator=remax", "episode")
     assert load(key, *loop, "algorithm.adv_estimator=grpo_process")
+    says(refused("algorithm.adv_estimator=gigpo"), "algorithm.adv_estimator=gigpo", "single_turn_agent", "grpo")
+    assert load("algorithm.adv_estimator=gigpo", *loop)
 
 
 def test_the_exact_kl_needs_an_output_layer_without_factors():

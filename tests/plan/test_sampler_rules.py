@@ -46,6 +46,10 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
             [f"{ACTOR}.top_entropy_quantile=0.2", f"{CORRECTION}.bypass_mode=true"],
         ),
         (
+            [f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=optimal_token_baseline"],
+            ["algorithm.adv_estimator=optimal_token_baseline", f"{CORRECTION}.bypass_mode=true", "false"],
+        ),
+        (
             [f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=rl_zvp"],
             ["algorithm.adv_estimator=rl_zvp", f"{CORRECTION}.bypass_mode=true", "false"],
         ),

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_dist.algorithms.entropy import EntropyController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.base import Footprint
 from grpo_dist.plan.commands import load_config
@@ -24,6 +23,7 @@ from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address
+from grpo_dist.trainer.controllers import Controllers
 from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 
@@ -130,7 +130,7 @@ def test_engines_give_their_memory_back_before_an_update_begins(stage: str, resu
         roles=roles,
         config=load_config([])[0],
         objective=None,
-        entropy_controller=EntropyController(0.0),
+        controllers=Controllers.of(load_config([])[0]),
         value_objective=None,
         step=0,
         metrics={},

@@ -17,12 +17,12 @@ def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str
     overrides = ("algorithm.use_kl_in_reward=true", f"{key}.type=adaptive", f"{key}.horizon=100", f"{key}.kl_coef=0.5")
     trainer = make_trainer(tmp_path, groups, *overrides, "trainer.save_freq=3")
     trainer.fit()
-    assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100) ** 3)
+    assert trainer.controllers.kl.coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100) ** 3)
     resumed = make_trainer(tmp_path, groups, *overrides)
-    assert resumed.kl_controller.coef == trainer.kl_controller.coef
+    assert resumed.controllers.kl.coef == trainer.controllers.kl.coef
     other = ("algorithm.use_kl_in_reward=true", f"{key}.kl_coef=0.25", "trainer.resume_mode=force")
     fixed = make_trainer(tmp_path, groups, *other)
-    assert fixed.kl_controller.coef == 0.25, "a fixed coefficient is the config's"
+    assert fixed.controllers.kl.coef == 0.25, "a fixed coefficient is the config's"
 
 
 def test_the_entropy_bonus_goes_on_where_it_was(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
@@ -33,5 +33,20 @@ def test_the_entropy_bonus_goes_on_where_it_was(tmp_path: Path, groups: dict[str
     trainer.fit()
     assert [metrics["actor/entropy_coeff"] for metrics in history(trainer)[1:]] == pytest.approx([0, 0, 0.01])
     resumed = make_trainer(tmp_path, groups, *overrides)
-    assert resumed.entropy_controller == trainer.entropy_controller
-    assert resumed.entropy_controller.weight == pytest.approx(0.015)
+    assert resumed.controllers.entropy == trainer.controllers.entropy
+    assert resumed.controllers.entropy.weight == pytest.approx(0.015)
+
+
+def test_the_baselines_of_agents_go_on_where_they_were(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """One agent, 16 responses a step: b goes from 0 to 0.9^16 b + (1 - 0.9^16) the mean score, step by step."""
+    overrides = ("algorithm.adv_estimator=rae", "algorithm.rae_decay=0.9", "trainer.save_freq=3")
+    trainer = make_trainer(tmp_path, groups, *overrides)
+    trainer.fit()
+    baseline, kept = 0.0, 0.9**16
+    for step, metrics in enumerate(history(trainer)[1:]):
+        assert metrics.get("rae/baseline/0", 0.0) == pytest.approx(baseline), step
+        assert metrics["rae/sequences/0"] == 16
+        baseline = kept * baseline + (1 - kept) * metrics["rae/score/0"]
+    assert trainer.controllers.baselines.values == {0: pytest.approx(baseline)}
+    resumed = make_trainer(tmp_path, groups, *overrides)
+    assert resumed.controllers.baselines == trainer.controllers.baselines

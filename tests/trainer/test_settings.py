@@ -160,6 +160,8 @@ def test_the_roles_get_what_they_need() -> None:
     assert actor.keeps_output_layer
     assert not ref.keeps_output_layer
     assert ref.optimizer is None
+    actor = ranks(load("algorithm.adv_estimator=optimal_token_baseline"), "actor")
+    assert actor.columns == ("old_log_probs", "old_gradient_norms")
 
 
 @pytest.mark.parametrize("lora", [(), ("actor_rollout_ref.model.lora_rank=2",)])

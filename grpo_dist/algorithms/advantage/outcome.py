@@ -97,6 +97,19 @@ def rl_zvp(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, T
     return _same(advantages.where(~equal[:, None], config["zvp_alpha"] * shaped * batch.response_mask))
 
 
+@ADVANTAGE.register("rae", needs=("agent_baselines",))
+def rae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Score - b(agent), where b is a moving average of the agent's scores in earlier steps (`algorithms.baselines`).
+
+    Role-conditioned advantage estimation, SPIRAL (arXiv 2506.24119): in games that one agent wins and the other loses
+    a group's mean says nothing. `agent_baselines` has b by the number of the agent's name, 0 for one without; those
+    that are not there are 0. Agents are sequences of their own with `agent_ids`.
+    """
+    known = config.get("agent_baselines", {})
+    baselines = [known.get(role, 0.0) for role in batch.need("roles", "roles", "").tolist()]
+    return _same(batch.on_tokens(batch.scores - torch.tensor(baselines, device=batch.response_mask.device)))
+
+
 @ADVANTAGE.register("rloo", needs=("groups",))
 def rloo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Leave-one-out baseline: s - mean(the group's other scores). RLOO (arXiv 2402.14740)."""

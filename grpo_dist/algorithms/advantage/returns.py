@@ -1,4 +1,4 @@
-"""Advantages from the rewards that follow a token: of the batch, less a baseline, or of its steps within the group."""
+"""Advantages from the rewards that follow a token: of the batch, less a baseline, or of steps within the group."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs, Groups
+from grpo_dist.algorithms.advantage.outcome import grpo
 from grpo_dist.algorithms.masking import discounted_returns, masked_whiten
 
 
@@ -74,6 +75,78 @@ def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
         advantages[:, t] = next_advantage
     returns = (advantages + values).where(mask > 0, 0.0)  # no product: 0 * inf is nan
     return masked_whiten(advantages, mask), returns
+
+
+@ADVANTAGE.register("optimal_token_baseline", needs=("groups", "gradient_norms"))
+def optimal_token_baseline(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """G_t - sum_i G_t W_t / sum_i W_t over the responses of the group that have a t-th token that trains.
+
+    The optimal token baseline (arXiv 2602.07078): G_t is the return to go, W_t the sum up to t of 1 - 2 p + sum p^2,
+    the squared norm of the log-prob's gradient by the logits, which tells how much a response's gradient varies. With
+    importance weights that norm is the weighted gradient's. Tokens are counted among those that train; where only one
+    response is left the baseline is its own return, and so is a group of one's (verl: 0 there).
+    """
+    norms = batch.need("gradient_norms", "gradient_norms", "weighs by the gradients of the policy before the update")
+    trains = batch.response_mask > 0
+    returns = discounted_returns(batch.token_level_rewards, batch.response_mask, 1.0)
+    energies = norms.double().clamp_min(0).where(trains, 0.0).cumsum(-1)[trains]
+    place = (batch.groups.ids[:, None] * trains.shape[1] + trains.cumsum(-1) - 1)[trains]
+    total, weighted = torch.zeros(2, batch.groups.count * trains.shape[1], dtype=torch.float64, device=norms.device)
+    total.index_add_(0, place, energies)
+    weighted.index_add_(0, place, energies * returns[trains])
+    advantages = torch.zeros_like(returns)
+    # where no gradient is left, any baseline is as good
+    advantages[trains] = (returns[trains] - (weighted / total).nan_to_num(0.0)[place]).float()
+    return advantages, returns
+
+
+def turn_states(responses: Tensor, sampled: Tensor) -> Tensor:
+    """Number what an agent has been told before each of its turns, as gigpo compares them.
+
+    Args:
+        responses: (N, T) int64 token ids.
+        sampled: (N, T), 1 on tokens that the policy has sampled; a run of these is a turn.
+
+    Returns:
+        (N, T) int64, equal on turns before which the same tokens were put in, 0 off the turns. The first turn of a
+        response follows its prompt; what lies further back is not compared.
+    """
+    states, known = torch.zeros_like(responses), dict[bytes, int]()
+    marks = torch.nn.functional.pad((sampled > 0).int(), (1, 1)).diff()
+    for row, (tokens, mark) in enumerate(zip(responses.cpu().numpy(), marks.cpu(), strict=True)):
+        starts, ends = ((mark == sign).nonzero().flatten().tolist() for sign in (1, -1))
+        for before, start, end in zip([0, *ends], starts, ends, strict=False):
+            told = tokens[before:start].tobytes()
+            states[row, start:end] = known.setdefault(told, len(known) + 1)
+    return states
+
+
+@ADVANTAGE.register("gigpo", needs=("groups", "turn_states"))
+def gigpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """As grpo, plus `step_advantage_w` times the turn's return against those of turns from the same state.
+
+    GiGPO (arXiv 2505.10978): a turn's return is the sum of gamma^k times the rewards of the turns that follow it, and
+    it is normalised, as the scores are, over the turns of the group's responses before which the environment had said
+    the same (`turn_states`); one without another has 0. A reward behind a turn is that turn's.
+    """
+    states = batch.need("turn_states", "turn_states", "compares turns from the same state")
+    first = (states > 0) & (torch.nn.functional.pad(states, (1, 0))[:, :-1] == 0)
+    rows, places = first.nonzero(as_tuple=True)
+    advantages, _ = grpo(batch, config)
+    if not len(rows):
+        return advantages, advantages
+    turn = (first.cumsum(-1) - 1).clamp_min(0)  # of each token
+    returns = torch.zeros(len(first), int(turn.max()) + 2, dtype=torch.float64, device=states.device)
+    returns.scatter_add_(1, turn, batch.token_level_rewards.double())
+    for k in reversed(range(returns.shape[1] - 1)):
+        returns[:, k] += config["gamma"] * returns[:, k + 1]
+    pairs = torch.stack([batch.groups.ids[rows], states[rows, places]])
+    _, ids = pairs.unique(dim=1, return_inverse=True)
+    steps = Groups(ids, int(ids.max()) + 1)
+    of_turn, number = torch.zeros_like(returns), turn[rows, places]
+    of_turn[rows, number] = steps.normalise(returns[rows, number], by_std=config["norm_adv_by_std_in_grpo"])
+    advantages = advantages + config["step_advantage_w"] * of_turn.gather(1, turn).float() * batch.response_mask
+    return advantages, advantages
 
 
 @ADVANTAGE.register("grpo_process", needs=("groups", "step_mask"))

@@ -114,6 +114,7 @@ class PolicyForward:
         hidden_states: bool = False,
         reference: ReferenceHead | None = None,
         reference_states: Tensor | None = None,
+        gradient_norms: bool = False,
     ) -> HeadValues:
         """Log-probs of the M response tokens, and what else is asked for; see `HeadRequest`."""
         group = self.group_of(micro_batch)
@@ -128,6 +129,7 @@ class PolicyForward:
             hidden_states,
             reference,
             reference_states,
+            gradient_norms,
         )
         if self.head is None:
             values = self._plain(micro_batch, request)
@@ -160,8 +162,13 @@ class PolicyForward:
         rows = request.predictors // width
         kept, columns = torch.unique(request.predictors % width, return_inverse=True)
         logits = self._run(micro_batch, logits_to_keep=kept).logits[rows, columns]
+        log_probs = token_log_probs(logits, request.targets, self.temperature)
         entropies = token_entropy(logits, self.temperature) if request.entropies else None
-        return HeadValues(token_log_probs(logits, request.targets, self.temperature), entropies, None, None)
+        norms = None
+        if request.gradient_norms:
+            p = torch.softmax(logits.float() / self.temperature, -1)
+            norms = 1 - 2 * log_probs.exp() + p.square().sum(-1)
+        return HeadValues(log_probs, entropies, None, None, norms)
 
     # --- check -------------------------------------------------------------------------------------------------
     @torch.no_grad()

@@ -111,8 +111,9 @@ class FSDPEngine(FSDPWeights):
 
         Args:
             data: `SEQUENCE_COLUMNS`.
-            names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
-                (H numbers a token: the input of the output layer, in the compute type); of a model with a linear head
+            names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise),
+                "gradient_norms" (squared, of the log-prob by the logits: 1 - 2 p + sum p^2) and "hidden_states" (H
+                numbers a token: the input of the output layer, in the compute type); of a model with a linear head
                 "values" (its output at the token before, of two outputs the second less the first).
             micro_batch_size: sequences per forward pass, where there is no token budget.
             max_token_len: tokens per forward pass; None: no token budget.
@@ -126,13 +127,12 @@ class FSDPEngine(FSDPWeights):
         self._check_forward(data, micro_batch_size, max_token_len)
         parts: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(data) for name in names}
         plan = self._plan(data, micro_batch_size, max_token_len)
+        asked: Any = dict.fromkeys({"entropies", "hidden_states", "gradient_norms"}.intersection(names), True)
         for i, rows in enumerate(plan):
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, ())
             with within_memory(f"the forward pass of {_describe(micro_batch, i, plan)}"):
-                values = self.forward(
-                    micro_batch, entropies="entropies" in names, hidden_states="hidden_states" in names
-                )._asdict()
+                values = self.forward(micro_batch, **asked)._asdict()
             for name in names:
                 _take_rows(parts[name], rows, part, micro_batch.to_rows(values[name]))
         computed = parts.get("log_probs", parts.get("values", ()))

@@ -63,6 +63,7 @@ class HeadRequest:
         hidden_states: whether to return the predictors' hidden states, detached.
         reference: the reference's output layer, for the exact KL, or None.
         reference_states: (M, H'), the reference's hidden states, or None.
+        gradient_norms: whether to compute |d log_prob / dz|^2 = 1 - 2 p_y + sum p^2; through it there is no gradient.
     """
 
     predictors: Tensor
@@ -72,15 +73,19 @@ class HeadRequest:
     hidden_states: bool = False
     reference: ReferenceHead | None = None
     reference_states: Tensor | None = None
+    gradient_norms: bool = False
 
 
 class HeadValues(NamedTuple):
-    """(M,) float32 log-probs, entropies and exact KL, in nats, and (M, H) hidden states; None if not asked for."""
+    """(M,) float32 log-probs, entropies and exact KL, in nats, (M, H) hidden states, and (M,) float32 squared norms of
+    the log-probs' gradients; None if not asked for.
+    """
 
     log_probs: Tensor
     entropies: Tensor | None
     exact_kl: Tensor | None
     hidden_states: Tensor | None
+    gradient_norms: Tensor | None = None
 
 
 class ResponseHead(nn.Linear):
@@ -177,8 +182,8 @@ def response_values(
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_LOGITS[hidden.device.type] // len(weight))
     used = compiler if compiler is not None and compiler.on else None
-    log_probs, entropies, kl = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
-    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None)
+    log_probs, entropies, kl, norms = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
+    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None, norms)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -191,24 +196,27 @@ class _ChunkedHead(torch.autograd.Function):
         request: HeadRequest,
         chunk_tokens: int,
         compiler: Compiler | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         compute, temperature = _used(token_values, compiler), _yet_to_divide_by(request, compiler)
+        asked = {"entropies": request.entropies, "gradient_norms": request.gradient_norms}
         parts, logits = [], None
         for part in _chunks(len(states), chunk_tokens):
             logits = None  # else two chunks would exist at once
             logits = _logits(states[part], weight, bias, request, compiler)
             reference = _reference_logits(request, part, len(weight), compiler)
-            parts.append(compute(logits, request.targets[part], temperature, reference, entropies=request.entropies))
+            parts.append(compute(logits, request.targets[part], temperature, reference, **asked))
         values = TokenValues._make(None if of[0] is None else torch.cat(of) for of in zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias, *values)
         ctx.request, ctx.chunk_tokens, ctx.compiler = request, chunk_tokens, compiler
         ctx.last_logits = logits if any(ctx.needs_input_grad) else None
-        return values.log_probs, values.entropies, values.exact_kl
+        if values.gradient_norms is not None:
+            ctx.mark_non_differentiable(values.gradient_norms)
+        return values.log_probs, values.entropies, values.exact_kl, values.gradient_norms
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (states, weight, bias, *saved), request, compiler = ctx.saved_tensors, ctx.request, ctx.compiler
-        values, gradients = TokenValues._make(saved), TokenValues(grads[0], None, *grads[1:])
+        values, gradients = TokenValues._make(saved), TokenValues(grads[0], None, *grads[1:3])
         compute, temperature = _used(logits_gradient, compiler), _yet_to_divide_by(request, compiler)
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -13,14 +13,15 @@ from torch import Tensor
 
 
 class TokenValues(NamedTuple):
-    """(tokens,) float32 numbers: log-probs, logsumexp, entropies and exact KL, or the gradients of these; None if not
-    asked for.
+    """(tokens,) float32 numbers: log-probs, logsumexp, entropies, exact KL and squared norms of the log-probs'
+    gradients, or the gradients of these; None if not asked for, or, of the norms, always.
     """
 
     log_probs: Tensor
     sums: Tensor | None = None
     entropies: Tensor | None = None
     exact_kl: Tensor | None = None
+    gradient_norms: Tensor | None = None
 
     def part(self, tokens: slice) -> TokenValues:
         """Return the values of some tokens."""
@@ -28,7 +29,13 @@ class TokenValues(NamedTuple):
 
 
 def token_values(
-    logits: Tensor, targets: Tensor, temperature: float, reference: Tensor | None, *, entropies: bool
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    reference: Tensor | None,
+    *,
+    entropies: bool,
+    gradient_norms: bool = False,
 ) -> TokenValues:
     """Return the values of tokens.
 
@@ -38,19 +45,22 @@ def token_values(
         temperature: both logits are divided by it.
         reference: (tokens, V) logits of the reference; None: no KL.
         entropies: whether to compute them.
+        gradient_norms: whether to compute 1 - 2 p_y + sum p^2, which is |d log p_y / d logits|^2 at temperature 1.
     """
     scaled, column = _scaled(logits, temperature), targets.unsqueeze(1)
     log_p = torch.log_softmax(scaled, -1)
     log_probs = log_p.gather(1, column).squeeze(1)
     sums = scaled.gather(1, column).squeeze(1) - log_probs
-    entropy = kl = None
-    if entropies or reference is not None:
+    entropy = kl = norms = None
+    if entropies or gradient_norms or reference is not None:
         p = log_p.exp()
+        if gradient_norms:
+            norms = 1 - 2 * log_probs.exp() + p.square().sum(1)
         if entropies:
             entropy = -(p * log_p).sum(1)
         if reference is not None:
             kl = (p * log_p.sub_(torch.log_softmax(_scaled(reference, temperature), -1))).sum(1)
-    return TokenValues(log_probs, sums, entropy, kl)
+    return TokenValues(log_probs, sums, entropy, kl, norms)
 
 
 def logits_gradient(

@@ -54,6 +54,7 @@ class RunState:
         sampler: position in the order of the rows.
         kl_coef: coefficient of the KL controller.
         entropy: state of the entropy controller.
+        baselines: of agents, by the number of their name (algorithms/baselines.py).
         ledger: prompts that were drawn but not trained on.
         prompts: number and fingerprint of the training rows, to which the positions in `ledger` refer.
         code: digests of the Python files that the config names, by config key.
@@ -69,6 +70,7 @@ class RunState:
     sampler: dict[str, Any]
     kl_coef: float = 0.0
     entropy: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=lambda: {"open": {}, "backlog": []})
     prompts: dict[str, Any] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from tests.worker_settings import model_settings
 
 
 def columns(engine: FSDPEngine, data: DataProto) -> list[Any]:
-    found = engine.compute_columns(data, ("log_probs", "entropies"), micro_batch_size=8)
+    found = engine.compute_columns(data, ("log_probs", "entropies", "gradient_norms"), micro_batch_size=8)
     return [column.values.numpy().copy() for column in found.values()]
 
 

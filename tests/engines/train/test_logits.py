@@ -54,6 +54,15 @@ def test_values_and_gradients_are_those_of_plain_formulas(entropies: bool, kl: b
     torch.testing.assert_close(values.sums, torch.logsumexp(logits / TEMPERATURE, -1), rtol=1e-5, atol=1e-5)
 
 
+def test_the_squared_norm_of_the_gradient_of_a_log_prob() -> None:
+    logits, _, targets, _ = inputs()
+    values = token_values(logits, targets, TEMPERATURE, None, entropies=False, gradient_norms=True)
+    scaled = (logits / TEMPERATURE).requires_grad_()
+    gradient = torch.autograd.grad(token_log_probs(scaled, targets, 1.0).sum(), scaled)[0]
+    torch.testing.assert_close(values.gradient_norms, gradient.square().sum(1), rtol=1e-5, atol=1e-6)
+    assert values.entropies is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_they_are_the_same(dtype: torch.dtype) -> None:
     """By Inductor, which fuses all of it."""

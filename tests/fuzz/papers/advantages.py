@@ -24,8 +24,9 @@ LEAST_SPREAD = 0.1
 class Batch:
     """What an estimator sees: rewards and mask of each token, the group of each row, and what only some read.
 
-    `entropies` are the policy's before the update (RL-ZVP), `baselines` the scores of the greedy responses (remax),
-    `steps` the last tokens of steps (process supervision), `components` the scores of each row by name (GDPO).
+    `entropies` and `norms` are the policy's before the update (RL-ZVP, OTB), `baselines` the scores of the greedy
+    responses (remax), `steps` the last tokens of steps (process supervision), `states` what each turn begins from, on
+    its tokens (GiGPO), `components` the scores of each row by name (GDPO).
     """
 
     rewards: Rows
@@ -33,6 +34,8 @@ class Batch:
     index: list[Any] = field(default_factory=list)
     values: Rows = field(default_factory=list)
     entropies: Rows = field(default_factory=list)
+    norms: Rows = field(default_factory=list)
+    states: Rows = field(default_factory=list)
     baselines: list[float] = field(default_factory=list)
     steps: Rows = field(default_factory=list)
     components: dict[str, list[float]] = field(default_factory=dict)
@@ -257,6 +260,44 @@ def grpo_process(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     return advantages, advantages
 
 
+def rae(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """SPIRAL (arXiv 2506.24119): the reward less the moving average of the agent's; here there is one agent, 0."""
+    return spread(batch, [score - options["agent_baselines"][0] for score in batch.scores])
+
+
+def optimal_token_baseline(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """OTB (arXiv 2602.07078): G_t - sum G_t W_t / sum W_t over the group's t-th trained tokens, W_t = sum of norms."""
+    returns = [returns_to_go(*pair, 1.0) for pair in zip(batch.rewards, batch.masks, strict=True)]
+    trained = [[t for t, counts in enumerate(mask) if counts] for mask in batch.masks]
+    advantages = [[0.0] * len(mask) for mask in batch.masks]
+    for i, tokens in enumerate(trained):
+        for place, t in enumerate(tokens):
+            peers = [j for j in batch.group(i) if len(trained[j]) > place]
+            weights = [sum(batch.norms[j][u] for u in trained[j][: place + 1]) for j in peers]
+            products = [w * returns[j][trained[j][place]] for w, j in zip(weights, peers, strict=True)]
+            advantages[i][t] = returns[i][t] - (sum(products) / sum(weights) if sum(weights) else 0.0)
+    return advantages, returns
+
+
+def gigpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """GiGPO (arXiv 2505.10978), eq. 3 to 8: GRPO's advantage plus w times that of the turn among those of its state."""
+    rows, _ = grpo(batch, options)
+    turns = []  # (row, tokens, state, return)
+    for i, states in enumerate(batch.states):
+        starts = [t for t, state in enumerate(states) if state and not (t and states[t - 1])]
+        following = 0.0
+        for k in reversed(range(len(starts))):
+            start, stop = starts[k] if k else 0, [*starts, len(states)][k + 1]
+            following = sum(batch.rewards[i][start:stop]) + options["gamma"] * following
+            turns.append((i, range(start, stop), states[starts[k]], following))
+    for i, tokens, state, value in turns:
+        peers = [other for j, _, s, other in turns if s == state and batch.index[j] == batch.index[i]]
+        scale = sample_std(peers) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
+        for t in tokens:
+            rows[i][t] += options["step_advantage_w"] * (value - mean(peers)) / scale * batch.masks[i][t]
+    return rows, rows
+
+
 def gdpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """GDPO (arXiv 2601.05242): each component normalised in its group, their weighted sum whitened over the batch.
 
@@ -290,4 +331,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": gae,
     "grpo_process": grpo_process,
     "gdpo": gdpo,
+    "rae": rae,
+    "optimal_token_baseline": optimal_token_baseline,
+    "gigpo": gigpo,
 }

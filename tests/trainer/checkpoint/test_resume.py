@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.algorithms.baselines import AgentBaselines
 from grpo_dist.algorithms.entropy import EntropyController
+from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import load_config
@@ -22,6 +24,7 @@ from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, last_checkpoint, publish_checkpoint
 from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.trainer.controllers import Controllers
 from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.messages import refuses
 
@@ -73,8 +76,8 @@ def save(config: RunConfig, *, step: int = 4, ref: bool = False) -> Path:
     trainer.run_dir = Path(config.trainer.default_local_dir)
     trainer.data = SimpleNamespace(identity=PROMPTS)
     trainer.order, trainer.sampler = Holder({"order": "middle"}), Holder({"ledger": "middle"})
-    trainer.kl_controller = SimpleNamespace(coef=0.75)
-    trainer.entropy_controller = EntropyController(0.01, target=0.2, entropy=0.5)
+    entropy = EntropyController(0.01, target=0.2, entropy=0.5)
+    trainer.controllers = Controllers(KLController(0.75, 0.1), entropy, AgentBaselines(0.95, {0: 0.5}))
     trainer.code, trainer.step, trainer.weight_version = {}, step, 9
     trainer.validated = {"val-core/x/reward/mean@1": 0.25}
     state, groups = trainer.state()

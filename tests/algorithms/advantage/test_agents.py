@@ -1,0 +1,85 @@
+"""The agents of an episode: numbers of names, sequences of their own, and whom they are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_dist.algorithms import compute_advantage
+from grpo_dist.algorithms.advantage.agents import ATTEMPTS, AgentSequences, agent_id, mean_scores, name_fault
+
+# Three episodes of one prompt: the agent a in all of them, b in two; 0 is put in.
+A, B = agent_id("a"), agent_id("b")
+AGENTS = torch.tensor([[A, A, 0, B, A], [B, 0, A, 0, 0], [A, 0, 0, 0, 0]])
+
+
+def test_agents_are_compared_with_those_of_their_name() -> None:
+    """Agent a earns 1 + 2, 1 and 2, its mean is 2; agent b earns 6 and 0, mean 3. All of an agent's tokens train."""
+    rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
+    arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": (AGENTS > 0).float()}
+    arguments |= {"index": ["a"] * 3, "config": {"norm_adv_by_std_in_grpo": False}}
+    expected = torch.tensor([[1.0, 1, 0, 3, 1], [-3, 0, -1, 0, 0], [0, 0, 0, 0, 0]])
+    for values in compute_advantage("grpo", agent_ids=AGENTS, **arguments):
+        assert values.equal(expected)
+    steps = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 1, 0, 0], [1, 0, 0, 0, 0]])
+    process, _ = compute_advantage("grpo_process", agent_ids=AGENTS, step_mask=steps, **arguments)
+    # steps of agent a: 1, 2, 1, 2, less their mean 1.5; a token gets those that follow it in its own agent's turns
+    assert process.equal(torch.tensor([[0.0, 0, 0, 3, 0.5], [-3, 0, -0.5, 0, 0], [0.5, 0, 0, 0, 0]]))
+
+
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "rloo", "grpo_process", "gigpo", "optimal_token_baseline", "rae", "distill", "gae"]
+)
+def test_one_agent_in_each_response_changes_nothing(estimator: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, mask = torch.rand(6, 4, generator=generator), (torch.rand(6, 4, generator=generator) > 0.3).float()
+    arguments = {"token_level_rewards": rewards, "response_mask": mask, "index": list("aaabbb")}
+    arguments |= {name: torch.rand(6, 4, generator=generator) for name in ("values", "gradient_norms")}
+    arguments |= {"step_mask": torch.eye(6, 4), "turn_states": mask.long()}
+    alone = compute_advantage(estimator, agent_ids=torch.full((6, 4), agent_id("")), **arguments)
+    for one, other in zip(alone, compute_advantage(estimator, **arguments), strict=True):
+        assert one.equal(other)
+
+
+def test_a_name_and_an_attempt_make_a_number() -> None:
+    solver = agent_id("solver")
+    assert [agent_id(f"solver:{k}") - solver for k in (0, 1, 254)] == [1, 2, 255]
+    assert (solver - 1) % ATTEMPTS == 0
+    others = [agent_id(name) for name in ("", "solver:", ":1", "solver:x", "proposer", "a:b:1")]
+    assert len({(number - 1) // ATTEMPTS for number in (solver, *others)}) == 7, "other names"
+    assert all(0 < number < 2**31 for number in others)
+    assert not name_fault("solver:254")
+    for part in ("solver:255", "254"):
+        assert part in name_fault("solver:255")
+
+
+def test_attempts_are_compared_within_their_episode() -> None:
+    """A proposer against that of the other episode; two solvers with each other, since their problem is another."""
+    p, first, second = agent_id("proposer"), agent_id("solver:0"), agent_id("solver:1")
+    ids = torch.tensor([[p, first, second], [p, second, first]])
+    rewards = torch.tensor([[4.0, 1.0, 0.0], [0.0, 5.0, 3.0]])
+    config = {"norm_adv_by_std_in_grpo": False}
+    arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": torch.ones(2, 3), "index": ["x"] * 2}
+    advantages, _ = compute_advantage("grpo", agent_ids=ids, config=config, **arguments)
+    assert advantages.tolist() == [[2.0, 0.5, -0.5], [-2.0, 1.0, -1.0]]
+    groups = AgentSequences.of(ids).groups(["x", "x"])
+    assert len(set(groups)) == 3
+
+
+def test_each_agent_is_compared_with_its_own_average() -> None:
+    """Of RAE: 3 less 2 and 6 less 0 in the first episode; agents that are not known yet have 0."""
+    rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
+    config = {"agent_baselines": {(A - 1) // ATTEMPTS: 2.0}}
+    arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": (AGENTS > 0).float()}
+    advantages, _ = compute_advantage("rae", agent_ids=AGENTS, index=["a"] * 3, config=config, **arguments)
+    assert advantages.tolist() == [[1, 1, 0, 6, 1], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
+    whole, _ = compute_advantage("rae", config={"agent_baselines": {0: 0.5}}, **arguments)
+    assert whole[:, 0].tolist() == [8.5, 0.5, 1.5]
+
+
+def test_the_mean_score_of_each_agent() -> None:
+    rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
+    assert mean_scores(rewards, AGENTS) == {(A - 1) // ATTEMPTS: (2.0, 3), (B - 1) // ATTEMPTS: (3.0, 2)}
+    assert mean_scores(rewards, None) == {0: (4.0, 3)}
