@@ -152,6 +152,9 @@ def test_misuse_is_named() -> None:
     async def no_length(episode: Episode) -> None:
         await episode.generate(max_tokens=0)
 
+    async def too_often(episode: Episode) -> None:
+        await episode.generate(agent_name="solver:255")
+
     async def wrong_id(episode: Episode) -> None:
         episode.append_tokens([5, 128])
 
@@ -164,6 +167,7 @@ def test_misuse_is_named() -> None:
         (no_room, RuntimeError, ["20 tokens", "0"]),
         (two_at_once, RuntimeError, ["await"]),
         (no_length, ValueError, ["max_tokens=0"]),
+        (too_often, ValueError, ["solver:255", "254"]),
         (wrong_id, ValueError, ["5..128", "vocabulary of 128"]),
     ):
         with refuses(error, *parts):

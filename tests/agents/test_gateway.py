@@ -42,6 +42,9 @@ async def test_an_agents_name_stands_before_the_route() -> None:
         await post(gateway, CHAT, session.token)
         assert [call.agent_name for call in session.recording.calls] == ["", "the searcher", "critic", ""]
         assert (await post(gateway, f"/agent/critic{CHAT}", "guess")).status_code == 401
+        answer = await post(gateway, f"/agent/solver:255{CHAT}", session.token)
+        assert answer.status_code == 400
+        assert b"254" in answer.content
 
 
 @pytest.mark.parametrize("token", ["", "guess", "closed"])
