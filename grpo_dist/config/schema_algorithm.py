@@ -64,6 +64,7 @@ class AlgorithmConfig(Section):
     zvp_alpha: NonNegativeFloat
     step_advantage_w: NonNegativeFloat
     rae_decay: Share
+    a2po_beta: PositiveFloat
     gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
     gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
     use_kl_in_reward: bool

@@ -23,6 +23,7 @@ GROUP_ADV_ESTIMATORS = (
     "rl_zvp",
     "optimal_token_baseline",
     "gigpo",
+    "a2po",
     "rloo",
     "opo",
     "gpg",

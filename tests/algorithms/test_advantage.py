@@ -21,10 +21,10 @@ def outcome(rewards: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 GROUP_RELATIVE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_process")
-GROUP_RELATIVE += ("maxrl", "lite_ppo", "scale_rl")
+GROUP_RELATIVE += ("maxrl", "lite_ppo", "scale_rl", "a2po")
 # Without a case: verl's gdpo has its own arguments, and it does not have the others.
 NOT_VERLS = {"gdpo", "grpo_process", "distill", "maxrl", "lite_ppo", "scale_rl", "rl_zvp", "rae", "gigpo"}
-NOT_VERLS |= {"optimal_token_baseline"}  # tests/fuzz has its formula
+NOT_VERLS |= {"optimal_token_baseline", "a2po"}  # tests/fuzz has its formula
 IN_GOLDEN = sorted(set(ADVANTAGE.names()) - NOT_VERLS)
 
 

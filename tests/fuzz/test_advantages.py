@@ -17,7 +17,7 @@ from tests.golden import cases
 WHITENED = 10.0
 # The goldens have none of these; tests/algorithms/test_advantage.py has numbers worked out on paper.
 BY_HAND = {"gdpo", "grpo_process", "distill", "maxrl", "lite_ppo", "scale_rl", "rl_zvp", "rae", "gigpo"}
-BY_HAND |= {"optimal_token_baseline"}
+BY_HAND |= {"optimal_token_baseline", "a2po"}
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -27,6 +27,7 @@ OPTIONS = st.fixed_dictionaries(
         "f_norm": st.sampled_from([1.0, 2.0]),
         "zvp_alpha": st.sampled_from([0.1, 1.0]),
         "step_advantage_w": st.sampled_from([1.0, 0.5]),
+        "a2po_beta": st.sampled_from([0.5, 2.0]),
         "agent_baselines": st.sampled_from([{0: 0.25}, {0: 0.0, 7: 1.0}]),
         "gdpo_reward_weights": st.sampled_from([(3.0, 0.5), (1.0, -1.0), (1.0, 1.0)]),
     }

@@ -1,7 +1,7 @@
 """Advantages: how much better a response is than what the group (or batch) would have done.
 
     outcome.py  a response against its group, by one score: grpo (Dr. GRPO), grpo_passk, maxrl, lite_ppo, scale_rl,
-                rl_zvp, rloo, opo, gpg; against its agent's earlier ones: rae; by many: gdpo
+                rl_zvp, a2po, rloo, opo, gpg; against its agent's earlier ones: rae; by many: gdpo
     returns.py  the rewards that follow a token: reinforce_plus_plus(_baseline), remax, distill, gae,
                 optimal_token_baseline; those of steps and turns: grpo_process, gigpo
 
@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "f_norm": 1.0,
     "zvp_alpha": 0.1,
     "step_advantage_w": 1.0,
+    "a2po_beta": 0.5,
 }
 
 

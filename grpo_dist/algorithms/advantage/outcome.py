@@ -97,6 +97,21 @@ def rl_zvp(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, T
     return _same(advantages.where(~equal[:, None], config["zvp_alpha"] * shaped * batch.response_mask))
 
 
+@ADVANTAGE.register("a2po", needs=("groups",))
+def a2po(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Score - V, V = beta log(mean(exp(score / beta)) of the group), beta = `a2po_beta`.
+
+    A*-PO (arXiv 2505.20686) minimises (b log(pi / pi_ref) - (r - V))^2 for whole responses. On policy its gradient is
+    2 b times the policy gradient of the reward r - b log(pi / pi_ref), less V: with use_kl_in_reward, kl_penalty=k1 and
+    kl_coef = b, summed over tokens. The paper estimates V = beta log E_ref[exp(r / beta)] once, from samples of the
+    reference; here the group's penalised scores do, which for beta = b is the same mean by importance sampling.
+    """
+    groups, scores, beta = batch.groups, batch.scores, config["a2po_beta"]
+    best = groups.sum(scores.where(groups.rank(scores) == 0, 0.0))  # so that no exponential overflows
+    value = best + beta * groups.mean(((scores - best) / beta).exp()).log()
+    return _same(batch.on_tokens(scores - value))
+
+
 @ADVANTAGE.register("rae", needs=("agent_baselines",))
 def rae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Score - b(agent), where b is a moving average of the agent's scores in earlier steps (`algorithms.baselines`).

@@ -260,6 +260,15 @@ def grpo_process(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     return advantages, advantages
 
 
+def a2po(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """A*-PO (arXiv 2505.20686), eq. 4: r - V, V = beta ln E exp(r / beta)."""
+    beta = options["a2po_beta"]
+    values = [
+        beta * math.log(mean([math.exp(s / beta) for s in batch.group_scores(i)])) for i in range(len(batch.scores))
+    ]
+    return spread(batch, [score - value for score, value in zip(batch.scores, values, strict=True)])
+
+
 def rae(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """SPIRAL (arXiv 2506.24119): the reward less the moving average of the agent's; here there is one agent, 0."""
     return spread(batch, [score - options["agent_baselines"][0] for score in batch.scores])
@@ -331,6 +340,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "gae": gae,
     "grpo_process": grpo_process,
     "gdpo": gdpo,
+    "a2po": a2po,
     "rae": rae,
     "optimal_token_baseline": optimal_token_baseline,
     "gigpo": gigpo,
