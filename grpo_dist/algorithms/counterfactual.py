@@ -6,12 +6,11 @@ step, of all, and of a draw of the bootstrap, which draws as many units with rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
-Statistics = Callable[[np.ndarray], dict[str, np.ndarray]]
 DRAWS, SEED = 1000, 0
 LEAST_UNITS = 8  # of fewer the bootstrap's interval is much too short
 CLEAR, SAME = 0.2, 0.5  # least correlation of pushes that are clearly alike, and of those that go the same way
@@ -41,7 +40,9 @@ def advantage_statistics(sums: np.ndarray) -> dict[str, np.ndarray]:
     """
     n, x, y, xx, yy, xy, responses, turned, size_a, size_b, aa, bb, groups_a, groups_b = sums
     spreads = (n * square - s * s for s, square in ((x, xx), (y, yy)))
-    u, v = (np.where(each > ROUNDING * n * square, each, 0) for each, square in zip(spreads, (xx, yy), strict=True))
+    u, v = (
+        np.where(each > ROUNDING * n * square, each, np.nan) for each, square in zip(spreads, (xx, yy), strict=True)
+    )
     found = {"correlation": (n * xy - x * y) / np.sqrt(u * v), "sign_changes": turned / responses}
     found |= {"effective_size": size_a**2 / aa, "other_effective_size": size_b**2 / bb}
     return {"groups": groups_a, "other_groups": groups_b} | found
@@ -61,14 +62,9 @@ def gradient_statistics(sums: np.ndarray) -> dict[str, np.ndarray]:
 STATISTICS = {"groups": advantage_statistics, "mini-batches": gradient_statistics}
 
 
-def figures(sums: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
-    """`with_intervals` of all sums, which are by unit as `STATISTICS`."""
-    return {name: each for unit in sums for name, each in with_intervals(STATISTICS[unit], sums[unit]).items()}
-
-
-def with_intervals(statistics: Statistics, sums: np.ndarray) -> dict[str, list[float]]:
-    """Each statistic of (.., units) sums with the ends of its 95 % interval; nan: not defined, here or in a draw."""
-    units = sums.shape[1]
+def with_intervals(unit: str, sums: np.ndarray) -> dict[str, list[float]]:
+    """Each statistic of a unit's (.., units) sums, with the ends of its 95 % interval: nan where a draw has none."""
+    units, statistics = sums.shape[1], STATISTICS[unit]
     counts = np.random.default_rng(SEED).multinomial(units, np.full(units, 1 / units), DRAWS)
     with np.errstate(all="ignore"):
         values, drawn = statistics(sums.sum(1)), statistics(sums @ counts.T)
@@ -77,21 +73,18 @@ def with_intervals(statistics: Statistics, sums: np.ndarray) -> dict[str, list[f
 
 
 def verdict(sums: Mapping[str, np.ndarray], found: Mapping[str, Sequence[float]], *, by_gradient: bool) -> str:
-    """Say which way the other config would have pushed, by the interval of the correlation or of the cosine.
+    """Say which way the other config would have pushed, by the sums of each unit and their statistics.
 
-    Args:
-        sums: by unit.
-        found: their `figures`.
-        by_gradient: the loss is another one too, so that advantages do not tell.
+    Where the loss is another one advantages do not tell, but the gradient does (`by_gradient`).
     """
     name, unit = ("cosine", "mini-batches") if by_gradient else ("correlation", "groups")
     why = f"there is no {name} ({'trainer.save_freq keeps weights' if by_gradient else 'see above'})"
     if unit in sums:
         least, (_, low, high) = int((sums[unit][-2:] > 0).sum(1).min()), found[name]
-        told = "the same way" if low >= SAME else "partly the same way" if low > 0 else "another way"
         why = f"the {name} may be anything from {low:.2f} to {high:.2f}"
         if least < LEAST_UNITS:
             why = f"one of both configs pushes {least} {unit}, and {LEAST_UNITS} are needed"
         elif low > 0 or high < CLEAR:
+            told = "the same way" if low >= SAME else "partly the same way" if low > 0 else "another way"
             return f"the other config would have pushed {told} ({name})"
     return f"these data cannot tell what the other config would have pushed: {why}"

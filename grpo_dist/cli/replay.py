@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_dist.algorithms.counterfactual import DRAWS, SEED, figures, verdict
+from grpo_dist.algorithms.counterfactual import DRAWS, SEED, verdict, with_intervals
 from grpo_dist.assets import expanded
 from grpo_dist.cli.arguments import add_shared, command_parser
 from grpo_dist.config.run_code import FLAG
@@ -118,27 +118,28 @@ def _compare(options: argparse.Namespace) -> int:
             recorded = read_recorded(run_dir, step, tuple(options.overrides), trust=options.trust)
             worker = worker or stack.enter_context(reward_worker(recorded.config))
             row, sums, told = _compared(recorded, worker, options)
-            table.append(row | figures(sums))
+            table.append(row | _figures(sums)[1])
             notes += [f"step {step}: {note}" for note in told]
             for unit, part in sums.items():
                 found.setdefault(unit, []).append(part)
     whole = {unit: np.concatenate(parts, 1) for unit, parts in found.items()}
-    table.append({"step": "all"} | figures(whole))
+    found_in_all, shown = _figures(whole)
+    table.append({"step": "all"} | shown)
     interval = f"in brackets: 95 % intervals by {DRAWS} draws of groups (cosine: of mini-batches), seed {SEED}"
-    _write([*_lines(table), interval, *notes, verdict(whole, table[-1], by_gradient=loss_is_another(recorded))])
+    _write([*_lines(table), interval, *notes, verdict(whole, found_in_all, by_gradient=loss_is_another(recorded))])
     return 0
 
 
 def _compared(
     recorded: Recorded, worker: RewardWorker, options: argparse.Namespace
-) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
+) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
     """The first columns of a step's row, its sums by unit, and what is left out, and why."""
     from grpo_dist.trainer.replay import gradient_products, rescore, retarget, target_sums
 
     scores, failures = rescore(recorded, worker)
     before, after = recorded.data["score"], scores["score"]
     moved = ((before - after).abs() > SCORE_TOLERANCE) | (before.isnan() != after.isnan())
-    row = {"step": recorded.step, "score otherwise": f"{int(moved.sum())} of {len(before)}"}
+    row = {"step": str(recorded.step), "score otherwise": f"{int(moved.sum())} of {len(before)}"}
     row["mean score"] = " -> ".join(f"{float(each.nanmean()):.4g}" for each in (before, after))
     notes = [f"the function failed on {len(failures)}: {failures[0].splitlines()[0]}"] if failures else []
     sums: dict[str, np.ndarray] = {}
@@ -155,15 +156,17 @@ def _compared(
     return row, sums, notes
 
 
-def _lines(table: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _lines(table: Sequence[dict[str, str]]) -> Iterator[str]:
     names = list(dict.fromkeys(name for row in table for name in row))
-    cells = [names, *([_cell(row.get(name, "-")) for name in names] for row in table)]
+    cells = [names, *([row.get(name, "-") for name in names] for row in table)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     yield from ("  ".join(map(str.rjust, row, widths)) for row in cells)
 
 
-def _cell(value: Any) -> str:
-    return "{:.2f} [{:.2f}, {:.2f}]".format(*value) if isinstance(value, list) else str(value)
+def _figures(sums: dict[str, np.ndarray]) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """The statistics of all units, as numbers and as they are shown."""
+    found = {name: each for unit in sums for name, each in with_intervals(unit, sums[unit]).items()}
+    return found, {name: "{:.2f} [{:.2f}, {:.2f}]".format(*each) for name, each in found.items()}
 
 
 def _write(lines: Sequence[str] | Iterator[str]) -> None:

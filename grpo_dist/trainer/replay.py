@@ -244,7 +244,7 @@ def gradient_products(recorded: Recorded, targets: DataProto) -> np.ndarray:
 
 
 def loss_is_another(recorded: Recorded) -> bool:
-    """Tell if the overrides change the loss, not only what it is given."""
+    """Tell if the overrides change the loss, and not only the advantages and weights that it is given."""
     ran, other = (objective_settings(config) for config in (recorded.ran or recorded.config, recorded.config))
     return replace(ran, weighted=other.weighted) != other
 

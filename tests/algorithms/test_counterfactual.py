@@ -13,7 +13,6 @@ from grpo_dist.algorithms.counterfactual import (
     LEAST_UNITS,
     SEED,
     advantage_statistics,
-    figures,
     gradient_statistics,
     group_sums,
     products,
@@ -75,7 +74,7 @@ def test_the_interval_is_that_of_units_drawn_again() -> None:
     groups = rows // 4
     y = x + rng.normal(size=40)
     sums = group_sums((x, y), np.ones(40, bool), rows, groups)
-    value, low, high = with_intervals(advantage_statistics, sums)["correlation"]
+    value, low, high = with_intervals("groups", sums)["correlation"]
     assert value == pytest.approx(np.corrcoef(x, y)[0, 1])
     drawn = np.random.default_rng(SEED).multinomial(10, np.full(10, 0.1), DRAWS)
     again = []
@@ -87,7 +86,7 @@ def test_the_interval_is_that_of_units_drawn_again() -> None:
 
 
 def test_one_unit_has_no_interval() -> None:
-    value, *ends = with_intervals(gradient_statistics, np.array([[20.0], [25], [50]]))["cosine"]
+    value, *ends = with_intervals("mini-batches", np.array([[20.0], [25], [50]]))["cosine"]
     assert value == pytest.approx(0.5657, abs=1e-4)
     assert np.isnan(ends).all()
 
@@ -96,7 +95,7 @@ def told(x: np.ndarray, y: np.ndarray, *, by_gradient: bool = False) -> str:
     """The verdict on responses of one token, two in a group."""
     rows = np.arange(len(x))
     sums = {"groups": group_sums((x, y), np.ones(len(x), bool), rows, rows // 2)}
-    return verdict(sums, figures(sums), by_gradient=by_gradient)
+    return verdict(sums, with_intervals("groups", sums["groups"]), by_gradient=by_gradient)
 
 
 def test_the_verdict() -> None:
