@@ -34,11 +34,11 @@ def main(arguments: Sequence[str]) -> int:
     """Replay a step, or compare another config on several; 1 if a number differs."""
     options = _parser().parse_intermixed_args(arguments)
     if options.steps and options.step is not None:
-        options.overrides.insert(0, options.step)  # argparse takes the first one for STEP
+        options.overrides.insert(0, str(options.step))  # argparse takes the first one for STEP
+    if not (options.overrides if options.steps else isinstance(options.step, int)):
+        raise ConfigError("give a STEP to compute again; --steps is for another config, key=value")
     if options.overrides:
         return _compare(options)
-    if options.steps or not isinstance(options.step, int):
-        raise ConfigError("give a STEP to compute again; --steps is for another config, key=value")
     from grpo_dist.trainer.replay import rescore, retarget, reward_worker  # Ray: seconds
 
     recorded = read_recorded(expanded(options.run_dir), options.step, trust=options.trust)

@@ -84,7 +84,13 @@ def test_another_reward_function(copied: Path, tmp_path: Path, capsys: pytest.Ca
     told = capsys.readouterr().out
     assert set(data["score"].tolist()) <= {0.0, 1.0}
     mean = float(data["score"].mean())
-    says(told, f"{len(data)} of {len(data)}", f"{mean:.4g} -> {1 - mean:.4g}", "-1.00 [-1.00, -1.00]", "trainer.save_freq")
+    says(
+        told,
+        f"{len(data)} of {len(data)}",
+        f"{mean:.4g} -> {1 - mean:.4g}",
+        "-1.00 [-1.00, -1.00]",
+        "trainer.save_freq",
+    )
 
 
 def test_steps_that_cannot_be_replayed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -487,6 +487,8 @@ def test_a_config_that_needs_what_is_not_recorded(run_dir: Path, capsys: pytest.
         (["2", "algorithm.gamma=0.5", "--update"], ["step 2", "trainer.save_freq"]),
         (["--steps", "1:2"], ["STEP", "key=value"]),
         ([], ["STEP"]),
+        (["algorithm.gamma=0.5", "algorithm.lam=0.5"], ["STEP"]),
+        (["1", "--steps", "1:2", "algorithm.gamma=0.5"], ["1"]),
     ],
 )
 def test_what_cannot_be_compared(
