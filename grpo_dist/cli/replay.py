@@ -145,10 +145,13 @@ def _compared(
     sums: dict[str, np.ndarray] = {}
     try:
         targets = retarget(recorded, worker, scores)
-        sums["groups"], without = target_sums(recorded, scores, targets)
+        of_groups, without = target_sums(recorded, scores, targets)
         notes += [f"{without} of {len(before)} responses are left out: they have no score"] if without else []
-        if not options.no_update:
-            sums["mini-batches"] = gradient_products(recorded, targets)
+        if not of_groups.size:
+            return row, sums, notes
+        sums["groups"] = of_groups
+        if not options.no_update and (gradients := gradient_products(recorded, targets)).size:
+            sums["mini-batches"] = gradients
     except ConfigError as error:
         if options.update:
             raise
@@ -166,7 +169,12 @@ def _lines(table: Sequence[dict[str, str]]) -> Iterator[str]:
 def _figures(sums: dict[str, np.ndarray]) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The statistics of all units, as numbers and as they are shown."""
     found = {name: each for unit in sums for name, each in with_intervals(unit, sums[unit]).items()}
-    return found, {name: "{:.2f} [{:.2f}, {:.2f}]".format(*each) for name, each in found.items()}
+    shown = {}
+    for name, (value, low, high) in found.items():
+        digits = 0 if name.endswith(("groups", "size")) else 2
+        interval = "" if name.endswith("groups") or low != low else f" [{low:.{digits}f}, {high:.{digits}f}]"
+        shown[name.replace("_", " ")] = f"{value:.{digits}f}{interval}"
+    return found, shown
 
 
 def _write(lines: Sequence[str] | Iterator[str]) -> None:

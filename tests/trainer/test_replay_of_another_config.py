@@ -58,18 +58,20 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with reward_worker(config) as worker:
             scores, failures = rescore(made, worker)
         assert not failures
-        if step == 1:
-            exact = reupdate(with_targets(made))[0]
-            made = replace(made, data=DataProto({**made.data.batch, **exact.batch}, made.data.non_tensor_batch))
-        made = with_targets(
-            replace(made, data=DataProto({**made.data.batch, **scores.batch}, made.data.non_tensor_batch))
-        )
+        made = with_columns(made, scores)
+        if step == 1:  # whose weights are known
+            made = with_columns(made, reupdate(with_targets(made))[0])
+        made = with_targets(made)
         assert 0.2 < made.data["score"].mean() < 0.8
         write_parquet(made.data, folder / "rollouts" / f"{step}.parquet")
         (folder / "rollouts" / f"{step}.jsonl").touch()
     (folder / "config.yaml").write_text(saved_config(config))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     return folder
+
+
+def with_columns(made: Recorded, columns: DataProto) -> Recorded:
+    return replace(made, data=DataProto({**made.data.batch, **columns.batch}, made.data.non_tensor_batch))
 
 
 def sampled(config: RunConfig, step: int) -> Recorded:
@@ -115,7 +117,7 @@ def test_the_same_config_pushes_the_same(run_dir: Path, capsys: pytest.CaptureFi
     assert table["score otherwise"][:2] == [f"0 of {4 * GROUPS}"] * 2
     assert table["correlation"] == ["1.00 [1.00, 1.00]"] * 3
     assert table["cosine"] == ["1.00 [1.00, 1.00]", "-", "1.00 [1.00, 1.00]"]
-    assert table["effective_size"] == table["other_effective_size"]
+    assert table["effective size"] == table["other effective size"]
     says(told, "step 2", "trainer.save_freq")
     assert CANNOT not in told
 
