@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import with_overrides
-from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, require_trust
+from grpo_dist.config.run_code import LOSS, MODEL, REWARD, UPDATE, code_of_run, require_trust
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
@@ -18,9 +20,15 @@ from grpo_dist.plan.rules import drafts
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.jsonl import METRICS, ROLLOUTS, read_metrics
-from grpo_dist.trainer.checkpoint.config_changes import read_config
+from grpo_dist.trainer.checkpoint.config_changes import compare_configs, read_config
 from grpo_dist.trainer.checkpoint.folder import CONFIG
 
+# Keys that say what is made of responses that are there: scores, advantages and the loss.
+RECOMPUTED = re.compile(
+    r"custom_reward_function|reward\.|algorithm\.(?!filter_groups|min_group_size)|critic\.enable|data\.(answer_key|"
+    r"reward_fn_key|data_source)|actor_rollout_ref\.(rollout\.agent\.reward_function_weight|actor\.(clip_|tau_|loss_|kl_|"
+    r"entropy_|use_kl_loss|policy_loss|observation_coeff|top_entropy_quantile))"
+)
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
 
 
@@ -103,14 +111,28 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
         )
+    _check_recomputed(ran, config)
     if not trust:
         given = with_overrides({}, overrides, GRPO)
-        require_trust(run_dir / CONFIG, code_of_run(config, (*MODEL, *REWARD, *UPDATE), given))
+        code = [*code_of_run(config, (*MODEL, *REWARD, *UPDATE), given), *code_of_run(ran, LOSS, given)]
+        require_trust(run_dir / CONFIG, list(dict.fromkeys(code)))
     data = read_step(path)
     metrics = next((row for row in read_metrics(run_dir / METRICS) if row["step"] == step), {})
     if ran.old_log_probs_from == "rollout" != config.old_log_probs_from and "old_log_probs" in data.columns():
         _, data = data.pop(("old_log_probs",))  # they are the sampler's
     return Recorded(run_dir, step, config, data, metrics, ran if overrides else None)
+
+
+def _check_recomputed(ran: RunConfig, config: RunConfig) -> None:
+    """Refuse changed keys of which recorded responses tell nothing."""
+    before, after = (dict(flatten(each.model_dump(mode="json"))) for each in (ran, config))
+    changes = compare_configs(before, after, RunConfig)
+    lines = (*changes.experiment, *changes.refused, *changes.shown)
+    if wrong := "\n".join(f"  {line}" for line in lines if not RECOMPUTED.match(line)):
+        raise ConfigError(
+            f"these keys would have changed what is sampled or how steps are taken:\n{wrong}\nLeave them out. Recorded "
+            "responses tell of other scores, advantages and losses alone"
+        )
 
 
 def read_step(path: Path) -> DataProto:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.baselines import AgentBaselines
+from grpo_dist.algorithms.counterfactual import group_sums, products
+from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.config.schema import RunConfig
@@ -104,13 +106,7 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
     return scored, failures
 
 
-def baselines_are_of_another(recorded: Recorded, scores: DataProto) -> bool:
-    """Tell whether advantages need scores of greedy responses, of which only those by another function are recorded.
-
-    These responses themselves are not recorded, so they cannot be scored again.
-    """
-    if "reward_baselines" not in target_settings(recorded.config).needs:
-        return False
+def _scored_by_another(recorded: Recorded, scores: DataProto) -> bool:
     changed = recorded.ran is not None and reward_settings(recorded.ran) != reward_settings(recorded.config)
     return changed or first_difference(recorded.data, scores.select(("score",)), SCORE_TOLERANCE) is not None
 
@@ -122,11 +118,17 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
         scores: columns that take the place of the recorded ones.
 
     Raises:
-        ConfigError: the changed keys need a column that the run has not recorded.
+        ConfigError: the changed keys need a column that the run has not recorded, or scores by another function of
+            greedy responses, of which only those of the run's are recorded.
     """
     config, settings = recorded.config, target_settings(recorded.config)
     if "agent_baselines" in settings.needs:
         settings = replace(settings, options={**settings.options, "agent_baselines": _agent_baselines(recorded)})
+    if "reward_baselines" in settings.needs and _scored_by_another(recorded, scores):
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with greedy responses, which are not "
+            "recorded, and their scores (reward_baseline) are by the function of the run"
+        )
     data = DataProto({**_without_old_values(recorded, scores), **scores.batch}, recorded.data.non_tensor_batch)
     needed = [*settings.columns, *(["reward_baseline"] if "reward_baselines" in settings.needs else [])]
     if missing := [name for name in needed if name not in data.columns()]:
@@ -159,8 +161,11 @@ def weights_before(recorded: Recorded) -> Path | None:
     return by_step[recorded.step - 1]
 
 
-def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
+def reupdate(recorded: Recorded, watch: Callable[..., None] | None = None) -> tuple[DataProto, dict[str, float]]:
     """Take the policy's optimizer steps again, on CPU and on one rank.
+
+    Args:
+        watch: gets the engine and the rows of each mini-batch before its step.
 
     Returns:
         (`old_log_probs` by the weights before the step, metrics of the update). No log-probs in bypass mode, where the
@@ -171,20 +176,12 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
             learning rates than the run's config gives it now.
     """
     config = recorded.config
-    objective = objective_settings(config)
-    if config.actor_rollout_ref.actor.entropy_target is not None:
-        objective = objective.with_entropy_coeff(_entropy_coeff(recorded))
-    needed = (*objective.columns, *((ROUTES,) if config.replays_routes else ()))
-    if missing := [name for name in needed if name not in recorded.data.columns()]:
-        raise ConfigError(f"{recorded.run_dir}: the update needs {', '.join(missing)}, which no run records")
+    objective, data = _update_inputs(recorded, recorded.data)
     checkpoint = weights_before(recorded)
     with policy_engine(config, _num_steps(config)) as engine:
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint / "actor")
         size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
-        data = recorded.data.select(
-            with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), recorded.data.columns())
-        )
         groups = mini_batches(config, config.actor_rollout_ref.actor, data["uid"], recorded.step - 1)
         old, results = [], []
         for part in np.array_split(np.arange(len(groups)), config.parts_per_step):
@@ -193,8 +190,11 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
                 columns = engine.compute_columns(data.index(rows), ("log_probs",), **size)
                 old.append(DataProto.from_dict({"old_log_probs": columns["log_probs"]}))
             if not recorded.only_critic_learned:
-                batches = [data.index(groups[i]) for i in part]
-                results += [engine.train_mini_batch(one, objective=objective, **size).metrics for one in batches]
+                for i in part:
+                    if watch is not None:
+                        watch(engine, groups[i])
+                    one = data.index(groups[i])
+                    results.append(engine.train_mini_batch(one, objective=objective, **size).metrics)
     log_probs = DataProto.concat(old) if old else DataProto()
     if not results:
         return log_probs, {}
@@ -207,6 +207,60 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
             "changed after it, so its update cannot be computed again"
         )
     return log_probs, metrics
+
+
+def target_sums(recorded: Recorded, scores: DataProto, targets: DataProto) -> tuple[np.ndarray, int]:
+    """Return the `group_sums` of what the run and the overrides push, and how many responses are left out.
+
+    Args:
+        scores: by the overrides, and `targets` from them. A response without one that trains is left out.
+    """
+    configs, masks, pushes = (recorded.ran or recorded.config, recorded.config), [], []
+    scored = zip(configs, (recorded.data["score"], scores["score"]), strict=True)
+    without = torch.stack([score.isnan() & config.trains_on_scores for config, score in scored]).any(0)
+    kept = (~without).nonzero().flatten()
+    for config, data in zip(configs, (recorded.data, targets), strict=True):
+        weights = data["rollout_is_weights"][kept].values if objective_settings(config).weighted else 1.0
+        masks.append(data["response_mask"][kept].values.bool())
+        pushes.append((data["advantages"][kept].values * weights * masks[-1]).numpy())
+    rows = torch.repeat_interleave(torch.arange(len(kept)), recorded.data["responses"].lengths[kept])
+    groups = np.unique(np.asarray(recorded.data["uid"])[kept.numpy()], return_inverse=True)[1]
+    return group_sums(pushes, (masks[0] | masks[1]).numpy(), rows.numpy(), groups), int(without.sum())
+
+
+def gradient_products(recorded: Recorded, targets: DataProto) -> np.ndarray:
+    """The `products` of the policy's gradients by both configs, (3, mini-batches), each at the weights of the run then.
+
+    Args:
+        targets: by the overrides. Errors are those of `reupdate`.
+    """
+    ran = recorded if recorded.ran is None else replace(recorded, config=recorded.ran, ran=None)
+    other = DataProto({**recorded.sampled.batch, **targets.batch}, recorded.data.non_tensor_batch)
+    sides, found = (_update_inputs(ran, ran.data), _update_inputs(recorded, other)), []
+    size = {"micro_batch_size": ran.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
+
+    def watch(engine: FSDPEngine, rows: np.ndarray) -> None:
+        found.append(products(*(engine.gradient(data.index(rows), objective=loss, **size) for loss, data in sides)))
+
+    reupdate(ran, watch)
+    return np.array(found).reshape(-1, 3).T
+
+
+def loss_is_another(recorded: Recorded) -> bool:
+    """Tell if the overrides change the loss, and not only the advantages and weights that it is given."""
+    ran, other = (objective_settings(config) for config in (recorded.ran or recorded.config, recorded.config))
+    return replace(ran, weighted=other.weighted) != other
+
+
+def _update_inputs(recorded: Recorded, data: DataProto) -> tuple[ObjectiveSettings, DataProto]:
+    """The loss, and the columns of a batch that the update reads."""
+    config, objective = recorded.config, objective_settings(recorded.config)
+    if config.actor_rollout_ref.actor.entropy_target is not None:
+        objective = objective.with_entropy_coeff(_entropy_coeff(recorded))
+    needed = (*objective.columns, *((ROUTES,) if config.replays_routes else ()))
+    if missing := [name for name in needed if name not in data.columns()]:
+        raise ConfigError(f"{recorded.run_dir}: the update needs {', '.join(missing)}, which is not recorded")
+    return objective, data.select(with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), data.columns()))
 
 
 def metric_difference(

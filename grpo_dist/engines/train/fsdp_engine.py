@@ -30,7 +30,7 @@ from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_m
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.objectives import OBJECTIVES, Loss, Objective, read_metrics
 from grpo_dist.engines.train.optimizer import Offload, build_optimizer
-from grpo_dist.engines.train.sharded_tensors import whole
+from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.engines.train.token_runs import response_tokens
 from grpo_dist.engines.train.ulysses import SequenceGroup
 from grpo_dist.errors import ConfigError, TrainingDiverged
@@ -176,18 +176,7 @@ class FSDPEngine(FSDPWeights):
         Raises:
             TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite.
         """
-        trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
-        data, counts, plan = self._begin(trained, data, micro_batch_size, max_token_len)
-        losses: list[Loss] = []
-        for i, rows in enumerate(plan):
-            micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
-            with (
-                within_memory(f"the forward and backward pass of {_describe(micro_batch, i, plan)}"),
-                gradient_sync(self.model, self.settings, last=i == len(plan) - 1),
-            ):
-                loss = trained(micro_batch, counts)
-                (loss.loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone only here
-            losses.append(loss.detached())
+        trained, data, counts, plan, losses = self._accumulate(data, micro_batch_size, max_token_len, objective)
         metrics = self._finite_metrics(losses, data, plan, NOT_TAKEN)
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
@@ -204,13 +193,21 @@ class FSDPEngine(FSDPWeights):
             f"{trained.role}/skipped_updates": Mean(float(not trains), 1),
         }
         old = None
-        if loss.log_probs is not None:
+        if losses[-1].log_probs is not None:
             log_probs = [torch.empty(0)] * len(data)
             for rows, result in zip(plan, losses, strict=True):
                 assert result.log_probs is not None
                 _take_rows(log_probs, rows, data.index(rows), result.log_probs)
             old = Ragged.from_rows(log_probs, torch.float32)
         return MiniBatchResult(merge_metrics([metrics, step]), old)
+
+    def gradient(self, data: DataProto, *, micro_batch_size: int, objective: TrainingSettings) -> list[Tensor]:
+        """This rank's shards of the gradient that `train_mini_batch` would step by, before any clip."""
+        _, data, _, plan, losses = self._accumulate(data, micro_batch_size, None, objective)
+        self._finite_metrics(losses, data, plan, NOT_TAKEN)
+        gradients = [local_shard(each.grad) for each in self.model.parameters() if each.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return gradients
 
     @torch.no_grad()
     def evaluate(
@@ -238,6 +235,24 @@ class FSDPEngine(FSDPWeights):
         return self._finite_metrics(losses, data, plan, "the model is as before")
 
     # --- parts -------------------------------------------------------------------------------------------------
+    def _accumulate(
+        self, data: DataProto, micro_batch_size: int, max_token_len: int | None, objective: TrainingSettings
+    ) -> tuple[Objective, DataProto, Tensor, list[Any], list[Loss]]:
+        """Leave the gradient of a mini-batch in the parameters; returns what `_begin` does, and each pass's loss."""
+        trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
+        data, counts, plan = self._begin(trained, data, micro_batch_size, max_token_len)
+        losses: list[Loss] = []
+        for i, rows in enumerate(plan):
+            micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
+            with (
+                within_memory(f"the forward and backward pass of {_describe(micro_batch, i, plan)}"),
+                gradient_sync(self.model, self.settings, last=i == len(plan) - 1),
+            ):
+                loss = trained(micro_batch, counts)
+                (loss.loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone only here
+            losses.append(loss.detached())
+        return trained, data, counts, plan, losses
+
     def _begin(
         self, objective: Objective, data: DataProto, micro_batch_size: int, max_token_len: int | None
     ) -> tuple[DataProto, Tensor, list[Any]]:
