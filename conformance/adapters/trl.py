@@ -84,8 +84,7 @@ cached = cache(make)
 
 def with_log_probs(trainer: Any, log_probs: Tensor) -> Any:
     """The trainer with these log-probs as those of its forward passes."""
-    passed = (log_probs, torch.zeros_like(log_probs), None)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: passed[: 2 if isinstance(trainer, RLOOTrainer) else 3]
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None)
     trainer.model.train()
     return trainer
 
@@ -143,10 +142,13 @@ def policy_loss(name: str, case: Case) -> dict[str, Any]:
     given = columns(case.inputs)
     mask = given["response_mask"]
     log_probs = given["log_probs"].requires_grad_()
+    one = bool((given["advantages"] == given["advantages"][:, :1])[mask.bool()].all())
     if kind == "gmpo":
         if "rollout_is_weights" in given:
             raise NotOffered("gmpo has no importance weights")
         given["advantages"] = given["advantages"][:, 0]
+    if name == "gspo" and not one:
+        raise NotOffered("no token variant of gspo")
     trainer = cached(kind, **arguments)
     loss = loss_of(trainer, given, mask, mask.sum())
     loss.backward()
@@ -175,7 +177,8 @@ def kl(name: str, case: Case) -> dict[str, Any]:
     """The loss of one token at a time without an advantage, with beta 1."""
     if name not in ("k3", "unbiased_k3"):
         raise NotOffered(f"no KL {name}")
-    trainer = cached("grpo", loss_type="grpo", beta=1.0, use_bias_correction_kl=name == "unbiased_k3")
+    trainer = make("grpo", loss_type="grpo", use_bias_correction_kl=name == "unbiased_k3")
+    trainer.beta = 1.0  # as an argument it loads a reference model by name
     given = columns(case.inputs)
     mask = given.pop("response_mask")
     log_probs = given["log_probs"].requires_grad_()

@@ -116,6 +116,7 @@ class Entry:
         scenarios: which of `SCENARIOS`.
         also: more cases: (name, scenario, settings, what it probes).
         convention: of every case.
+        conventions: of cases, by their names.
     """
 
     arxiv: str
@@ -125,6 +126,7 @@ class Entry:
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
     also: tuple[tuple[str, str, Mapping[str, Any], str], ...] = ()
     convention: str = ""
+    conventions: Mapping[str, str] = field(default_factory=dict)
 
 
 CLIP: Mapping[str, Any] = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -147,6 +149,7 @@ ENTRIES: dict[str, Entry] = {
         "advantages its token variant (eq. 13)",
         "seq-mean-token-mean",
         {"clip_ratio_low": 0.04, "clip_ratio_high": 0.06},
+        conventions={"weights": "the paper has no weights of tokens; here they multiply its token variant"},
     ),
     "geo_mean": Entry(
         "2507.20673",
@@ -207,6 +210,7 @@ ENTRIES: dict[str, Entry] = {
         "2602.10693",
         "-sg(W^k exp(lambda (1 - W))) A log pi, W = pi(y) / pi_old(y), k and lambda by the sign of A",
         settings={"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+        conventions={"weights": "the paper's W is against the sampler itself; here weights multiply the loss"},
     ),
 }
 
@@ -267,7 +271,9 @@ def groups() -> list[Group]:
             scenario = SCENARIOS[scenario_name]
             settings = {"loss_agg_mode": entry.mode, **entry.settings, **more}
             means = "seq" in settings["loss_agg_mode"]  # of a mean over tokens an empty response is no part anyway
-            convention = "; ".join(filter(None, (scenario.convention if means else "", entry.convention)))
+            convention = "; ".join(
+                filter(None, (scenario.convention if means else "", entry.convention, entry.conventions.get(title)))
+            )
             outputs = expected(name, scenario, settings)
             cases.append(Case(title, probes, settings, scenario.columns(), outputs, convention))
         result.append(Group("policy_loss", name, entry.arxiv, entry.equation, cases))
