@@ -115,7 +115,7 @@ def loss_of(trainer: Any, given: dict[str, Tensor], mask: Tensor, tokens: Tensor
 def loss_settings(name: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(trainer, its arguments) for a policy loss."""
     mode = settings["loss_agg_mode"]
-    low, high = settings.get("clip_ratio_low"), settings.get("clip_ratio_high")
+    low, high = settings.get("clip_ratio_low", 0.0), settings.get("clip_ratio_high", 0.0)
     if name in ("vanilla", "gspo"):
         level = "sequence" if name == "gspo" else "token"
         clip = {"epsilon": low, "epsilon_high": high, "delta": settings.get("clip_ratio_c")}
@@ -143,11 +143,11 @@ def policy_loss(name: str, case: Case) -> dict[str, Any]:
     mask = given["response_mask"]
     log_probs = given["log_probs"].requires_grad_()
     one = bool((given["advantages"] == given["advantages"][:, :1])[mask.bool()].all())
-    if kind == "gmpo":
-        if "rollout_is_weights" in given:
-            raise NotOffered("gmpo has no importance weights")
+    if kind == "gmpo" and "rollout_is_weights" in given:
+        raise NotOffered("gmpo has no importance weights")
+    if one:  # as its trainers have it; a subclass may bring one for each token
         given["advantages"] = given["advantages"][:, 0]
-    if name == "gspo" and not one:
+    elif name == "gspo":
         raise NotOffered("no token variant of gspo")
     trainer = cached(kind, **arguments)
     loss = loss_of(trainer, given, mask, mask.sum())

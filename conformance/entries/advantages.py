@@ -9,6 +9,8 @@ from typing import Any
 from conformance.form import Case, Group, masked, rounded, whole
 from tests.fuzz.papers.advantages import ESTIMATORS, Batch
 
+# (name, scenario, settings of its own, what it probes)
+Probe = tuple[str, str, Mapping[str, Any], str]
 NAN = float("nan")
 PREFIXES = [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]] * 2
 HOLES = [[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]] * 2
@@ -107,7 +109,7 @@ class Entry:
     reads: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     scenarios: tuple[str, ...] = ("same_lengths", "lengths", "holes", "empty_row", "group_of_one", "equal_group")
-    also: tuple[tuple[str, str, Mapping[str, Any], str], ...] = ()
+    also: tuple[Probe, ...] = ()
     groups: bool = True
     returns: bool = False
     convention: str = ""
@@ -265,7 +267,7 @@ def groups() -> list[Group]:
     """All groups of cases of this kind."""
     result = []
     for name, entry in ENTRIES.items():
-        probed = [(scenario, scenario, {}, SCENARIOS[scenario].probes) for scenario in entry.scenarios]
+        probed: list[Probe] = [(scenario, scenario, {}, SCENARIOS[scenario].probes) for scenario in entry.scenarios]
         cases = []
         for title, scenario_name, more, probes in (*probed, *entry.also):
             scenario = SCENARIOS[scenario_name]

@@ -70,15 +70,16 @@ def rejection(change: Rows, settings: dict[str, Any]) -> dict[str, Any]:
 def second_moment(change: Rows, settings: dict[str, Any]) -> dict[str, Any]:
     """M2PO's mask, over all tokens of the batch."""
     rows = trained(change, ADVANTAGES)
-    flat = ([value for row in rows for value in row[column]] for column in (0, 1))
-    found = iter(m2po_kept(*flat, settings["threshold"]))
+    lambdas, advantages = ([value for row in rows for value in row[column]] for column in (0, 1))
+    found = iter(m2po_kept(lambdas, advantages, settings["threshold"]))
     return {"weights": placed([[next(found) for _ in row[0]] for row in rows], 0.0)}
 
 
 def off_policy(change: Rows, settings: dict[str, Any]) -> dict[str, Any]:
     """DeepSeek-V3.2's mask of sequences."""
     rows = trained(ROLLOUT, trainer(change), ADVANTAGES)
-    return {"weights": placed([opsm_kept(*row, settings["threshold"]) for row in rows], 0.0)}
+    found = [opsm_kept(old, new, own, settings["threshold"]) for old, new, own in rows]
+    return {"weights": placed(found, 0.0)}
 
 
 @dataclass(frozen=True)

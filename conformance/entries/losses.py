@@ -14,6 +14,8 @@ from tests.fuzz.papers.aggregates import AGGREGATES
 from tests.fuzz.papers.policy_losses import LOSSES, Row, between, clips, covariances, highest
 
 Place = tuple[int, int]
+# (name, scenario, settings of its own, what it probes)
+Probe = tuple[str, str, Mapping[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Entry:
     mode: str = "token-mean"
     settings: Mapping[str, Any] = field(default_factory=dict)
     scenarios: tuple[str, ...] = tuple(SCENARIOS)
-    also: tuple[tuple[str, str, Mapping[str, Any], str], ...] = ()
+    also: tuple[Probe, ...] = ()
     convention: str = ""
     conventions: Mapping[str, str] = field(default_factory=dict)
 
@@ -250,11 +252,10 @@ def expected(name: str, of: Scenario, settings: Mapping[str, Any]) -> dict[str, 
         new = [*rows[i].new[:t], value, *rows[i].new[t + 1 :]]
         return aggregate([*losses[:i], loss(replace(rows[i], new=new), settings), *losses[i + 1 :]], trained, 1.0)
 
-    slopes = iter(
-        slope(lambda x, i=i, t=t: moved(i, t, x), value)
-        for i, row in enumerate(rows)
-        for t, value in enumerate(row.new)
-    )
+    def at(i: int, t: int) -> float:
+        return slope(lambda x: moved(i, t, x), rows[i].new[t])
+
+    slopes = iter([at(i, t) for i, row in enumerate(rows) for t in range(len(row.new))])
     gradient = [[next(slopes) if counts else 0.0 for counts in mask] for mask in of.masks]
     outputs = {"loss": rounded(aggregate(losses, trained, 1.0)), "gradient": rounded(gradient, GRADIENT_DIGITS)}
     fraction = clip_fraction(name, rows, settings)
@@ -265,7 +266,7 @@ def groups() -> list[Group]:
     """All groups of cases of this kind."""
     result = []
     for name, entry in ENTRIES.items():
-        probed = [(scenario, scenario, {}, SCENARIOS[scenario].probes) for scenario in entry.scenarios]
+        probed: list[Probe] = [(scenario, scenario, {}, SCENARIOS[scenario].probes) for scenario in entry.scenarios]
         cases = []
         for title, scenario_name, more, probes in (*probed, *entry.also):
             scenario = SCENARIOS[scenario_name]
