@@ -22,7 +22,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
+CODE := $(wildcard grpo_dist tests scripts benchmarks examples conformance)
 
 export PYTHON DEVICE CUDA
 

@@ -60,7 +60,7 @@ TESTED_ELSEWHERE = {
 
 PYTHON_FILES = sorted(
     path
-    for folder in ("grpo_dist", "tests", "scripts", "examples", "benchmarks")
+    for folder in ("grpo_dist", "tests", "scripts", "examples", "benchmarks", "conformance")
     for path in (ROOT / folder).rglob("*.py")
 )
 

@@ -31,7 +31,7 @@ from grpo_dist.run.command_line import QUIET
 from tests.docs.python_blocks import resolve_imports
 
 ROOT = Path(__file__).parents[2]
-OWN_FILE = re.compile(r"(?<![\w./-])(?:examples|scripts|benchmarks|constraints)/[\w./-]+")
+OWN_FILE = re.compile(r"(?<![\w./-])(?:examples|scripts|benchmarks|constraints|conformance)/[\w./-]+")
 PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 PLACEHOLDER = re.compile(r"[^=]+=[A-Z][A-Z_]*")
 AND_SO_ON = "..."
@@ -79,7 +79,7 @@ def _read_python(arguments: Sequence[str], *, partial: bool) -> None:
     top = name.partition(".")[0]
     if top == "grpo_dist":
         _read_command([*_words_of(name), *rest], partial=partial)
-    elif top in ("scripts", "benchmarks"):
+    elif top in ("scripts", "benchmarks", "conformance"):
         found = importlib.util.find_spec(name)
         if found is None:
             raise ImportError(f"there is no module {name}")

@@ -129,7 +129,7 @@ def gigpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Te
     it is normalised, as the scores are, over the turns of the group's responses before which the environment had said
     the same (`turn_states`); one without another has 0. A reward behind a turn is that turn's.
     """
-    states = batch.need("turn_states", "turn_states", "compares turns from the same state")
+    states = batch.need("turn_states", "turn_states", "compares turns from the same state").long()
     first = (states > 0) & (torch.nn.functional.pad(states, (1, 0))[:, :-1] == 0)
     rows, places = first.nonzero(as_tuple=True)
     advantages, _ = grpo(batch, config)

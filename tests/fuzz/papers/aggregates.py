@@ -34,6 +34,14 @@ def seq_mean_token_sum_norm(losses: Rows, masks: Rows, scale: float) -> float:
     return mean([sum(row) / scale for row in counting(losses, masks)])
 
 
+def prompt_mean(losses: Rows, masks: Rows, index: list[str]) -> float:
+    """ScaleRL (arXiv 2510.13786): the mean over prompts of the mean over all tokens of their responses."""
+    prompts: dict[str, list[float]] = {}
+    for loss, mask, prompt in zip(losses, masks, index, strict=True):
+        prompts.setdefault(prompt, []).extend(masked(loss, mask))
+    return mean([mean(tokens) for tokens in prompts.values() if tokens])
+
+
 def counting(losses: Rows, masks: Rows) -> Rows:
     """The tokens that count, of each response that has one."""
     rows = [masked(loss, mask) for loss, mask in zip(losses, masks, strict=True)]

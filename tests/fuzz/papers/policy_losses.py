@@ -49,6 +49,12 @@ def ppo(ratio: float, advantage: float, options: Options) -> float:
     return -min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
 
 
+def clips(ratio: float, advantage: float, options: Options) -> bool:
+    """Whether PPO's clip decides: what its code and GSPO's paper count as clipped."""
+    low, high = bounds(options)
+    return (advantage > 0 and below(1 + high, ratio)) or (advantage < 0 and below(ratio, 1 - low))
+
+
 def weighted(row: Row, losses: list[float]) -> list[float]:
     return [w * loss for w, loss in zip(row.weights, losses, strict=True)]
 
@@ -125,7 +131,7 @@ def dppo(row: Row, options: Options, divergence: Callable[[float, float], float]
     for a, n, f, o in zip(row.advantages, row.new, row.frozen, row.old, strict=True):
         rising = f > o
         leaves = rising == (a > 0) and f != o and below(high if rising else low, divergence(math.exp(o), math.exp(f)))
-        ratio = clip(math.exp(f - o), 0.0, options["clip_ratio_c"])
+        ratio = min(math.exp(f - o), options["clip_ratio_c"])
         losses.append(0.0 if leaves else -a * ratio * n)
     return weighted(row, losses)
 
@@ -167,7 +173,7 @@ def whole_ratio(row: Row) -> float:
 
 def topr(row: Row, options: Options) -> list[float]:
     """TOPR (arXiv 2503.14286): log pi of a good response, [pi/mu]_0^1 log pi of a bad one, by the response's ratio."""
-    cut = clip(whole_ratio(row), 0.0, 1.0)
+    cut = min(whole_ratio(row), 1.0)
     return weighted(row, [-(cut if a < 0 else 1.0) * a * n for a, n in zip(row.advantages, row.new, strict=True)])
 
 
