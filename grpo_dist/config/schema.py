@@ -236,6 +236,11 @@ class RunConfig(JobConfig):
         return self.needs_reference and not self.needs_reference_workers
 
     @property
+    def reference_follows_scores(self) -> bool:
+        """Tell if the reference's pass waits for the whole batch, since scores decide what it reads."""
+        return self.algorithm.self_distillation.enable
+
+    @property
     def needs_reference(self) -> bool:
         """Tell if the KL to a reference is part of the loss or of the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
@@ -255,7 +260,10 @@ class RunConfig(JobConfig):
         """Path of the reward function: null means the reward model's score, or without one the built-in scorers; where
         scores do not train, for rows that these can score.
         """
-        built_in = None if self.trains_on_scores else OPTIONAL_FUNCTION
+        shows_successes = (
+            self.reference_follows_scores and self.algorithm.self_distillation.success_threshold is not None
+        )
+        built_in = None if self.trains_on_scores or shows_successes else OPTIONAL_FUNCTION
         path = self.custom_reward_function.path
         if isinstance(path, tuple):
             return WEIGHTED_FUNCTION

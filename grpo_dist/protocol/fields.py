@@ -101,6 +101,10 @@ FIELDS: dict[str, Field] = {
         "ragged (N, R_i)", "float32", "1 / tokens of its prompt's responses, for loss_agg_mode prompt-mean", "targets"
     ),
     "selected_tokens": Field("ragged (N, R_i)", "float32", "1 on tokens that clip_cov or kl_cov selected", "targets"),
+    "teacher_prompts": Field(
+        "ragged (N, P'_i)", "int32", "what the teacher reads for the prompt (protocol/teacher_prompts.py)", "reward"
+    ),
+    "teacher_mask": Field("ragged (N, R_i)", "float32", "1 where the response has such a prompt, else 0", "reward"),
     "labels": Field(
         "ragged (N, R_i)",
         "int8",

@@ -21,6 +21,7 @@ from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.protocol.routes import with_routes
+from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS
 from grpo_dist.roles.policy import PolicySettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -28,6 +29,7 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 
 T = TypeVar("T")
+REFERENCE_STAGE = "ref_log_prob"  # whose pass reads the prompts of a teacher, where there are such
 
 
 class Gang:
@@ -63,8 +65,12 @@ class Gang:
     async def compute_log_probs(
         self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs"
     ) -> DataProtoRef:
-        """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
-        names = with_routes((*SEQUENCE_COLUMNS, "uid"), batch.columns)
+        """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch.
+
+        Those of the reference are behind `teacher_prompts`, if the batch has them.
+        """
+        shown = {TEACHER_PROMPTS}.intersection(batch.columns if stage == REFERENCE_STAGE else ())
+        names = with_routes((*SEQUENCE_COLUMNS, *shown, "uid"), batch.columns)
         rows, parts = self._parts(batch, names)
 
         def send() -> list[Call]:

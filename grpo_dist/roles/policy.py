@@ -30,6 +30,7 @@ from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.routes import with_routes
+from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
@@ -183,7 +184,8 @@ class PolicyWorker(Process):
         plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         with passes(limits, f"{', '.join(names)}, ", ranks):
-            computed = compute(rows.fetch(self._sequences(rows)), tuple(plain), **limits.sizes)
+            sequences = self._sequences(rows, {TEACHER_PROMPTS}.intersection(rows.columns))
+            computed = compute(as_teacher_reads(rows.fetch(sequences)), tuple(plain), **limits.sizes)
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({plain[name]: values for name, values in computed.items()})

@@ -12,13 +12,16 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.validation import pred_ids
+from grpo_dist.config.schema_algorithm import SelfDistillationConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
+from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
 from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.protocol.teacher_prompts import TEACHER_MASK, TEACHER_PROMPTS
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -52,7 +55,8 @@ class RewardSettings:
     has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
     score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
     rewards of their own (rewards/steps.py), with `by_agent` the agents of an episode. `label` names the value of the
-    function that says which responses, or which of their steps, are good: for a reward model that is retrained.
+    function that says which responses, or which of their steps, are good: for a reward model that is retrained. With
+    `self_distillation` responses get the prompts of their teacher, rendered with `template_kwargs`.
     """
 
     tokenizer_path: str
@@ -67,6 +71,8 @@ class RewardSettings:
     step_separator: str | None = None
     by_agent: bool = False
     label: str | None = None
+    self_distillation: SelfDistillationConfig | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,10 @@ class RewardWorker(BatchWork):
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
-        self.by_agent = settings.by_agent
+        self.by_agent, self.teacher_prompts = settings.by_agent, None
+        if settings.self_distillation is not None:
+            own = settings.self_distillation, self.tokenizer, settings.template_kwargs
+            self.teacher_prompts = TeacherPrompts(*own)
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name = settings.function_name
         self.scorer = Scorer(
@@ -187,6 +196,8 @@ class RewardWorker(BatchWork):
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         if self.label is not None and not task.validation:
             columns["rule_labels"] = self._labels(self.label, texts, results)
+        if self.teacher_prompts is not None and not task.validation:
+            columns |= self._for_teacher(self.teacher_prompts, responses, task, texts, results, columns["score"])
         scored = DataProto.from_dict(columns, {"failure": failures})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)
@@ -223,6 +234,23 @@ class RewardWorker(BatchWork):
                 result = RewardResult(self.failure_score, {}, failure=f"{result.text}\n{asked}")
             results.append(result)
         return results
+
+    def _for_teacher(
+        self,
+        prompts: TeacherPrompts,
+        responses: Ragged,
+        task: Task,
+        texts: Sequence[str],
+        results: Sequence[RewardResult],
+        scores: torch.Tensor,
+    ) -> dict[str, Ragged]:
+        """The columns of protocol/teacher_prompts.py."""
+        key = prompts.section.feedback_key or ""
+        said = [str(result.texts.get(key) or task.extra_info.get(key) or "") for result in results]
+        rows = prompts(task.messages, texts, scores.tolist(), said)
+        mask = torch.tensor([float(bool(row)) for row in rows]).repeat_interleave(responses.lengths)
+        shown = Ragged.from_rows(rows, torch.int32)
+        return {TEACHER_PROMPTS: shown, TEACHER_MASK: Ragged(mask, responses.offsets)}
 
     def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
         """Return where the value `name` is above 0.5: of each step, or of the whole response; none of failures."""

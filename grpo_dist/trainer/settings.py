@@ -22,6 +22,7 @@ from grpo_dist.roles.reward_model import RewardModelSettings
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.model_settings import model_settings
+from grpo_dist.trainer.run_prompts import template_kwargs
 
 
 def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int) -> PolicySettings:
@@ -134,6 +135,8 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     """Return what a reward process is built from."""
     model, code = config.actor_rollout_ref.model, config.reward_code
     buffer = config.reward.overlong_buffer
+    teaching = config.algorithm.self_distillation
+    shown = teaching.replaced(max_prompt_length=teaching.max_prompt_length or config.max_model_len)
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(
         model.path,
@@ -146,6 +149,8 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
         by_agent=config.algorithm.credit == "agent",
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
+        self_distillation=shown if teaching.enable else None,
+        template_kwargs=template_kwargs(config) if teaching.enable else {},
     )
 
 

@@ -26,6 +26,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import Metric, merge_metrics, metric_values
+from grpo_dist.roles.gang import REFERENCE_STAGE
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -132,8 +133,7 @@ class GRPOTrainer(TrainingLoop):
                 # prompts, responses, scores, log-probs: up to N = train_batch_size * n rows, in one part or several
                 for batch in self.parts():
                     self.preemption.held = True  # a signal waits from here on, until the run can be saved again
-                    if self.config.trainer.samples_during_updates:  # the actor was at work while these were sampled
-                        batch = self.late_log_probs(batch)  # + old_log_probs, values, with LoRA ref_log_probs (N, R_i)
+                    batch = self.late_log_probs(batch)  # + old_log_probs, values, ref_log_probs (N, R_i), if not there
                     batch = self.compute_targets(batch)  # + advantages (N, R_i)
                     if self.roles.critic is not None:
                         self.update_critic(batch)  # ppo_epochs x mini-batches on the critic
@@ -203,8 +203,12 @@ class GRPOTrainer(TrainingLoop):
 
     @stage("ref", needs=("responses",))
     async def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs of the actor without its LoRA factors, which is the reference."""
-        log_probs = await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference")
+        """Log-probs of the reference, which may be the actor without its LoRA factors, after the rollout."""
+        gang, method = (
+            self.roles.ref or self.roles.actor,
+            "compute_log_probs" if self.roles.ref else "compute_reference",
+        )
+        log_probs = await gang.compute_log_probs(REFERENCE_STAGE, batch, method)
         return batch.union(log_probs)
 
     @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
@@ -322,12 +326,15 @@ class GRPOTrainer(TrainingLoop):
         return more, groups
 
     def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs of the actor and values, computed after the rollout, not during it, if the actor changes then."""
-        if self.config.actor_is_reference:
+        """What is computed after the rollout: by the actor and the critic, if they change meanwhile, and by a reference
+        that waits for the scores.
+        """
+        config, changing = self.config, self.config.trainer.samples_during_updates
+        if config.reference_follows_scores or (changing and config.actor_is_reference):
             batch = self.reference_log_probs(batch)
-        if self.config.needs_old_log_probs:
+        if changing and config.needs_old_log_probs:
             batch = self.old_log_probs(batch)
-        return batch if self.roles.critic is None else self.values(batch)
+        return self.values(batch) if changing and self.roles.critic is not None else batch
 
     # --- around the stages -------------------------------------------------------------------------------------
     def validate(self) -> None:

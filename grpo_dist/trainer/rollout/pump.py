@@ -272,10 +272,11 @@ def _sources(config: RunConfig, roles: Roles) -> dict[str, LogProbSource]:
     sources: dict[str, LogProbSource] = {}
     actor, in_step = roles.actor, not config.trainer.samples_during_updates
     for row in roles_of(config):
-        if row.adds is not None and row.name in roles.gangs and (in_step or not row.trains):
+        waits = row.name == "ref" and config.reference_follows_scores
+        if row.adds is not None and row.name in roles.gangs and (in_step or not row.trains) and not waits:
             stage, limit = row.adds
             sources[stage] = functools.partial(roles.gangs[row.name].compute_log_probs, limit)
-    if in_step and config.actor_is_reference:
+    if in_step and config.actor_is_reference and not config.reference_follows_scores:
         sources["ref"] = functools.partial(actor.compute_log_probs, "ref_log_prob", method="compute_reference")
     if in_step and config.needs_old_log_probs:
         sources["old_log_prob"] = functools.partial(actor.compute_log_probs, "old_log_prob")
