@@ -64,3 +64,39 @@ def test_with_lora_a_teacher_is_a_reference_of_its_own() -> None:
     message = refused(LORA, BUILTIN, SYNC)
     says(message, TEACHER)
     assert "factors" not in message
+
+
+SHOWN = "algorithm.self_distillation"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([f"{ACTOR}.use_kl_loss=false"], [f"{SHOWN}.enable=true", f"{ACTOR}.use_kl_loss=false", "true"]),
+        (["algorithm.use_kl_in_reward=true"], [f"{SHOWN}.enable=true", "algorithm.use_kl_in_reward=true", "false"]),
+        ([f"{ACTOR}.router_replay.mode=R3"], [f"{SHOWN}.enable=true", f"{ACTOR}.router_replay.mode=R3", "disabled"]),
+        (
+            ["actor_rollout_ref.rollout.agent.default_agent_loop=external"],
+            [f"{SHOWN}.enable=true", "default_agent_loop=external", "tool_agent"],
+        ),
+        ([f"{SHOWN}.success_threshold=null"], [f"{SHOWN}.feedback_key=null", f"{SHOWN}.success_threshold=null"]),
+        (["actor_rollout_ref.rollout.n=1"], [f"{SHOWN}.feedback_key=null", "actor_rollout_ref.rollout.n=1"]),
+        ([f"{SHOWN}.success_template=look"], [f"{SHOWN}.success_template=look", "{text}"]),
+        ([f"{SHOWN}.feedback_template=look"], [f"{SHOWN}.feedback_template=look", "{text}"]),
+    ],
+)
+def test_a_policy_that_teaches_itself_needs_a_loss_and_something_to_show(
+    overrides: list[str], parts: list[str]
+) -> None:
+    says(refused("recipe=sdpo", *overrides), *parts)
+
+
+def test_a_policy_that_teaches_itself_needs_no_other_teacher() -> None:
+    """Its reference may move while groups are sampled ahead, since it reads them afterwards; scores are asked for."""
+    config, _ = load_config(["recipe=sdpo", "trainer.max_staleness=1"])
+    assert config.reference_follows_scores
+    assert config.needs_reference_workers
+    assert config.reward_function is None, "rows need a scorer"
+    said = ("success_threshold=null", "feedback_key=hint")
+    config, _ = load_config(["recipe=sdpo", "actor_rollout_ref.rollout.n=1", *(f"{SHOWN}.{each}" for each in said)])
+    assert config.reward_function == "grpo_dist.rewards.optional"

@@ -17,7 +17,8 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from grpo_dist.roles.gang import ActorGroup, ReferenceGroup
+from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
+from grpo_dist.roles.gang import REFERENCE_STAGE, ActorGroup, ReferenceGroup
 from grpo_dist.roles.policy import ActorWorker, PolicyWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
@@ -136,3 +137,23 @@ def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
     assert [*first, *trained(taught["two"], objective, range(2, STEPS))] == two
     for key, (each, _) in taught.items():
         run(each.load_checkpoint(starts[key]))
+
+
+def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Taught]) -> None:
+    """On one rank and on two; the actor's log-probs are those of the row's own prompt."""
+    batch = stored_batch()
+    data = batch.fetch(("prompts", "responses", "response_mask"))
+    shown = [row.flip(0) if i % 2 else row[:0] for i, row in enumerate(data["prompts"].rows())]
+    handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}), small=())
+    read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))), small=())
+    behind = DataProtoRef(read.frames, batch.small, len(batch))
+    for actor, ref in taught.values():
+        for gang, stage, expected in ((ref, REFERENCE_STAGE, behind), (actor, "old_log_prob", batch)):
+            found = run(gang.compute_log_probs(stage, batch.union(handle)))
+            wanted = run(gang.compute_log_probs(stage, expected))
+            column = "ref_log_probs" if gang is ref else "old_log_probs"
+            values, right = (each.fetch((column,))[column].values for each in (found, wanted))
+            torch.testing.assert_close(values, right, rtol=1e-4, atol=1e-5)
+    plain = run(ref.compute_log_probs(REFERENCE_STAGE, batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
+    seen = run(ref.compute_log_probs(REFERENCE_STAGE, batch.union(handle))).fetch(("ref_log_probs",))["ref_log_probs"]
+    assert (plain - seen.values).abs().max() > 0.1
