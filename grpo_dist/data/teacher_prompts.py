@@ -10,38 +10,52 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from grpo_dist.config.schema_algorithm import TEXT, SelfDistillationConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.tokenize import prompt_ids
+from grpo_dist.protocol import Ragged
+from grpo_dist.protocol.teacher_prompts import TEACHER_MASK, TEACHER_PROMPTS
 
 
 @dataclass(frozen=True)
 class TeacherPrompts:
-    """Makes the prompts of a group's teacher; `section` says how long they may be."""
+    """Makes the prompts of a group's teacher by the section of the config, which says how long they may be."""
 
     section: SelfDistillationConfig
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
 
-    def __call__(
-        self, messages: Sequence[Mapping[str, Any]], texts: Sequence[str], scores: Sequence[float], said: Sequence[str]
-    ) -> list[list[int]]:
-        """Return the token ids of each response's teacher prompt; [] where there is nothing to show, or too much.
+    def columns(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        extra_info: Mapping[str, Any],
+        texts: Sequence[str],
+        scores: Sequence[float],
+        said: Sequence[Mapping[str, str]],
+        of: Ragged,
+    ) -> dict[str, Ragged]:
+        """Return the columns of protocol/teacher_prompts.py for a group.
 
         Args:
-            messages: of the group's prompt. What is shown is put behind its last message of the user.
-            texts: of the responses. One is shown the first success behind it in the group, and never itself.
+            messages: of the row; what is shown stands behind the last one of the user.
+            extra_info: of the row, which may have a text where the reward function has said nothing.
+            texts: the responses. One is shown the first success behind it in the group, and never itself.
             scores: of the responses; nan: none.
-            said: feedback on each response; "": there is none.
+            said: what the reward function has said of each, by name.
+            of: the responses as tokens.
         """
-        threshold, count, prompts = self.section.success_threshold, len(texts), []
+        threshold, key, count, prompts = self.section.success_threshold, self.section.feedback_key, len(texts), []
         for i in range(count):
             others = [(i + step) % count for step in range(1, count)]
             good = [] if threshold is None else [texts[k] for k in others if scores[k] >= threshold]
             parts = [(self.section.success_template, text) for text in good[:1]]
-            parts += [(self.section.feedback_template, said[i])] * bool(said[i].strip())
+            feedback = str(said[i].get(key) or extra_info.get(key) or "")
+            parts += [(self.section.feedback_template, feedback)] * bool(feedback.strip())
             prompts.append(self._rendered(messages, "".join(form.replace(TEXT, text) for form, text in parts)))
-        return prompts
+        mask = torch.tensor([float(bool(prompt)) for prompt in prompts]).repeat_interleave(of.lengths)
+        return {TEACHER_PROMPTS: Ragged.from_rows(prompts, torch.int32), TEACHER_MASK: Ragged(mask, of.offsets)}
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], shown: str) -> list[int]:
         asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
@@ -49,6 +63,6 @@ class TeacherPrompts:
             return []
         changed = [dict(message) for message in messages]
         changed[asked[-1]]["content"] += shown
-        row = Prompt(0, "", changed, None, {}, "a prompt of algorithm.self_distillation")
+        row = Prompt(0, "", changed, None, {}, "the prompt of a teacher")
         token_ids = prompt_ids(row, self.tokenizer, self.template_kwargs)
         return token_ids if len(token_ids) <= (self.section.max_prompt_length or len(token_ids)) else []

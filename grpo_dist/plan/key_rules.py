@@ -205,21 +205,20 @@ def reference_rules(config: RunConfig) -> Iterator[str]:
 @between_keys
 def self_distillation_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with a reference that is shown how a question is answered."""
-    section, key = config.algorithm.self_distillation, "<algorithm.self_distillation"
+    section, roles, key = config.algorithm.self_distillation, config.actor_rollout_ref, "<algorithm.self_distillation"
     if not section.enable:
         return
-    if not config.actor_rollout_ref.actor.use_kl_loss:
+    if not roles.actor.use_kl_loss:
         yield f"{key}.enable>, <actor.use_kl_loss>: the KL in the loss is what teaches; set the second to true"
     if config.algorithm.use_kl_in_reward:
-        why = "the penalty would be the distance to a teacher that knows more; set the second to false"
+        why = "the penalty would be for knowing less than the teacher; set the second to false"
         yield f"{key}.enable>, <algorithm.use_kl_in_reward>: {why}"
     if config.replays_routes:
-        why = "the recorded experts are those of another prompt; set the second to disabled"
-        yield f"{key}.enable>, <actor.router_replay.mode>: {why}"
-    if config.actor_rollout_ref.rollout.agent.default_agent_loop not in AGENT_LOOPS[:2]:
-        why = f"the prompts are those that the agent writes; use {' or '.join(AGENT_LOOPS[:2])}"
+        yield f"{key}.enable>, <actor.router_replay.mode>: the experts are those of another prompt; use disabled"
+    if roles.rollout.agent.default_agent_loop not in AGENT_LOOPS[:2]:
+        why = f"the agent writes prompts of its own; use {' or '.join(AGENT_LOOPS[:2])}"
         yield f"{key}.enable>, <rollout.agent.default_agent_loop>: {why}"
-    if section.feedback_key is None and (section.success_threshold is None or config.actor_rollout_ref.rollout.n == 1):
+    if section.feedback_key is None and (section.success_threshold is None or roles.rollout.n == 1):
         why = "there is nothing to show: name a text, or set a score and rollout.n=2 or more"
         yield f"{key}.feedback_key>, {key}.success_threshold>, <rollout.n>: {why}"
     for name in ("success_template", "feedback_template"):

@@ -29,7 +29,6 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 
 T = TypeVar("T")
-REFERENCE_STAGE = "ref_log_prob"  # whose pass reads the prompts of a teacher, where there are such
 
 
 class Gang:
@@ -65,11 +64,8 @@ class Gang:
     async def compute_log_probs(
         self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs"
     ) -> DataProtoRef:
-        """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch.
-
-        Those of the reference are behind `teacher_prompts`, if the batch has them.
-        """
-        shown = {TEACHER_PROMPTS}.intersection(batch.columns if stage == REFERENCE_STAGE else ())
+        """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
+        shown = {TEACHER_PROMPTS}.intersection(batch.columns if stage == "ref_log_prob" else ())
         names = with_routes((*SEQUENCE_COLUMNS, *shown, "uid"), batch.columns)
         rows, parts = self._parts(batch, names)
 

@@ -21,7 +21,6 @@ from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.protocol.teacher_prompts import TEACHER_MASK, TEACHER_PROMPTS
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -118,10 +117,8 @@ class RewardWorker(BatchWork):
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
-        self.by_agent, self.teacher_prompts = settings.by_agent, None
-        if settings.self_distillation is not None:
-            own = settings.self_distillation, self.tokenizer, settings.template_kwargs
-            self.teacher_prompts = TeacherPrompts(*own)
+        self.by_agent, shown = settings.by_agent, settings.self_distillation
+        self.teacher_prompts = shown and TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name = settings.function_name
         self.scorer = Scorer(
@@ -197,7 +194,8 @@ class RewardWorker(BatchWork):
         if self.label is not None and not task.validation:
             columns["rule_labels"] = self._labels(self.label, texts, results)
         if self.teacher_prompts is not None and not task.validation:
-            columns |= self._for_teacher(self.teacher_prompts, responses, task, texts, results, columns["score"])
+            row, said = (task.messages, task.extra_info), [result.texts for result in results]
+            columns |= self.teacher_prompts.columns(*row, texts, columns["score"].tolist(), said, responses)
         scored = DataProto.from_dict(columns, {"failure": failures})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)
@@ -234,23 +232,6 @@ class RewardWorker(BatchWork):
                 result = RewardResult(self.failure_score, {}, failure=f"{result.text}\n{asked}")
             results.append(result)
         return results
-
-    def _for_teacher(
-        self,
-        prompts: TeacherPrompts,
-        responses: Ragged,
-        task: Task,
-        texts: Sequence[str],
-        results: Sequence[RewardResult],
-        scores: torch.Tensor,
-    ) -> dict[str, Ragged]:
-        """The columns of protocol/teacher_prompts.py."""
-        key = prompts.section.feedback_key or ""
-        said = [str(result.texts.get(key) or task.extra_info.get(key) or "") for result in results]
-        rows = prompts(task.messages, texts, scores.tolist(), said)
-        mask = torch.tensor([float(bool(row)) for row in rows]).repeat_interleave(responses.lengths)
-        shown = Ragged.from_rows(rows, torch.int32)
-        return {TEACHER_PROMPTS: shown, TEACHER_MASK: Ragged(mask, responses.offsets)}
 
     def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
         """Return where the value `name` is above 0.5: of each step, or of the whole response; none of failures."""

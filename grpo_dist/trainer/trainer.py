@@ -26,7 +26,6 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import Metric, merge_metrics, metric_values
-from grpo_dist.roles.gang import REFERENCE_STAGE
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -208,8 +207,7 @@ class GRPOTrainer(TrainingLoop):
             self.roles.ref or self.roles.actor,
             "compute_log_probs" if self.roles.ref else "compute_reference",
         )
-        log_probs = await gang.compute_log_probs(REFERENCE_STAGE, batch, method)
-        return batch.union(log_probs)
+        return batch.union(await gang.compute_log_probs("ref_log_prob", batch, method))
 
     @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
     async def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:

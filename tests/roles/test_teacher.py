@@ -18,7 +18,7 @@ from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
-from grpo_dist.roles.gang import REFERENCE_STAGE, ActorGroup, ReferenceGroup
+from grpo_dist.roles.gang import ActorGroup, ReferenceGroup
 from grpo_dist.roles.policy import ActorWorker, PolicyWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
@@ -148,12 +148,12 @@ def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Ta
     read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))), small=())
     behind = DataProtoRef(read.frames, batch.small, len(batch))
     for actor, ref in taught.values():
-        for gang, stage, expected in ((ref, REFERENCE_STAGE, behind), (actor, "old_log_prob", batch)):
+        for gang, stage, expected in ((ref, "ref_log_prob", behind), (actor, "old_log_prob", batch)):
             found = run(gang.compute_log_probs(stage, batch.union(handle)))
             wanted = run(gang.compute_log_probs(stage, expected))
             column = "ref_log_probs" if gang is ref else "old_log_probs"
             values, right = (each.fetch((column,))[column].values for each in (found, wanted))
             torch.testing.assert_close(values, right, rtol=1e-4, atol=1e-5)
-    plain = run(ref.compute_log_probs(REFERENCE_STAGE, batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
-    seen = run(ref.compute_log_probs(REFERENCE_STAGE, batch.union(handle))).fetch(("ref_log_probs",))["ref_log_probs"]
+    plain = run(ref.compute_log_probs("ref_log_prob", batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
+    seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle))).fetch(("ref_log_probs",))["ref_log_probs"]
     assert (plain - seen.values).abs().max() > 0.1
