@@ -226,6 +226,12 @@ class RunConfig(JobConfig):
         return self.actor_rollout_ref.ref.model.path is not None
 
     @property
+    def teachers(self) -> dict[str, str]:
+        """The teacher of each data source, if there are several; else {}."""
+        path = self.actor_rollout_ref.ref.model.path
+        return path if isinstance(path, dict) else {}
+
+    @property
     def replays_routes(self) -> bool:
         """Tell if the policy's passes, and those of its own start, take the experts that the engines have recorded."""
         return self.actor_rollout_ref.actor.router_replay.mode != "disabled"

@@ -28,22 +28,15 @@ class TeacherPrompts:
     template_kwargs: Mapping[str, Any]
 
     def columns(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        extra_info: Mapping[str, Any],
-        texts: Sequence[str],
-        scores: Sequence[float],
-        said: Sequence[Mapping[str, str]],
-        of: Ragged,
+        self, task: Any, texts: Sequence[str], scores: Sequence[float], said: Sequence[Mapping[str, str]], of: Ragged
     ) -> dict[str, Ragged]:
         """Return the columns of protocol/teacher_prompts.py for a group.
 
         Args:
-            messages: of the row; what is shown stands behind the last one of the user.
-            extra_info: of the row, which may have a text where the reward function has said nothing.
+            task: with `messages`, behind the user's last one of which is shown what is, and `extra_info`.
             texts: the responses. One is shown the first success behind it in the group, and never itself.
             scores: of the responses; nan: none.
-            said: what the reward function has said of each, by name.
+            said: what the reward function has said of each, by name; where it has not, `extra_info` may.
             of: the responses as tokens.
         """
         threshold, key, count, prompts = self.section.success_threshold, self.section.feedback_key, len(texts), []
@@ -51,9 +44,9 @@ class TeacherPrompts:
             others = [(i + step) % count for step in range(1, count)]
             good = [] if threshold is None else [texts[k] for k in others if scores[k] >= threshold]
             parts = [(self.section.success_template, text) for text in good[:1]]
-            feedback = str(said[i].get(key) or extra_info.get(key) or "")
+            feedback = str(said[i].get(key) or task.extra_info.get(key) or "")
             parts += [(self.section.feedback_template, feedback)] * bool(feedback.strip())
-            prompts.append(self._rendered(messages, "".join(form.replace(TEXT, text) for form, text in parts)))
+            prompts.append(self._rendered(task.messages, "".join(form.replace(TEXT, text) for form, text in parts)))
         mask = torch.tensor([float(bool(prompt)) for prompt in prompts]).repeat_interleave(of.lengths)
         return {TEACHER_PROMPTS: Ragged.from_rows(prompts, torch.int32), TEACHER_MASK: Ragged(mask, of.offsets)}
 

@@ -106,11 +106,7 @@ def named_rows(locations: Sequence[str]) -> str:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a prompt of any length, generation prompt included.
-
-    Raises:
-        DataError: the template refuses the row, or it has no tokens.
-    """
+    """Return the token ids of a prompt of any length, generation prompt included, or raise a DataError."""
 
     def render(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         goes_on = messages[-1]["role"] == "assistant"

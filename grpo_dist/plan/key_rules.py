@@ -197,6 +197,8 @@ def reference_rules(config: RunConfig) -> Iterator[str]:
     if ref.model.path is None and not (config.trains_on_scores or config.reference_follows_scores):
         why = "the KL to a teacher is all that trains the policy; name the teacher: a folder, or a model of the hub"
         yield f"<ref.model.path>, <algorithm.adv_estimator>: {why}"
+    if config.teachers and config.actor_rollout_ref.actor.kl_loss_type == "full":
+        yield "<ref.model.path>, <actor.kl_loss_type>: it knows one teacher's output layer; set the second to k2"
     if config.has_teacher and not config.needs_reference:
         why = "without a KL nothing is compared with the teacher; set one of the two to true, or leave the path out"
         yield f"<ref.model.path>, <actor.use_kl_loss>, <algorithm.use_kl_in_reward>: {why}"
@@ -211,13 +213,11 @@ def self_distillation_rules(config: RunConfig) -> Iterator[str]:
     if not roles.actor.use_kl_loss:
         yield f"{key}.enable>, <actor.use_kl_loss>: the KL in the loss is what teaches; set the second to true"
     if config.algorithm.use_kl_in_reward:
-        why = "the penalty would be for knowing less than the teacher; set the second to false"
-        yield f"{key}.enable>, <algorithm.use_kl_in_reward>: {why}"
+        yield f"{key}.enable>, <algorithm.use_kl_in_reward>: it is the loss that teaches; set the second to false"
     if config.replays_routes:
         yield f"{key}.enable>, <actor.router_replay.mode>: the experts are those of another prompt; use disabled"
     if roles.rollout.agent.default_agent_loop not in AGENT_LOOPS[:2]:
-        why = f"the agent writes prompts of its own; use {' or '.join(AGENT_LOOPS[:2])}"
-        yield f"{key}.enable>, <rollout.agent.default_agent_loop>: {why}"
+        yield f"{key}.enable>, <rollout.agent.default_agent_loop>: its prompts may be its own; use {AGENT_LOOPS[1]}"
     if section.feedback_key is None and (section.success_threshold is None or roles.rollout.n == 1):
         why = "there is nothing to show: name a text, or set a score and rollout.n=2 or more"
         yield f"{key}.feedback_key>, {key}.success_threshold>, <rollout.n>: {why}"

@@ -194,8 +194,8 @@ class RewardWorker(BatchWork):
         if self.label is not None and not task.validation:
             columns["rule_labels"] = self._labels(self.label, texts, results)
         if self.teacher_prompts is not None and not task.validation:
-            row, said = (task.messages, task.extra_info), [result.texts for result in results]
-            columns |= self.teacher_prompts.columns(*row, texts, columns["score"].tolist(), said, responses)
+            said, earned = [result.texts for result in results], columns["score"].tolist()
+            columns |= self.teacher_prompts.columns(task, texts, earned, said, responses)
         scored = DataProto.from_dict(columns, {"failure": failures})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)

@@ -13,7 +13,7 @@ from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.step_tokens import step_form
 from grpo_dist.engines.settings import EngineSettings, PassLimits, SamplingSettings
 from grpo_dist.plan.placement import Placement
-from grpo_dist.plan.roles import Role
+from grpo_dist.plan.roles import Role, held_by
 from grpo_dist.plugins.names import absolute
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.roles.policy import PolicySettings
@@ -37,7 +37,7 @@ def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int
         seed=config.trainer.seed,
         collective_timeout_s=config.nccl_timeout,
     )
-    return own
+    return replace(own, teachers=tuple(model_settings(config, row, place, model) for model in held_by(config, row)[1:]))
 
 
 def actor_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySettings:

@@ -324,9 +324,7 @@ class GRPOTrainer(TrainingLoop):
         return more, groups
 
     def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """What is computed after the rollout: by the actor and the critic, if they change meanwhile, and by a reference
-        that waits for the scores.
-        """
+        """What the rollout has left: of models that change meanwhile, and of a reference that waits for the scores."""
         config, changing = self.config, self.config.trainer.samples_during_updates
         if config.reference_follows_scores or (changing and config.actor_is_reference):
             batch = self.reference_log_probs(batch)

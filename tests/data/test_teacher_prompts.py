@@ -11,6 +11,7 @@ import torch
 from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import Ragged
+from grpo_dist.roles.reward import Task
 from tests.data.test_tokenize import byte_tokenizer
 
 MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1?"}]
@@ -26,7 +27,9 @@ def made(
     section = load_config([])[0].algorithm.self_distillation.replaced(**(forms | changes))
     told = [{"judge": text} if text else {} for text in said or [""] * len(texts)]
     of = Ragged.from_rows([[5]] * len(texts), torch.int32)
-    columns = TeacherPrompts(section, byte_tokenizer(), {"suffix": "~"}).columns(*row, texts, scores, told, of)
+    columns = TeacherPrompts(section, byte_tokenizer(), {"suffix": "~"}).columns(
+        Task("d", "2", row[1], row[0]), texts, scores, told, of
+    )
     prompts = [prompt.tolist() for prompt in columns["teacher_prompts"].rows()]
     assert columns["teacher_mask"].values.tolist() == [float(bool(prompt)) for prompt in prompts]
     assert columns["teacher_mask"].offsets.tolist() == of.offsets.tolist()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from tests.config.refusals import refused
-from tests.messages import says
+from tests.messages import refuses, says
 
 ACTOR, TEACHER = "actor_rollout_ref.actor", "actor_rollout_ref.ref.model.path"
 SYNC = "actor_rollout_ref.ref.ref_model_sync_steps=2"
 BUILTIN = f"{TEACHER}=builtin:tiny-qwen3"
+SEVERAL = f"{TEACHER}={{a: builtin:tiny-qwen3, b/c: builtin:tiny-qwen3}}"
 LORA = "actor_rollout_ref.model.lora_rank=2"
 
 
@@ -20,6 +22,8 @@ LORA = "actor_rollout_ref.model.lora_rank=2"
         (["recipe=distill"], [f"{TEACHER}=null", "algorithm.adv_estimator=distill"]),
         (["recipe=cispo", BUILTIN], [BUILTIN, f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=false"]),
         ([BUILTIN, SYNC], [SYNC, BUILTIN, "-1"]),
+        ([SEVERAL, f"{ACTOR}.kl_loss_type=full"], ["builtin:tiny-qwen3", f"{ACTOR}.kl_loss_type=full", "k2"]),
+        ([SEVERAL.replace("builtin:tiny-qwen3}", "./nowhere}")], ["./nowhere", "folder"]),
         ([f"{TEACHER}=./nowhere"], [f"{TEACHER}=./nowhere", "folder"]),
         (
             [BUILTIN, "+actor_rollout_ref.ref.model.override_config.max_position_embeddings=100"],
@@ -74,7 +78,6 @@ SHOWN = "algorithm.self_distillation"
     [
         ([f"{ACTOR}.use_kl_loss=false"], [f"{SHOWN}.enable=true", f"{ACTOR}.use_kl_loss=false", "true"]),
         (["algorithm.use_kl_in_reward=true"], [f"{SHOWN}.enable=true", "algorithm.use_kl_in_reward=true", "false"]),
-        ([f"{ACTOR}.router_replay.mode=R3"], [f"{SHOWN}.enable=true", f"{ACTOR}.router_replay.mode=R3", "disabled"]),
         (
             ["actor_rollout_ref.rollout.agent.default_agent_loop=external"],
             [f"{SHOWN}.enable=true", "default_agent_loop=external", "tool_agent"],
@@ -89,6 +92,12 @@ def test_a_policy_that_teaches_itself_needs_a_loss_and_something_to_show(
     overrides: list[str], parts: list[str]
 ) -> None:
     says(refused("recipe=sdpo", *overrides), *parts)
+
+
+def test_recorded_experts_are_those_of_another_prompt() -> None:
+    replays = f"{ACTOR}.router_replay.mode=R3"
+    with refuses(ConfigError, f"{SHOWN}.enable=true, {replays}", "disabled"):
+        load_config(["recipe=sdpo", replays])
 
 
 def test_a_policy_that_teaches_itself_needs_no_other_teacher() -> None:

@@ -157,3 +157,32 @@ def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Ta
     plain = run(ref.compute_log_probs("ref_log_prob", batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
     seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle))).fetch(("ref_log_probs",))["ref_log_probs"]
     assert (plain - seen.values).abs().max() > 0.1
+
+
+def test_each_row_has_its_own_teachers_log_probs(local_ray: None, random_models: dict[str, str], teacher: str) -> None:
+    """On two ranks: the second teacher is of another family, and one rank may have no row of it."""
+    paths = {"a": random_models["tied"], "b/c": teacher}
+    named = ", ".join(f"{source}: {path}" for source, path in paths.items())
+    config, _ = load_config(
+        [*overrides(random_models["tied"], "x", "k2"), f"actor_rollout_ref.ref.model.path={{{named}}}"]
+    )
+    settings = changed_sizes(rank_settings(config, ROLES["ref"], placement(config), STEPS), forward=3)
+    assert [each.path for each in (settings.model, *settings.teachers)] == list(paths.values())
+    batch = stored_batch()
+    number = np.array([1, 0, 0, 1] + [0] * (ROWS - 4))
+    with spawned("ref", PolicyWorker, [(0, 2), (1, 2)]) as workers:
+        ref = ReferenceGroup(workers)
+        start_together(ref.start(settings))
+        of_rows = DataProtoRef(batch.frames, batch.small | {"teacher": number}, ROWS)
+        found = run(ref.compute_log_probs("ref_log_prob", of_rows)).fetch(("ref_log_probs",))["ref_log_probs"].rows()
+    data = batch.fetch(("prompts", "responses"))
+    models = [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths.values()]
+    for i, (prompt, response) in enumerate(zip(data["prompts"].rows(), data["responses"].rows(), strict=True)):
+        ids, sampled = torch.cat([prompt, response]).long().unsqueeze(0), response.long().unsqueeze(1)
+        with torch.no_grad():
+            logits = [model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in models]
+        own, other = (
+            torch.log_softmax(z, -1).gather(1, sampled)[:, 0] for z in (logits[number[i]], logits[1 - number[i]])
+        )
+        torch.testing.assert_close(found[i], own, rtol=1e-4, atol=1e-4)
+        assert (own - other).abs().max() > 0.01
