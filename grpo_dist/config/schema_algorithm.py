@@ -62,7 +62,7 @@ class SelfDistillationConfig(Section):
     enable: bool
     success_threshold: Float | None
     success_template: Text
-    feedback_key: Text | None
+    feedback_name: Text | None
     feedback_template: Text
     max_prompt_length: Count | None
 

@@ -39,7 +39,12 @@ class TeacherPrompts:
             said: what the reward function has said of each, by name; where it has not, `extra_info` may.
             of: the responses as tokens.
         """
-        threshold, key, count, prompts = self.section.success_threshold, self.section.feedback_key, len(texts), []
+        threshold, key, count, prompts = (
+            self.section.success_threshold,
+            self.section.feedback_name or "",
+            len(texts),
+            [],
+        )
         for i in range(count):
             others = [(i + step) % count for step in range(1, count)]
             good = [] if threshold is None else [texts[k] for k in others if scores[k] >= threshold]

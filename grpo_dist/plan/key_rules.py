@@ -218,9 +218,9 @@ def self_distillation_rules(config: RunConfig) -> Iterator[str]:
         yield f"{key}.enable>, <actor.router_replay.mode>: the experts are those of another prompt; use disabled"
     if roles.rollout.agent.default_agent_loop not in AGENT_LOOPS[:2]:
         yield f"{key}.enable>, <rollout.agent.default_agent_loop>: its prompts may be its own; use {AGENT_LOOPS[1]}"
-    if section.feedback_key is None and (section.success_threshold is None or roles.rollout.n == 1):
+    if section.feedback_name is None and (section.success_threshold is None or roles.rollout.n == 1):
         why = "there is nothing to show: name a text, or set a score and rollout.n=2 or more"
-        yield f"{key}.feedback_key>, {key}.success_threshold>, <rollout.n>: {why}"
+        yield f"{key}.feedback_name>, {key}.success_threshold>, <rollout.n>: {why}"
     for name in ("success_template", "feedback_template"):
         if TEXT not in getattr(section, name):
             yield f"{key}.{name}>: it must have {TEXT}, in whose place the text is put"

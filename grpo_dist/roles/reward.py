@@ -118,7 +118,9 @@ class RewardWorker(BatchWork):
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
         self.by_agent, shown = settings.by_agent, settings.self_distillation
-        self.teacher_prompts = shown and TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
+        self.teacher_prompts = (
+            None if shown is None else TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
+        )
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name = settings.function_name
         self.scorer = Scorer(

@@ -66,19 +66,19 @@ def test_without_another_success_there_is_nothing_to_show(
 
 def test_what_was_said_of_a_response_stands_behind_a_success() -> None:
     said = ["no", " ", "", "yes"]
-    assert shown(made(FOUR, [0, 1, 0, 0], said, feedback_key="judge")) == [
+    assert shown(made(FOUR, [0, 1, 0, 0], said, feedback_name="judge")) == [
         "/right: b./said: no.",
         "",
         "/right: b.",
         "/right: b./said: yes.",
     ]
     assert shown(made(FOUR, [0, 1, 0, 0], said)) == ["/right: b.", "", "/right: b.", "/right: b."], "it is not named"
-    assert shown(made(["a"], [1], ["no {text}"], feedback_key="judge")) == ["/said: no {text}."]
+    assert shown(made(["a"], [1], ["no {text}"], feedback_name="judge")) == ["/said: no {text}."]
 
 
 def test_a_text_of_the_row_is_shown_where_the_function_says_nothing() -> None:
     row = (MESSAGES, {"judge": "it is 2"})
-    assert shown(made(["a", "b"], [0, 0], ["no", ""], row, feedback_key="judge")) == ["/said: no.", "/said: it is 2."]
+    assert shown(made(["a", "b"], [0, 0], ["no", ""], row, feedback_name="judge")) == ["/said: no.", "/said: it is 2."]
 
 
 def test_a_prompt_that_would_be_too_long_is_not_shown() -> None:

@@ -55,7 +55,7 @@ def test_it_is_shown_successes_of_its_groups(tmp_path: Path) -> None:
 def test_with_lora_it_is_shown_a_text_of_the_row(tmp_path: Path) -> None:
     rows = [row | {"extra_info": {"hint": arithmetic.worked_answer(1, 2)}} for row in arithmetic.rows("train")[:16]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = (f"{SHOWN}.success_threshold=null", f"{SHOWN}.feedback_key=hint", "actor_rollout_ref.rollout.n=1")
+    said = (f"{SHOWN}.success_threshold=null", f"{SHOWN}.feedback_name=hint", "actor_rollout_ref.rollout.n=1")
     lora = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.ref.ref_model_sync_steps=-1")
     for row in train(tmp_path / "run", f"data.train_files={tmp_path / 'rows.jsonl'}", *said, *lora):
         assert row["actor/self_distilled_fraction"] == 1

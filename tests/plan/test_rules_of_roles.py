@@ -82,8 +82,8 @@ SHOWN = "algorithm.self_distillation"
             ["actor_rollout_ref.rollout.agent.default_agent_loop=external"],
             [f"{SHOWN}.enable=true", "default_agent_loop=external", "tool_agent"],
         ),
-        ([f"{SHOWN}.success_threshold=null"], [f"{SHOWN}.feedback_key=null", f"{SHOWN}.success_threshold=null"]),
-        (["actor_rollout_ref.rollout.n=1"], [f"{SHOWN}.feedback_key=null", "actor_rollout_ref.rollout.n=1"]),
+        ([f"{SHOWN}.success_threshold=null"], [f"{SHOWN}.feedback_name=null", f"{SHOWN}.success_threshold=null"]),
+        (["actor_rollout_ref.rollout.n=1"], [f"{SHOWN}.feedback_name=null", "actor_rollout_ref.rollout.n=1"]),
         ([f"{SHOWN}.success_template=look"], [f"{SHOWN}.success_template=look", "{text}"]),
         ([f"{SHOWN}.feedback_template=look"], [f"{SHOWN}.feedback_template=look", "{text}"]),
     ],
@@ -106,6 +106,6 @@ def test_a_policy_that_teaches_itself_needs_no_other_teacher() -> None:
     assert config.reference_follows_scores
     assert config.needs_reference_workers
     assert config.reward_function is None, "rows need a scorer"
-    said = ("success_threshold=null", "feedback_key=hint")
+    said = ("success_threshold=null", "feedback_name=hint")
     config, _ = load_config(["recipe=sdpo", "actor_rollout_ref.rollout.n=1", *(f"{SHOWN}.{each}" for each in said)])
     assert config.reward_function == "grpo_dist.rewards.optional"

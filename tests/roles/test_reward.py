@@ -127,13 +127,13 @@ def test_the_teachers_prompts_of_a_policy_that_teaches_itself(worker: Local, mon
     assert rows(read["teacher_prompts"]) == [[9, 20, 5], [9, 20, 5], [9, 20, 5, 6]]
     assert rows(read["teacher_mask"]) == [[1, 1, 1], [1, 1], [1]]
 
-    alone = section.replaced(success_threshold=None, feedback_key="text")
+    alone = section.replaced(success_threshold=None, feedback_name="text")
     monkeypatch.setattr(worker, "teacher_prompts", TeacherPrompts(alone, worker.tokenizer, {}))
     read = worker.score(put([[5, 6, 2], [2]]), task)[0].fetch(columns)
     assert rows(read["teacher_prompts"]) == [[9, 21, 5, 6], []], "nothing is said of an empty response"
     assert rows(read["teacher_mask"]) == [[1, 1, 1], [0]]
 
-    of_row = alone.replaced(feedback_key="solution")
+    of_row = alone.replaced(feedback_name="solution")
     monkeypatch.setattr(worker, "teacher_prompts", TeacherPrompts(of_row, worker.tokenizer, {}))
     with_solution = replace(task, extra_info={"index": 3, "solution": "w7"})
     read = worker.score(put([[5, 2]]), with_solution)[0].fetch(columns)
