@@ -39,18 +39,13 @@ class TeacherPrompts:
             said: what the reward function has said of each, by name; where it has not, `extra_info` may.
             of: the responses as tokens.
         """
-        threshold, key, count, prompts = (
-            self.section.success_threshold,
-            self.section.feedback_name or "",
-            len(texts),
-            [],
-        )
+        section, count, prompts = self.section, len(texts), []
         for i in range(count):
             others = [(i + step) % count for step in range(1, count)]
-            good = [] if threshold is None else [texts[k] for k in others if scores[k] >= threshold]
-            parts = [(self.section.success_template, text) for text in good[:1]]
-            feedback = str(said[i].get(key) or task.extra_info.get(key) or "")
-            parts += [(self.section.feedback_template, feedback)] * bool(feedback.strip())
+            good = [] if (least := section.success_threshold) is None else [k for k in others if scores[k] >= least]
+            parts = [(section.success_template, texts[k]) for k in good[:1]]
+            feedback = str(said[i].get(section.feedback_name or "") or task.extra_info.get(section.feedback_name) or "")
+            parts += [(section.feedback_template, feedback)] * bool(feedback.strip())
             prompts.append(self._rendered(task.messages, "".join(form.replace(TEXT, text) for form, text in parts)))
         mask = torch.tensor([float(bool(prompt)) for prompt in prompts]).repeat_interleave(of.lengths)
         return {TEACHER_PROMPTS: Ragged.from_rows(prompts, torch.int32), TEACHER_MASK: Ragged(mask, of.offsets)}
