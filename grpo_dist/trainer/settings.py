@@ -135,8 +135,8 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     """Return what a reward process is built from."""
     model, code = config.actor_rollout_ref.model, config.reward_code
     buffer = config.reward.overlong_buffer
-    teaching = config.algorithm.self_distillation
-    shown = teaching.replaced(max_prompt_length=teaching.max_prompt_length or config.max_model_len)
+    teaching, room = config.algorithm.self_distillation, config.max_model_len - config.data.max_response_length
+    shown = teaching.replaced(max_prompt_length=teaching.max_prompt_length or room)
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(
         model.path,

@@ -203,11 +203,9 @@ class GRPOTrainer(TrainingLoop):
     @stage("ref", needs=("responses",))
     async def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """Log-probs of the reference, which may be the actor without its LoRA factors, after the rollout."""
-        gang, method = (
-            self.roles.ref or self.roles.actor,
-            "compute_log_probs" if self.roles.ref else "compute_reference",
-        )
-        return batch.union(await gang.compute_log_probs("ref_log_prob", batch, method))
+        if self.roles.ref is not None:
+            return batch.union(await self.roles.ref.compute_log_probs("ref_log_prob", batch))
+        return batch.union(await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference"))
 
     @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
     async def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
