@@ -135,8 +135,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     """Return what a reward process is built from."""
     model, code = config.actor_rollout_ref.model, config.reward_code
     buffer = config.reward.overlong_buffer
-    teaching, room = config.algorithm.self_distillation, config.max_model_len - config.data.max_response_length
-    shown = teaching.replaced(max_prompt_length=teaching.max_prompt_length or room)
+    teaching = config.algorithm.self_distillation
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(
         model.path,
@@ -149,7 +148,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
         by_agent=config.algorithm.credit == "agent",
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
-        self_distillation=shown if teaching.enable else None,
+        self_distillation=teaching if teaching.enable else None,
         template_kwargs=template_kwargs(config) if teaching.enable else {},
     )
 

@@ -183,23 +183,18 @@ def test_a_teacher_is_another_model_beside_any_policy(lora: tuple[str, ...]) -> 
 
 
 def test_what_a_policy_that_teaches_itself_gives_to_whom() -> None:
-    """The longest prompt leaves room for a response unless it is set; the template has its variables."""
+    """The template has its variables, and prompts no limit unless it is set."""
     shown = "algorithm.self_distillation"
     config = load("recipe=sdpo", "+data.apply_chat_template_kwargs.enable_thinking=false")
     assert objective_settings(config).teaches_itself
     assert {"ref_hidden_states", "teacher_mask"} <= {*objective_settings(config).columns}
     reward = reward_settings(config)
     assert reward.self_distillation is not None
-    assert reward.self_distillation.max_prompt_length == config.data.max_prompt_length == 256
+    assert reward.self_distillation.max_prompt_length is None
     assert reward.template_kwargs == {"enable_thinking": False}
     limited = reward_settings(load("recipe=sdpo", f"{shown}.max_prompt_length=99")).self_distillation
     assert limited is not None
     assert limited.max_prompt_length == 99
-    roomy = reward_settings(
-        load("recipe=sdpo", "actor_rollout_ref.rollout.max_model_len=500", "data.max_response_length=100")
-    ).self_distillation
-    assert roomy is not None
-    assert roomy.max_prompt_length == 400
     plain = load()
     assert (reward_settings(plain).self_distillation, objective_settings(plain).teaches_itself) == (None, False)
 
