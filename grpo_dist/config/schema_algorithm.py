@@ -64,7 +64,7 @@ class SelfDistillationConfig(Section):
     success_template: Text
     feedback_name: Text | None
     feedback_template: Text
-    max_prompt_length: Count | None
+    longest_prompt: Count | None
 
 
 class AlgorithmConfig(Section):

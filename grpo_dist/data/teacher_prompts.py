@@ -58,4 +58,4 @@ class TeacherPrompts:
         changed[asked[-1]]["content"] += shown
         row = Prompt(0, "", changed, None, {}, "the prompt of a teacher")
         token_ids = prompt_ids(row, self.tokenizer, self.template_kwargs)
-        return token_ids if len(token_ids) <= (self.section.max_prompt_length or len(token_ids)) else []
+        return token_ids if len(token_ids) <= (self.section.longest_prompt or len(token_ids)) else []

@@ -23,7 +23,7 @@ def made(
     texts: list[str], scores: list[float], said: list[str] | None = None, row: Any = ROW, **changes: Any
 ) -> list[list[int]]:
     """The prompts of a group, whose responses are of one token each."""
-    forms = {"success_template": "/right: {text}.", "feedback_template": "/said: {text}.", "max_prompt_length": None}
+    forms = {"success_template": "/right: {text}.", "feedback_template": "/said: {text}.", "longest_prompt": None}
     section = load_config([])[0].algorithm.self_distillation.replaced(**(forms | changes))
     told = [{"judge": text} if text else {} for text in said or [""] * len(texts)]
     of = Ragged.from_rows([[5]] * len(texts), torch.int32)
@@ -84,7 +84,7 @@ def test_a_text_of_the_row_is_shown_where_the_function_says_nothing() -> None:
 def test_a_prompt_that_would_be_too_long_is_not_shown() -> None:
     longest = len(made(["a", "bb"], [0, 1])[0])
     for limit, expected in ((longest, "/right: bb."), (longest - 1, "")):
-        assert shown(made(["a", "bb"], [0, 1], max_prompt_length=limit)) == [expected, ""]
+        assert shown(made(["a", "bb"], [0, 1], longest_prompt=limit)) == [expected, ""]
 
 
 def test_it_stands_behind_the_users_last_message() -> None:

@@ -142,7 +142,7 @@ def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
 def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Taught]) -> None:
     """On one rank and on two; the actor's log-probs are those of the row's own prompt."""
     batch = stored_batch()
-    data = batch.fetch(("prompts", "responses", "response_mask"))
+    data = batch.fetch(("uid", "prompts", "responses", "response_mask"))
     shown = [row.flip(0) if i % 2 else row[:0] for i, row in enumerate(data["prompts"].rows())]
     handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}), small=())
     read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))), small=())

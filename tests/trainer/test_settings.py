@@ -190,11 +190,11 @@ def test_what_a_policy_that_teaches_itself_gives_to_whom() -> None:
     assert {"ref_hidden_states", "teacher_mask"} <= {*objective_settings(config).columns}
     reward = reward_settings(config)
     assert reward.self_distillation is not None
-    assert reward.self_distillation.max_prompt_length is None
+    assert reward.self_distillation.longest_prompt is None
     assert reward.template_kwargs == {"enable_thinking": False}
-    limited = reward_settings(load("recipe=sdpo", f"{shown}.max_prompt_length=99")).self_distillation
+    limited = reward_settings(load("recipe=sdpo", f"{shown}.longest_prompt=99")).self_distillation
     assert limited is not None
-    assert limited.max_prompt_length == 99
+    assert limited.longest_prompt == 99
     plain = load()
     assert (reward_settings(plain).self_distillation, objective_settings(plain).teaches_itself) == (None, False)
 
