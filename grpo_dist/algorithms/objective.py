@@ -83,6 +83,9 @@ def policy_objective(
 
     if actor.use_kl_loss:
         kl = _kl(read, settings)
+        if settings.teaches_itself:
+            kl = kl * columns["teacher_mask"]
+            metrics["actor/self_distilled_fraction"] = masked_mean(columns["teacher_mask"], mask)
         loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)
     if actor.computes_entropy:

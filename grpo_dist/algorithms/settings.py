@@ -18,6 +18,7 @@ class ObjectiveSettings:
         selects_tokens: whether the policy loss treats some tokens in another way.
         correction: options of `algorithms.correction.current_weights`, or None: no such weights.
         off_policy_threshold: of `algorithms.correction.off_policy_mask`, or None: no such mask.
+        teaches_itself: the KL is that of responses whose teacher was shown something, alone (`teacher_mask`).
         on_policy: the old log-probs are those of the forward pass that trains, without gradient.
     """
 
@@ -26,6 +27,7 @@ class ObjectiveSettings:
     selects_tokens: bool = False
     correction: Mapping[str, Any] | None = None
     off_policy_threshold: float | None = None
+    teaches_itself: bool = False
     on_policy: bool = False
 
     @property
@@ -50,6 +52,7 @@ class ObjectiveSettings:
             "advantages": True,
             "ref_log_probs": self.actor.use_kl_loss and not self.exact_kl,
             "ref_hidden_states": self.exact_kl,
+            "teacher_mask": self.teaches_itself,
             "rollout_is_weights": self.weighted,
             "rollout_log_probs": (self.on_policy and self.correction is not None)
             or self.off_policy_threshold is not None,

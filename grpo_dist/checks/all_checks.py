@@ -16,6 +16,7 @@ from grpo_dist.checks.models import (
     CheckedModel,
     check_conversations,
     check_files,
+    check_teachers,
     check_tokens,
     check_use,
     checked_models,
@@ -121,6 +122,8 @@ def _check_together(
     with checks:
         if ready is not None and config.data.sampler.code is not None:
             try_sampler(config, ready.data.sampler)
+    with checks:
+        check_teachers(config, ready.data.train if ready is not None else ())
     for role, row in rows.items():
         with checks:
             if row.model.reads_tokens and role in folders:

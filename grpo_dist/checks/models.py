@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, resolve_model_path
 from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config, text_config
 from grpo_dist.assets.tokenizer import load_tokenizer
@@ -24,8 +24,8 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import roles_of
-from grpo_dist.trainer.model_settings import model_of, model_settings
+from grpo_dist.plan.roles import held_by, roles_of
+from grpo_dist.trainer.model_settings import model_settings
 
 REWARD_MODEL = "reward model"  # the title of the one that reads conversations
 _HEAD = "score.weight"  # of a classifier
@@ -47,8 +47,8 @@ class CheckedModel:
 def checked_models(config: JobConfig) -> list[CheckedModel]:
     """Return the models of a run, the one that is trained and has the tokenizer first."""
     place = placement(config)
-    rows = [row for row in roles_of(config) if row.model(config) is not None]
-    return [CheckedModel(model_of(config, row), model_settings(config, row, place)) for row in rows]
+    held = [(row, model) for row in roles_of(config) for model in held_by(config, row)]
+    return [CheckedModel(model, model_settings(config, row, place, model)) for row, model in held]
 
 
 def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
@@ -196,6 +196,16 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
             f"{named.setting}: the {named.title} knows tokens below {knows} (vocab_size of its config.json), and "
             f"{POLICY_KEY}={policy_path} may sample tokens below {samples}; use a {named.title} whose vocabulary is "
             "padded to at least as many"
+        )
+
+
+def check_teachers(config: RunConfig, prompts: Sequence[TokenizedPrompt]) -> None:
+    """Check that each data source of the training rows has a teacher, where they are named by it; else a DataError."""
+    named = config.teachers
+    if lacking := [row.prompt for row in prompts if named and row.prompt.data_source not in named]:
+        raise DataError(
+            f"{TEACHER_KEY}={named}: {len(lacking)} training rows have a data source without a teacher, first "
+            f"{lacking[0].data_source!r} ({lacking[0].location}); name a teacher for it, or leave out the rows"
         )
 
 

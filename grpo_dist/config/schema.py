@@ -226,6 +226,12 @@ class RunConfig(JobConfig):
         return self.actor_rollout_ref.ref.model.path is not None
 
     @property
+    def teachers(self) -> dict[str, str]:
+        """The teacher of each data source, if there are several; else {}."""
+        path = self.actor_rollout_ref.ref.model.path
+        return path if isinstance(path, dict) else {}
+
+    @property
     def replays_routes(self) -> bool:
         """Tell if the policy's passes, and those of its own start, take the experts that the engines have recorded."""
         return self.actor_rollout_ref.actor.router_replay.mode != "disabled"
@@ -234,6 +240,11 @@ class RunConfig(JobConfig):
     def actor_is_reference(self) -> bool:
         """Tell if the actor, its LoRA factors switched off, computes the reference's log-probs."""
         return self.needs_reference and not self.needs_reference_workers
+
+    @property
+    def reference_follows_scores(self) -> bool:
+        """Tell if the reference's pass waits for the whole batch, since scores decide what it reads."""
+        return self.algorithm.self_distillation.enable
 
     @property
     def needs_reference(self) -> bool:
@@ -255,7 +266,10 @@ class RunConfig(JobConfig):
         """Path of the reward function: null means the reward model's score, or without one the built-in scorers; where
         scores do not train, for rows that these can score.
         """
-        built_in = None if self.trains_on_scores else OPTIONAL_FUNCTION
+        shows_successes = (
+            self.reference_follows_scores and self.algorithm.self_distillation.success_threshold is not None
+        )
+        built_in = None if self.trains_on_scores or shows_successes else OPTIONAL_FUNCTION
         path = self.custom_reward_function.path
         if isinstance(path, tuple):
             return WEIGHTED_FUNCTION

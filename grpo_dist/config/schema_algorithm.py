@@ -53,6 +53,20 @@ class FilterGroupsConfig(Section):
     max_num_gen_batches: Annotated[NonNegativeInt, Resume.FREE]
 
 
+TEXT = "{text}"  # in a template of `SelfDistillationConfig`: where the text is put
+
+
+class SelfDistillationConfig(Section):
+    """`algorithm.self_distillation`: what the reference is shown before the responses it teaches on."""
+
+    enable: bool
+    success_threshold: Float | None
+    success_template: Text
+    feedback_name: Text | None
+    feedback_template: Text
+    longest_prompt: Count | None
+
+
 class AlgorithmConfig(Section):
     """`algorithm`: how rewards become advantages."""
 
@@ -72,6 +86,7 @@ class AlgorithmConfig(Section):
     kl_ctrl: KLCtrlConfig
     rollout_correction: RolloutCorrectionConfig
     filter_groups: FilterGroupsConfig
+    self_distillation: SelfDistillationConfig
     mask_truncated_responses: bool
     mask_equal_groups: bool
     min_group_size: Count | None

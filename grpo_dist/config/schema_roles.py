@@ -364,7 +364,7 @@ class RolloutConfig(Section):
 class RefModelConfig(Section):
     """`actor_rollout_ref.ref.model`: a teacher, in the place of the policy's own start."""
 
-    path: Text | None
+    path: Text | dict[Text, Text] | None
     trust_remote_code: Annotated[bool, Resume.FREE]
     override_config: dict[str, Any]
 

@@ -68,7 +68,7 @@ def tokenize_prompts(
     tokenized: list[TokenizedPrompt] = []
     overlong: list[Prompt] = []
     for prompt in prompts:
-        token_ids = _token_ids(prompt, tokenizer, apply_chat_template_kwargs)
+        token_ids = prompt_ids(prompt, tokenizer, apply_chat_template_kwargs)
         if len(token_ids) > max_prompt_length:
             overlong.append(prompt)
             if filter_overlong_prompts:
@@ -105,7 +105,9 @@ def named_rows(locations: Sequence[str]) -> str:
     return "; ".join(locations[:MOST_ROWS_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _token_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of a prompt of any length, generation prompt included, or raise a DataError."""
+
     def render(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
         goes_on = messages[-1]["role"] == "assistant"
         return tokenizer.apply_chat_template(

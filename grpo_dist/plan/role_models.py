@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
@@ -145,7 +145,7 @@ def reference(config: RunConfig) -> Model:
     return Model(
         "teacher",
         TEACHER_KEY,
-        ref.model.path,
+        next(iter(config.teachers.values()), str(ref.model.path)),
         held,
         compute,
         policy.head_dtype,
@@ -156,6 +156,12 @@ def reference(config: RunConfig) -> Model:
         reads_tokens=True,
         exact_kl=actor.use_kl_loss and actor.kl_loss_type == "full",
     )
+
+
+def references(config: RunConfig) -> list[Model]:
+    """Return the row of the reference, or those of the teachers of each data source."""
+    row, teachers = reference(config), config.teachers.items()
+    return [replace(row, title=f"teacher of {source}", path=path) for source, path in teachers] or [row]
 
 
 def reference_passes(config: RunConfig) -> tuple[Pass, ...]:

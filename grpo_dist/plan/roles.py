@@ -194,4 +194,9 @@ def offloads_optimizer(config: JobConfig, row: Role) -> bool:
 
 def models_of(config: JobConfig) -> list[Model]:
     """Return the rows of a run's models; the first is trained, and has the tokenizer."""
-    return list(filter(None, (row.model(config) for row in roles_of(config))))
+    return [model for row in roles_of(config) for model in held_by(config, row)]
+
+
+def held_by(config: Any, row: Role) -> list[Model]:
+    """Return the models that a row's ranks hold: none, one, or several teachers."""
+    return role_models.references(config) if row.name == "ref" else list(filter(None, [row.model(config)]))

@@ -59,7 +59,7 @@ def files_exist(config: JobConfig) -> Iterator[Problem]:
 
 def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
     """A built-in model is known, a path that is no hub name is a folder with a config.json, and adapters are there."""
-    for key, path in {model.key: model.path for model in models_of(config)}.items():
+    for key, path in dict.fromkeys((model.key, model.path) for model in models_of(config)):
         section = key.removesuffix(".path")
         adapter = getattr(value_of(config, section), ADAPTER_KEY, None)
         if adapter is not None and not is_folder(adapter):

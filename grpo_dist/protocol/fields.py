@@ -1,7 +1,7 @@
 """The column contract: every column of a batch, its meaning, and the role that computes it.
 
-Shapes: N sequences; R_i response tokens, P_i prompt tokens and S_i judged steps of sequence i. Ragged columns have no
-padding.
+Shapes: N sequences; R_i response tokens, P_i prompt tokens, Q_i tokens of its teacher's prompt and S_i judged steps of
+sequence i. Ragged columns have no padding.
 """
 
 from __future__ import annotations
@@ -104,6 +104,10 @@ FIELDS: dict[str, Field] = {
         "ragged (N, R_i)", "float32", "1 / tokens of its prompt's responses, for loss_agg_mode prompt-mean", "targets"
     ),
     "selected_tokens": Field("ragged (N, R_i)", "float32", "1 on tokens that clip_cov or kl_cov selected", "targets"),
+    "teacher_prompts": Field(
+        "ragged (N, Q_i)", "int32", "what the teacher reads for the prompt (protocol/teacher_prompts.py)", "reward"
+    ),
+    "teacher_mask": Field("ragged (N, R_i)", "float32", "1 where the response has such a prompt, else 0", "reward"),
     "labels": Field(
         "ragged (N, R_i)",
         "int8",

@@ -88,6 +88,7 @@ class RewardResult:
         pred: the answer that the function found, for the majority vote of validation; None if it found none.
         failure: why the function failed on the response, whose score is then reward.failure_score; "": it did not.
         applies: whether a part of a sum has a score for the response; it has none where it returned None.
+        texts: the values that are texts, but for `pred`; `algorithm.self_distillation` may show one.
         judged_steps: other finite numbers for the steps, by the NAME of a value `NAME.step_scores`.
     """
 
@@ -97,6 +98,7 @@ class RewardResult:
     pred: str | None = None
     failure: str = ""
     judged_steps: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
     applies: bool = True
 
 
@@ -193,7 +195,8 @@ def _read_result(returned: Any) -> RewardResult:
     for name, value in returned.items():
         if name not in ("score", "step_scores", "pred") and _number(value) is not None:
             extra[str(name)] = _finite(value, f"{name!r} must be finite, is")
-    return RewardResult(score, extra, steps, _answer(returned.get("pred")), judged_steps=judged)
+    texts = {str(name): value for name, value in returned.items() if isinstance(value, str) and name != "pred"}
+    return RewardResult(score, extra, steps, _answer(returned.get("pred")), judged_steps=judged, texts=texts)
 
 
 def _answer(pred: Any) -> str | None:

@@ -116,9 +116,9 @@ def weighted_sum(parts: Sequence[Part], results: Sequence[RewardResult]) -> dict
     """Return the sum of the scores that functions gave a response; see weighted.py.
 
     Returns:
-        score, each function's score under its label, and their extra values as `LABEL.NAME`; `acc` of the first that
-        gives it, and `pred` of the first that finds an answer. If a function judges steps also `step_scores`, and its
-        own ones as `LABEL.step_scores`.
+        score, each function's score under its label, and their extra values and texts as `LABEL.NAME`; `acc` of the
+        first that gives it, and `pred` of the first that finds an answer. If a function judges steps also
+        `step_scores`, and its own ones as `LABEL.step_scores`.
 
     Raises:
         RewardError: no function applies to the response, or two of them judge another number of steps.
@@ -141,7 +141,8 @@ def weighted_sum(parts: Sequence[Part], results: Sequence[RewardResult]) -> dict
             values.setdefault("pred", result.pred)
         if "acc" in result.extra:
             values.setdefault("acc", result.extra["acc"])
-        values |= {label: result.score, **{f"{label}.{name}": value for name, value in result.extra.items()}}
+        said = {**result.extra, **result.texts}
+        values |= {label: result.score, **{f"{label}.{name}": value for name, value in said.items()}}
     return values | {"score": total} | _step_sums(judged, whole)
 
 

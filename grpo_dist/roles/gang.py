@@ -21,6 +21,7 @@ from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.protocol.routes import with_routes
+from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS
 from grpo_dist.roles.policy import PolicySettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -64,7 +65,8 @@ class Gang:
         self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs"
     ) -> DataProtoRef:
         """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
-        names = with_routes((*SEQUENCE_COLUMNS, "uid"), batch.columns)
+        shown = {TEACHER_PROMPTS}.intersection(batch.columns if stage == "ref_log_prob" else ())
+        names = with_routes((*SEQUENCE_COLUMNS, *shown, "uid"), batch.columns)
         rows, parts = self._parts(batch, names)
 
         def send() -> list[Call]:

@@ -30,6 +30,7 @@ from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.routes import with_routes
+from grpo_dist.protocol.teacher_prompts import TEACHER, TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
@@ -57,6 +58,7 @@ class PolicySettings:
         total_steps: optimizer steps of the whole run.
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.
+        teachers: those after the first one, which is `model`, where rows have teachers by their data source.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
         weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
         engine: the class of the train engine, as `pkg.module:Class`.
@@ -75,6 +77,7 @@ class PolicySettings:
     total_steps: int = 1
     grad_clip: float = float("inf")
     keeps_output_layer: bool = False
+    teachers: tuple[ModelSettings, ...] = ()
     reference_columns: tuple[str, ...] = ()
     weight_bucket_bytes: int = 256 << 20
     engine: str = FSDP
@@ -161,9 +164,10 @@ class PolicyWorker(Process):
             store=store,
             timeout_s=settings.collective_timeout_s,
         )
-        model = replace(settings.model, path=self.find_model(settings.model.path, settings.model.key))
-        with remedied(model.room), within_memory("the weights of the model"):
-            self.engine = settings.make_engine(model)
+        models = [replace(m, path=self.find_model(m.path, m.key)) for m in (settings.model, *settings.teachers)]
+        with remedied(settings.model.room), within_memory("the weights of the model"):
+            self.teachers = [settings.make_engine(model) for model in models]
+        self.engine = self.teachers[0]
         with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
             if settings.keeps_output_layer:
                 # before the first step, and before a checkpoint is read, the policy is the reference
@@ -172,10 +176,22 @@ class PolicyWorker(Process):
     @on_device(reads=True)
     def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
-        columns = self._columns(rows, self.settings.columns, self.engine.compute_columns)
+        one, several = self.engine.compute_columns, self.settings.teachers
+        compute = functools.partial(self._by_teacher, rows.small[TEACHER]) if several else one
+        columns = self._columns(rows, self.settings.columns, compute)
         if self.freed_memory is not None and self.settings.optimizer is None:  # else updates decide
             self.freed_memory.after_pass()
         return columns
+
+    def _by_teacher(self, of: np.ndarray, data: DataProto, names: Sequence[str], **sizes: Any) -> dict[str, Ragged]:
+        """The columns of each row by its own teacher: all ranks ask one teacher after the other."""
+        rows = [np.flatnonzero(of == number) for number in range(len(self.teachers))]
+        parts = []
+        for engine, own in zip(self.teachers, rows, strict=True):
+            with engine.on_device(reads=True):
+                parts.append(engine.compute_columns(data.index(own), names, **sizes))
+        order = np.argsort(np.concatenate(rows))
+        return {name: Ragged.concat([part[name] for part in parts])[order] for name in names}
 
     def _columns(
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
@@ -183,7 +199,8 @@ class PolicyWorker(Process):
         plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         with passes(limits, f"{', '.join(names)}, ", ranks):
-            computed = compute(rows.fetch(self._sequences(rows)), tuple(plain), **limits.sizes)
+            sequences = self._sequences(rows, {TEACHER_PROMPTS}.intersection(rows.columns))
+            computed = compute(as_teacher_reads(rows.fetch(sequences)), tuple(plain), **limits.sizes)
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({plain[name]: values for name, values in computed.items()})

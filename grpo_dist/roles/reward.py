@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.validation import pred_ids
+from grpo_dist.config.schema_algorithm import SelfDistillationConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
+from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
@@ -52,7 +54,8 @@ class RewardSettings:
     has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
     score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
     rewards of their own (rewards/steps.py), with `by_agent` the agents of an episode. `label` names the value of the
-    function that says which responses, or which of their steps, are good: for a reward model that is retrained.
+    function that says which responses, or which of their steps, are good: for a reward model that is retrained. With
+    `self_distillation` responses get the prompts of their teacher, rendered with `template_kwargs`.
     """
 
     tokenizer_path: str
@@ -67,6 +70,8 @@ class RewardSettings:
     step_separator: str | None = None
     by_agent: bool = False
     label: str | None = None
+    self_distillation: SelfDistillationConfig | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,10 @@ class RewardWorker(BatchWork):
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
-        self.by_agent = settings.by_agent
+        self.by_agent, shown = settings.by_agent, settings.self_distillation
+        self.teacher_prompts = (
+            None if shown is None else TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
+        )
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name = settings.function_name
         self.scorer = Scorer(
@@ -187,6 +195,9 @@ class RewardWorker(BatchWork):
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         if self.label is not None and not task.validation:
             columns["rule_labels"] = self._labels(self.label, texts, results)
+        if self.teacher_prompts is not None and not task.validation:
+            said, earned = [result.texts for result in results], columns["score"].tolist()
+            columns |= self.teacher_prompts.columns(task, texts, earned, said, responses)
         scored = DataProto.from_dict(columns, {"failure": failures})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)

@@ -13,10 +13,10 @@ from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import Role, layers_key, offloads_optimizer, reshards
 
 
-def model_settings(config: JobConfig, row: Role, place: Placement) -> ModelSettings:
-    """Return the settings of the model that a row's ranks hold: its sections, and what placement and row say."""
+def model_settings(config: JobConfig, row: Role, place: Placement, model: Model | None = None) -> ModelSettings:
+    """Return the settings of the (first) model that a row's ranks hold: its sections, what placement and row say."""
     assert isinstance(config, RunConfig | SupervisedConfig)
-    model = model_of(config, row)
+    model = model or model_of(config, row)
     section, updates = value_of(config, model.key.rpartition(".")[0]), layers_key(config, row)
     factors = isinstance(section, LoraSection) and not updates
     return ModelSettings(

@@ -13,7 +13,7 @@ from grpo_dist.config.schema_roles import AgentConfig
 from grpo_dist.data.step_tokens import step_form
 from grpo_dist.engines.settings import EngineSettings, PassLimits, SamplingSettings
 from grpo_dist.plan.placement import Placement
-from grpo_dist.plan.roles import Role
+from grpo_dist.plan.roles import Role, held_by
 from grpo_dist.plugins.names import absolute
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.roles.policy import PolicySettings
@@ -22,6 +22,7 @@ from grpo_dist.roles.reward_model import RewardModelSettings
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.model_settings import model_settings
+from grpo_dist.trainer.run_prompts import template_kwargs
 
 
 def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int) -> PolicySettings:
@@ -36,7 +37,7 @@ def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int
         seed=config.trainer.seed,
         collective_timeout_s=config.nccl_timeout,
     )
-    return own
+    return replace(own, teachers=tuple(model_settings(config, row, place, model) for model in held_by(config, row)[1:]))
 
 
 def actor_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySettings:
@@ -134,6 +135,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     """Return what a reward process is built from."""
     model, code = config.actor_rollout_ref.model, config.reward_code
     buffer = config.reward.overlong_buffer
+    teaching = config.algorithm.self_distillation
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(
         model.path,
@@ -146,6 +148,8 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
         by_agent=config.algorithm.credit == "agent",
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
+        self_distillation=teaching if teaching.enable else None,
+        template_kwargs=template_kwargs(config) if teaching.enable else {},
     )
 
 

@@ -126,8 +126,7 @@ class GRPOTrainer(TrainingLoop):
                 # prompts, responses, scores, log-probs: up to N = train_batch_size * n rows, in one part or several
                 for batch in self.parts():
                     self.preemption.held = True  # a signal waits from here on, until the run can be saved again
-                    if self.config.trainer.samples_during_updates:  # the actor was at work while these were sampled
-                        batch = self.late_log_probs(batch)  # + old_log_probs, values, with LoRA ref_log_probs (N, R_i)
+                    batch = self.late_log_probs(batch)  # + old_log_probs, values, ref_log_probs (N, R_i), if not there
                     batch = self.compute_targets(batch)  # + advantages (N, R_i)
                     if self.roles.critic is not None:
                         self.update_critic(batch)  # ppo_epochs x mini-batches on the critic
@@ -197,9 +196,10 @@ class GRPOTrainer(TrainingLoop):
 
     @stage("ref", needs=("responses",))
     async def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs of the actor without its LoRA factors, which is the reference."""
-        log_probs = await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference")
-        return batch.union(log_probs)
+        """Log-probs of the reference, which may be the actor without its LoRA factors, after the rollout."""
+        if self.roles.ref is not None:
+            return batch.union(await self.roles.ref.compute_log_probs("ref_log_prob", batch))
+        return batch.union(await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference"))
 
     @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
     async def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
@@ -312,12 +312,13 @@ class GRPOTrainer(TrainingLoop):
         return more, groups
 
     def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs of the actor and values, computed after the rollout, not during it, if the actor changes then."""
-        if self.config.actor_is_reference:
+        """What the rollout has left: of models that change meanwhile, and of a reference that waits for the scores."""
+        config, changing = self.config, self.config.trainer.samples_during_updates
+        if config.reference_follows_scores or (changing and config.actor_is_reference):
             batch = self.reference_log_probs(batch)
-        if self.config.needs_old_log_probs:
+        if changing and config.needs_old_log_probs:
             batch = self.old_log_probs(batch)
-        return batch if self.roles.critic is None else self.values(batch)
+        return self.values(batch) if changing and self.roles.critic is not None else batch
 
     # --- around the stages -------------------------------------------------------------------------------------
     def validate(self) -> None:

@@ -56,6 +56,18 @@ def test_terms_that_are_not_asked_for_are_left_out() -> None:
     assert not {"actor/kl_loss", "actor/entropy"} & metrics.keys()
 
 
+def test_what_a_policy_teaches_itself_counts_where_something_was_shown() -> None:
+    """To the second response alone: KL 0.5 on one of three tokens, over the count of all three."""
+    shown = COLUMNS | {"teacher_mask": torch.tensor([[0.0, 0.0], [1.0, 1.0]])}
+    loss, metrics = objective(shown, entropy_coeff=0.0, teaches_itself=True)
+    assert loss.item() == pytest.approx(1 / 3 + 0.1 * 0.5 / 3)
+    assert metrics["actor/kl_loss"].item() == pytest.approx(0.5 / 3)
+    assert metrics["actor/self_distilled_fraction"].item() == pytest.approx(1 / 3)
+    whole, metrics = objective(shown, entropy_coeff=0.0)
+    assert whole.item() == pytest.approx(1 / 3 + 0.1 * 0.5)
+    assert "actor/self_distilled_fraction" not in metrics
+
+
 def without(columns: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     return {column: values for column, values in columns.items() if column != name}
 

@@ -128,6 +128,14 @@ def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Pat
     says(message, f"{TEACHER}={model}", f"{PATH}=builtin:tiny-qwen3", "tokens")
 
 
+def test_a_data_source_without_a_teacher_is_told_before_anything_starts(dry_run, model: Path) -> None:
+    taught = ("recipe=distill", "actor_rollout_ref.actor.kl_loss_type=k2")
+    lines, _ = dry_run(*taught, f"{TEACHER}={{arithmetic: {model}}}")
+    says(lines, str(model), "arithmetic")
+    _, message = dry_run(*taught, f"{TEACHER}={{gsm8k: {model}}}", code=2)
+    says(message, TEACHER, "'arithmetic'")
+
+
 def test_a_checkpoint_must_fit_on_the_disk(dry_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has 476,224 parameters in fp32, and AdamW two numbers for each: 12 bytes."""
     count = 476_224

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -17,12 +18,14 @@ from grpo_dist.checks.models import (
     CheckedModel,
     check_conversations,
     check_files,
+    check_teachers,
     check_tokens,
     check_use,
     checked_models,
 )
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.data import Prompt, TokenizedPrompt
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT, load_config
 from grpo_dist.trainer.run_prompts import load_run_prompts
@@ -31,6 +34,7 @@ from tests.models import another_builtin_model, builtin_reward_model, policy_fol
 
 PATH, CRITIC, TEACHER = "reward_model.model.path", "critic.model.path", "actor_rollout_ref.ref.model.path"
 POLICY = "actor_rollout_ref.model.path"
+KL = "actor_rollout_ref.actor.kl_loss_type=k2"
 NULL = "reward_model.model.input_tokenizer=null"
 RUNS = {
     POLICY: ("model", "data=arithmetic"),
@@ -83,6 +87,30 @@ def test_other_tokens_than_the_policys(key: str, tmp_path: Path, random_models: 
     transformers.AutoTokenizer.from_pretrained(random_models["tied"]).save_pretrained(path)
     with refuses(ConfigError, f"{key}={path}", f"{POLICY}=builtin:tiny-qwen3", "tokens"):
         check(key, path)
+
+
+def test_each_teacher_is_checked_and_each_data_source_has_one(tmp_path: Path, random_models: dict[str, str]) -> None:
+    other = another_builtin_model(tmp_path)
+    config, _ = load_config(["recipe=distill", KL, f"{TEACHER}={{a: builtin:tiny-qwen3, b/c: {other}}}"])
+    rows = [row for row in checked_models(config) if row.model.reads_tokens]
+    assert [(row.model.title, row.settings.path) for row in rows] == [
+        ("teacher of a", "builtin:tiny-qwen3"),
+        ("teacher of b/c", other),
+    ]
+    for row in rows:
+        check_tokens(config, row, check_files(row), policy_folder(config))
+    transformers.AutoTokenizer.from_pretrained(random_models["tied"]).save_pretrained(other)
+    with refuses(ConfigError, f"{TEACHER}={other}", "b/c"):
+        check_tokens(config, rows[1], check_files(rows[1]), policy_folder(config))
+
+    named = [
+        TokenizedPrompt(Prompt(i, source, [], None, {}, f"rows.jsonl, line {i + 1}"), np.zeros(1, np.int32))
+        for i, source in enumerate(("a", "b/c", "d", "d"))
+    ]
+    check_teachers(config, named[:2])
+    with refuses(DataError, TEACHER, 2, "'d'", "rows.jsonl, line 3"):
+        check_teachers(config, named)
+    check_teachers(load_config([])[0], named)
 
 
 @pytest.mark.parametrize("key", [PATH, CRITIC])

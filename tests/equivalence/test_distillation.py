@@ -1,19 +1,26 @@
 """Which gradient the ways of distillation have, in expectation over all responses of a tiny policy.
 
 The policy writes two tokens of three, so each of its nine responses is there, weighed with its probability: what
-sampling finds on average, without noise.
+sampling finds on average, without noise. Then a policy that teaches itself, on a real engine: its loss is that of the
+plain formula, and neither layouts nor passes change it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from grpo_dist.algorithms import kl_penalty, policy_objective
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.protocol import DataProto, Metric, Ragged, merge_metrics, metric_values
+from grpo_dist.protocol.teacher_prompts import TEACHER_MASK, TEACHER_PROMPTS, as_teacher_reads
+from tests.models import random_batch, trainable_engine
+from tests.ranks import run_ranks
 from tests.worker_settings import objective_settings
 
 V = 3
@@ -118,3 +125,91 @@ def test_other_estimators_have_other_gradients() -> None:
     forward = gradient(at_sampled_states(policy, teacher, reverse=False), policy)
     torch.testing.assert_close(k3, forward, rtol=1e-4, atol=1e-5)
     assert (forward - gradient(at_sampled_states(policy, teacher), policy)).abs().max() > 0.1
+
+
+# --- a policy that teaches itself --------------------------------------------------------------------------------
+TEMPERATURE = 0.7
+KEYS = {"loss_agg_mode": "token-mean", "use_kl_loss": True, "kl_loss_coef": 1.0, "on_policy": True}
+
+
+def shown_batch() -> DataProto:
+    """Twelve responses to three prompts, of which two in three have a prompt of a teacher; advantages are 0."""
+    data = random_batch(num_groups=3, n=4).select(["uid", "prompts", "responses", "response_mask"])
+    generator = torch.Generator().manual_seed(5)
+    shown = [torch.randint(3, 96, (5 + i if i % 3 else 0,), generator=generator) for i in range(len(data))]
+    lengths = data["responses"].lengths.tolist()
+    columns = {
+        TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32),
+        TEACHER_MASK: Ragged.from_rows(
+            [[float(i % 3 > 0)] * length for i, length in enumerate(lengths)], torch.float32
+        ),
+        "advantages": Ragged.from_rows([[0.0] * length for length in lengths], torch.float32),
+    }
+    return data.union(DataProto.from_dict(columns))
+
+
+def plain_loss(path: str, data: DataProto, name: str) -> tuple[Tensor, transformers.PreTrainedModel]:
+    """The KL to what the model says behind the teacher's prompt, summed over tokens, over the count of all tokens."""
+    model, total = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.zeros(())
+    for prompt, shown, response in zip(
+        *(data[c].rows() for c in ("prompts", TEACHER_PROMPTS, "responses")), strict=True
+    ):
+        if not len(shown):
+            continue
+        own, read = (torch.cat([before, response]).long()[None] for before in (prompt, shown))
+        z = model(input_ids=own).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        with torch.no_grad():
+            q = model(input_ids=read).logits[0, len(shown) - 1 : -1] / TEMPERATURE
+        if name == "full":
+            total = total + kl_penalty("full", z, q).sum()
+        else:
+            sampled = response.long()[:, None]
+            total = total + kl_penalty(name, *(torch.log_softmax(x, -1).gather(1, sampled)[:, 0] for x in (z, q))).sum()
+    return total / len(data["responses"].values), model
+
+
+CASES = (("padded", 12), ("padded", 1), ("packed", 5), ("shared", 12), ("shared", 3))  # layout, sequences of a pass
+
+
+def taught(rank: int, path: str, data: DataProto, names: Sequence[str]) -> list[dict[str, Metric]]:
+    """The metrics of an optimizer step by each KL in each case, of one of two ranks, which has its own rows."""
+    data, found = data.index([2, 5, 6] if rank else [0, 1, 3, 4, 7, 8, 9, 10, 11]), []
+    for name, (layout, size) in product(names, CASES):
+        engine = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout)
+        engine.reference_head = engine.output_layer("cpu")
+        column = "hidden_states" if name == "full" else "log_probs"
+        seen = engine.compute_columns(as_teacher_reads(data), (column,), micro_batch_size=size)[column]
+        rows = data.union(DataProto.from_dict({f"ref_{column}": seen}))
+        settings = objective_settings(**KEYS, kl_loss_type=name, teaches_itself=True)
+        found.append(engine.train_mini_batch(rows, micro_batch_size=size, objective=settings).metrics)
+    return found
+
+
+def test_what_a_policy_teaches_itself_is_the_plain_formulas_in_any_layout_and_on_two_ranks(
+    random_models: dict[str, str],
+) -> None:
+    path, data, names = random_models["tied"], shown_batch(), ("full", "k2")
+    of_ranks = run_ranks(2, taught, path, data, names)
+    found = [metric_values(merge_metrics(parts)) for parts in zip(*of_ranks, strict=True)]
+    for name in names:
+        loss, model = plain_loss(path, data, name)
+        loss.backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+        assert loss > 0.1
+        for case in CASES:
+            metrics = found.pop(0)
+            assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-4), case
+            assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
+            assert metrics["actor/self_distilled_fraction"] == pytest.approx(data[TEACHER_MASK].values.mean().item())
+
+
+def test_where_nothing_was_shown_nothing_is_learned(random_models: dict[str, str]) -> None:
+    data = shown_batch()
+    mask, (_, rest) = data[TEACHER_MASK], data.pop((TEACHER_PROMPTS, TEACHER_MASK))
+    none = {
+        TEACHER_PROMPTS: Ragged.from_rows([[]] * len(data), torch.int32),
+        TEACHER_MASK: Ragged(torch.zeros_like(mask.values), mask.offsets),
+    }
+    for of_rank in run_ranks(2, taught, random_models["tied"], rest.union(DataProto.from_dict(none)), ("full",)):
+        metrics = metric_values(of_rank[0])
+        assert metrics["actor/loss"] == metrics["actor/grad_norm"] == metrics["actor/self_distilled_fraction"] == 0

@@ -29,7 +29,14 @@ def test_every_field_is_complete() -> None:
     for name, field in FIELDS.items():
         assert field.made_by in MAKERS, name
         assert field.meaning, name
-        shapes = ("(N,)", "ragged (N, P_i)", "ragged (N, R_i)", "ragged (N, R_i, H)", "ragged (N, S_i)")
+        shapes = (
+            "(N,)",
+            "ragged (N, P_i)",
+            "ragged (N, R_i)",
+            "ragged (N, R_i, H)",
+            "ragged (N, S_i)",
+            "ragged (N, Q_i)",
+        )
         assert field.shape in (*shapes, *(f"ragged (N, {row}, layers, experts)" for row in ("P_i", "R_i"))), name
 
 

@@ -75,6 +75,12 @@ def test_the_answer_is_text_and_no_metric(pred: object, expected: str | None) ->
     assert call(returning({"score": 0.5, "pred": pred})) == RewardResult(0.5, {}, None, expected)
 
 
+def test_texts_are_kept_beside_the_numbers() -> None:
+    """But for the answer; what is neither is left out."""
+    result = call(returning({"score": 1, "feedback": "no unit", "pred": "4", "acc": 1, "steps": ["a"]}))
+    assert (result.texts, result.extra) == ({"feedback": "no unit"}, {"acc": 1.0})
+
+
 def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -> None:
     seen = {}
 

@@ -43,6 +43,18 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
     )
 
 
+def test_a_text_of_a_function_has_its_label(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def judge(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1, 'feedback': 'too long'}\n"
+    )
+    (result,) = score_group(
+        load([{"path": str(tmp_path / "judge.py"), "name": "judge"}]), [Sample(TEXT, "d", "4", {}, MESSAGES)]
+    )
+    assert not isinstance(result, Failure)
+    assert result.texts == {"judge.feedback": "too long"}
+
+
 @pytest.mark.parametrize(
     ("functions", "parts"),
     [

@@ -14,8 +14,10 @@ import torch
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.algorithms.validation import pred_ids
 from grpo_dist.data import Prompt, TokenizedPrompt
+from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Sample
@@ -111,6 +113,32 @@ def test_a_response_that_the_function_fails_on(worker: Local) -> None:
     says(failure, "prompt: 'Two words?'")
     with pytest.raises(BatchError, match=r"'responses' \(made by rollout\)"):
         worker.score(DataProtoRef(), TASK)
+
+
+@pytest.mark.ray
+def test_the_teachers_prompts_of_a_policy_that_teaches_itself(worker: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores 12, 1, 11: of the two with w5 first each is shown the other one; the text is the function's own."""
+    forms = {"success_template": " w20 {text}", "feedback_template": " w21 {text}"}
+    section = load_config([])[0].algorithm.self_distillation.replaced(success_threshold=11, **forms)
+    monkeypatch.setattr(worker, "teacher_prompts", TeacherPrompts(section, worker.tokenizer, {}))
+    task = replace(TASK, messages=[{"role": "user", "content": "w9"}])
+    columns = ("teacher_prompts", "teacher_mask")
+    read = worker.score(put(RESPONSES), task)[0].fetch(columns)
+    assert rows(read["teacher_prompts"]) == [[9, 20, 5], [9, 20, 5], [9, 20, 5, 6]]
+    assert rows(read["teacher_mask"]) == [[1, 1, 1], [1, 1], [1]]
+
+    alone = section.replaced(success_threshold=None, feedback_name="text")
+    monkeypatch.setattr(worker, "teacher_prompts", TeacherPrompts(alone, worker.tokenizer, {}))
+    read = worker.score(put([[5, 6, 2], [2]]), task)[0].fetch(columns)
+    assert rows(read["teacher_prompts"]) == [[9, 21, 5, 6], []], "nothing is said of an empty response"
+    assert rows(read["teacher_mask"]) == [[1, 1, 1], [0]]
+
+    of_row = alone.replaced(feedback_name="solution")
+    monkeypatch.setattr(worker, "teacher_prompts", TeacherPrompts(of_row, worker.tokenizer, {}))
+    with_solution = replace(task, extra_info={"index": 3, "solution": "w7"})
+    read = worker.score(put([[5, 2]]), with_solution)[0].fetch(columns)
+    assert rows(read["teacher_prompts"]) == [[9, 21, 7]]
+    assert not set(columns) & set(worker.score(put([[5, 2]]), replace(with_solution, validation=True))[0].columns)
 
 
 NAN = float("nan")

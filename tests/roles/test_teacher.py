@@ -17,6 +17,7 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
+from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.roles.gang import ActorGroup, ReferenceGroup
 from grpo_dist.roles.policy import ActorWorker, PolicyWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -136,3 +137,52 @@ def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
     assert [*first, *trained(taught["two"], objective, range(2, STEPS))] == two
     for key, (each, _) in taught.items():
         run(each.load_checkpoint(starts[key]))
+
+
+def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Taught]) -> None:
+    """On one rank and on two; the actor's log-probs are those of the row's own prompt."""
+    batch = stored_batch()
+    data = batch.fetch(("uid", "prompts", "responses", "response_mask"))
+    shown = [row.flip(0) if i % 2 else row[:0] for i, row in enumerate(data["prompts"].rows())]
+    handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}), small=())
+    read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))), small=())
+    behind = DataProtoRef(read.frames, batch.small, len(batch))
+    for actor, ref in taught.values():
+        for gang, stage, expected in ((ref, "ref_log_prob", behind), (actor, "old_log_prob", batch)):
+            found = run(gang.compute_log_probs(stage, batch.union(handle)))
+            wanted = run(gang.compute_log_probs(stage, expected))
+            column = "ref_log_probs" if gang is ref else "old_log_probs"
+            values, right = (each.fetch((column,))[column].values for each in (found, wanted))
+            torch.testing.assert_close(values, right, rtol=1e-4, atol=1e-5)
+    plain = run(ref.compute_log_probs("ref_log_prob", batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
+    seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle))).fetch(("ref_log_probs",))["ref_log_probs"]
+    assert (plain - seen.values).abs().max() > 0.1
+
+
+def test_each_row_has_its_own_teachers_log_probs(local_ray: None, random_models: dict[str, str], teacher: str) -> None:
+    """On two ranks: the second teacher is of another family, and one rank may have no row of it."""
+    paths = {"a": random_models["tied"], "b/c": teacher}
+    named = ", ".join(f"{source}: {path}" for source, path in paths.items())
+    config, _ = load_config(
+        [*overrides(random_models["tied"], "x", "k2"), f"actor_rollout_ref.ref.model.path={{{named}}}"]
+    )
+    settings = changed_sizes(rank_settings(config, ROLES["ref"], placement(config), STEPS), forward=3)
+    assert [each.path for each in (settings.model, *settings.teachers)] == list(paths.values())
+    batch = stored_batch()
+    number = np.array([1, 0, 0, 1] + [0] * (ROWS - 4))
+    with spawned("ref", PolicyWorker, [(0, 2), (1, 2)]) as workers:
+        ref = ReferenceGroup(workers)
+        start_together(ref.start(settings))
+        of_rows = DataProtoRef(batch.frames, batch.small | {"teacher": number}, ROWS)
+        found = run(ref.compute_log_probs("ref_log_prob", of_rows)).fetch(("ref_log_probs",))["ref_log_probs"].rows()
+    data = batch.fetch(("prompts", "responses"))
+    models = [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths.values()]
+    for i, (prompt, response) in enumerate(zip(data["prompts"].rows(), data["responses"].rows(), strict=True)):
+        ids, sampled = torch.cat([prompt, response]).long().unsqueeze(0), response.long().unsqueeze(1)
+        with torch.no_grad():
+            logits = [model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in models]
+        own, other = (
+            torch.log_softmax(z, -1).gather(1, sampled)[:, 0] for z in (logits[number[i]], logits[1 - number[i]])
+        )
+        torch.testing.assert_close(found[i], own, rtol=1e-4, atol=1e-4)
+        assert (own - other).abs().max() > 0.01

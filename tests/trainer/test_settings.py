@@ -184,6 +184,23 @@ def test_a_teacher_is_another_model_beside_any_policy(lora: tuple[str, ...]) -> 
     assert actor.model.model.override_config == {"attention_dropout": 0.5}
 
 
+def test_what_a_policy_that_teaches_itself_gives_to_whom() -> None:
+    """The template has its variables, and prompts no limit unless it is set."""
+    shown = "algorithm.self_distillation"
+    config = load("recipe=sdpo", "+data.apply_chat_template_kwargs.enable_thinking=false")
+    assert objective_settings(config).teaches_itself
+    assert {"ref_hidden_states", "teacher_mask"} <= {*objective_settings(config).columns}
+    reward = reward_settings(config)
+    assert reward.self_distillation is not None
+    assert reward.self_distillation.longest_prompt is None
+    assert reward.template_kwargs == {"enable_thinking": False}
+    limited = reward_settings(load("recipe=sdpo", f"{shown}.longest_prompt=99")).self_distillation
+    assert limited is not None
+    assert limited.longest_prompt == 99
+    plain = load()
+    assert (reward_settings(plain).self_distillation, objective_settings(plain).teaches_itself) == (None, False)
+
+
 def test_the_reward_model_is_another_model_that_only_runs_forward() -> None:
     config = load(
         *("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3", "reward_model.max_length=300"),

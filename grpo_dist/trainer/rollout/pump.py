@@ -24,6 +24,7 @@ import numpy as np
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError, RewardError, WorkerLost
 from grpo_dist.plan.roles import roles_of
+from grpo_dist.protocol.teacher_prompts import TEACHER
 from grpo_dist.roles.reward_pool import RewardPool
 from grpo_dist.roles.roles import Roles
 from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
@@ -57,6 +58,7 @@ class RolloutPump:
     Args:
         sources: log-prob sources by name (`ref`, `old_log_prob`), which work while other groups are generated.
         model_scores: the reward model; None: there is none.
+        teachers: the data source of each, if there are several.
         reward_timeout_s: seconds one response may take to score. The reward process enforces that; here it limits how
             long the process itself may take to answer.
         max_failure_rate: share of a job's responses on which the reward function may fail.
@@ -70,6 +72,7 @@ class RolloutPump:
         sources: Mapping[str, LogProbSource],
         *,
         model_scores: ModelScores | None = None,
+        teachers: Sequence[str] = (),
         reward_timeout_s: float,
         max_failure_rate: float = 0.0,
         max_episode_failure_rate: float = 0.0,
@@ -77,6 +80,7 @@ class RolloutPump:
         self.rollout, self.reward, self.sources, self.model_scores = rollout, reward, sources, model_scores
         self.reward_timeout_s, self.max_failure_rate = reward_timeout_s, max_failure_rate
         self.max_episode_failure_rate = max_episode_failure_rate
+        self.teachers = {source: number for number, source in enumerate(teachers)}
         self.num_episodes = self.num_failed_episodes = 0
         self.tasks: set[asyncio.Task[Any]] = set()
         self._one_model_pass = asyncio.Lock()  # so that a group can be cancelled while its pass waits for others
@@ -140,6 +144,9 @@ class RolloutPump:
         self._count_failed_episodes([error for error in failed if error.was_last])
         if i in job.failed:
             return
+        if self.teachers:
+            number = np.full(len(job.groups[i]), self.teachers.get(request.task.data_source, -1))
+            job.groups[i] = replace(job.groups[i], small=job.groups[i].small | {TEACHER: number})
         job.note("gen")
         generated.set()
         if model_pass is not None:
@@ -259,6 +266,7 @@ def make_pump(config: RunConfig, roles: Roles) -> RolloutPump:
         roles.reward,
         _sources(config, roles),
         model_scores=None if roles.reward_model is None else roles.reward_model.score,
+        teachers=list(config.teachers),
         reward_timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
         max_episode_failure_rate=config.actor_rollout_ref.rollout.agent.max_failure_rate,
@@ -272,10 +280,11 @@ def _sources(config: RunConfig, roles: Roles) -> dict[str, LogProbSource]:
     sources: dict[str, LogProbSource] = {}
     actor, in_step = roles.actor, not config.trainer.samples_during_updates
     for row in roles_of(config):
-        if row.adds is not None and row.name in roles.gangs and (in_step or not row.trains):
+        waits = row.name == "ref" and config.reference_follows_scores
+        if row.adds is not None and row.name in roles.gangs and (in_step or not row.trains) and not waits:
             stage, limit = row.adds
             sources[stage] = functools.partial(roles.gangs[row.name].compute_log_probs, limit)
-    if in_step and config.actor_is_reference:
+    if in_step and config.actor_is_reference and not config.reference_follows_scores:
         sources["ref"] = functools.partial(actor.compute_log_probs, "ref_log_prob", method="compute_reference")
     if in_step and config.needs_old_log_probs:
         sources["old_log_prob"] = functools.partial(actor.compute_log_probs, "old_log_prob")

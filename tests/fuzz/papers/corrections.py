@@ -6,6 +6,7 @@ Log-ratios here are small enough for exp; the package's bound of +-20 decides no
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from tests.fuzz.papers import Rows, below, masked, mean
 
@@ -52,7 +53,7 @@ DIVERGENCES = {
     "k2": lambda value: value**2 / 2,
     "k3": lambda value: math.exp(value) - 1 - value,
 }
-SCOPES = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}
+SCOPES: dict[str, Callable[[list[float]], float]] = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}
 
 
 def stays(divergence: float, k: str, lower: float | None, upper: float) -> bool:

@@ -95,6 +95,38 @@ def test_episodes_that_have_used_up_their_attempts_are_counted_and_too_many_end_
         run(finished(make(0.029), requests))
 
 
+def test_each_group_has_the_number_of_its_data_sources_teacher() -> None:
+    """A validation row may have none, since nothing is compared with it."""
+    read: list[list[int]] = []
+
+    async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+        return group.select(()), []
+
+    async def reference(batch: DataProtoRef) -> DataProtoRef:
+        read.append(batch["teacher"].tolist())
+        return batch.select(())
+
+    rollout: Any = Failing((2, []), (1, []), (1, []))
+    requests = [
+        replace(each, task=replace(each.task, data_source=source), needs_log_probs=source != "other")
+        for each, source in zip(requests_for(["x", "y", "z"]), ("math", "code", "other"), strict=True)
+    ]
+    sources = {"ref": reference}
+    pump = RolloutPump(
+        rollout,
+        SimpleNamespace(score=score),
+        sources,
+        teachers=["code", "math"],
+        reward_timeout_s=1.0,  # type: ignore[arg-type]
+    )
+
+    async def scenario() -> None:
+        await pump.submit(requests, sources=sources).finished()
+
+    run(scenario())
+    assert sorted(read) == [[0], [1, 1]]
+
+
 async def finished(pump: RolloutPump, requests: list[GroupRequest]) -> RolloutJob:
     job = pump.submit(requests)
     await job.finished()
