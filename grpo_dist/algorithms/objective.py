@@ -26,7 +26,7 @@ from grpo_dist.algorithms.correction import current_weights, off_policy_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
-from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.algorithms.settings import TOP_LOG_PROBS, ObjectiveSettings
 from grpo_dist.errors import BatchError
 
 SUMS = ("actor/pg_loss", "actor/observation_loss")
@@ -86,6 +86,10 @@ def policy_objective(
         if settings.teaches_itself:
             kl = kl * columns["teacher_mask"]
             metrics["actor/self_distilled_fraction"] = masked_mean(columns["teacher_mask"], mask)
+        if settings.by_top_tokens:
+            told = columns[TOP_LOG_PROBS]  # of a rank without rows (N, T)
+            mass = {"teacher": told.exp().sum(-1) if told.dim() == 3 else told, "policy": columns["top_mass"]}
+            metrics |= {f"actor/{name}_top_mass": masked_mean(values, mask) for name, values in mass.items()}
         loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)
     if actor.computes_entropy:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+# Columns of what a teacher tells of its likeliest tokens.
+TOP_IDS, TOP_LOG_PROBS = "ref_top_ids", "ref_top_log_probs"
+
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
@@ -18,6 +21,7 @@ class ObjectiveSettings:
         selects_tokens: whether the policy loss treats some tokens in another way.
         correction: options of `algorithms.correction.current_weights`, or None: no such weights.
         off_policy_threshold: of `algorithms.correction.off_policy_mask`, or None: no such mask.
+        by_top_tokens: the exact KL is over the tokens alone of which the teacher tells.
         teaches_itself: the KL is that of responses whose teacher was shown something, alone (`teacher_mask`).
         on_policy: the old log-probs are those of the forward pass that trains, without gradient.
     """
@@ -27,6 +31,7 @@ class ObjectiveSettings:
     selects_tokens: bool = False
     correction: Mapping[str, Any] | None = None
     off_policy_threshold: float | None = None
+    by_top_tokens: bool = False
     teaches_itself: bool = False
     on_policy: bool = False
 
@@ -45,13 +50,20 @@ class ObjectiveSettings:
         return self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
 
     @property
+    def needs_head(self) -> bool:
+        """Tell if the exact KL is computed with the output layer of the reference."""
+        return self.exact_kl and not self.by_top_tokens
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns the objective reads."""
         optional = {
             "old_log_probs": not self.on_policy,
             "advantages": True,
             "ref_log_probs": self.actor.use_kl_loss and not self.exact_kl,
-            "ref_hidden_states": self.exact_kl,
+            "ref_hidden_states": self.needs_head,
+            TOP_IDS: self.by_top_tokens,
+            TOP_LOG_PROBS: self.by_top_tokens,
             "teacher_mask": self.teaches_itself,
             "rollout_is_weights": self.weighted,
             "rollout_log_probs": (self.on_policy and self.correction is not None)

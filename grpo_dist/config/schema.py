@@ -212,7 +212,8 @@ class RunConfig(JobConfig):
     @property
     def needs_reference_workers(self) -> bool:
         """Tell if reference workers are started: with LoRA only for a teacher."""
-        return self.needs_reference and (self.has_teacher or not self.actor_rollout_ref.model.trains_factors)
+        own = self.has_teacher or not self.actor_rollout_ref.model.trains_factors
+        return self.needs_reference and not self.teacher_is_elsewhere and own
 
     def sequence_parallel_size(self, role: str) -> int:
         """See `JobConfig.sequence_parallel_size`."""
@@ -224,6 +225,11 @@ class RunConfig(JobConfig):
     def has_teacher(self) -> bool:
         """Tell if the reference is another model than the one that the policy starts from."""
         return self.actor_rollout_ref.ref.model.path is not None
+
+    @property
+    def teacher_is_elsewhere(self) -> bool:
+        """Tell if the reference is a teacher behind an endpoint."""
+        return self.actor_rollout_ref.ref.model.endpoint.base_url is not None
 
     @property
     def teachers(self) -> dict[str, str]:
@@ -239,7 +245,7 @@ class RunConfig(JobConfig):
     @property
     def actor_is_reference(self) -> bool:
         """Tell if the actor, its LoRA factors switched off, computes the reference's log-probs."""
-        return self.needs_reference and not self.needs_reference_workers
+        return self.needs_reference and not (self.needs_reference_workers or self.teacher_is_elsewhere)
 
     @property
     def reference_follows_scores(self) -> bool:

@@ -67,6 +67,16 @@ class SelfDistillationConfig(Section):
     longest_prompt: Count | None
 
 
+class TeacherEndpointConfig(Section):
+    """`actor_rollout_ref.ref.model.endpoint`: a teacher that a server of its own runs."""
+
+    base_url: Annotated[Text | None, Resume.FREE]
+    model: Text | None
+    top_k: Count
+    timeout_s: Annotated[PositiveFloat, Resume.FREE]
+    headers_env: Annotated[Text | None, Resume.FREE]
+
+
 class AlgorithmConfig(Section):
     """`algorithm`: how rewards become advantages."""
 

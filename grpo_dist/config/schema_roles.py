@@ -35,7 +35,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
 )
 from grpo_dist.config.processor import is_wsl
-from grpo_dist.config.schema_algorithm import PolicyLossConfig
+from grpo_dist.config.schema_algorithm import PolicyLossConfig, TeacherEndpointConfig
 from grpo_dist.plugins.names import (
     AGENT_LOOPS,
     KL_LOSS_TYPES,
@@ -365,6 +365,7 @@ class RefModelConfig(Section):
     """`actor_rollout_ref.ref.model`: a teacher, in the place of the policy's own start."""
 
     path: Text | dict[Text, Text] | None
+    endpoint: TeacherEndpointConfig
     trust_remote_code: Annotated[bool, Resume.FREE]
     override_config: dict[str, Any]
 

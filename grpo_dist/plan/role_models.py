@@ -173,6 +173,8 @@ def reference_passes(config: RunConfig) -> tuple[Pass, ...]:
 
 def why_no_reference(config: RunConfig) -> str:
     """Return why a run has no ranks for a reference."""
+    if config.teacher_is_elsewhere:
+        return "the teacher runs elsewhere"
     return "the actor without its LoRA adapters is the reference" if config.needs_reference else "no KL term"
 
 

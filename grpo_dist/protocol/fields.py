@@ -1,6 +1,6 @@
 """The column contract: every column of a batch, its meaning, and the role that computes it.
 
-Shapes: N sequences; R_i response tokens, P_i prompt tokens, Q_i tokens of its teacher's prompt and S_i judged steps of
+Shapes: K tokens that a teacher tells of; N sequences; R_i response tokens, P_i prompt tokens, Q_i tokens of its teacher's prompt and S_i judged steps of
 sequence i. Ragged columns have no padding.
 """
 
@@ -95,6 +95,8 @@ FIELDS: dict[str, Field] = {
     "old_gradient_norms": Field(
         "ragged (N, R_i)", "float32", "1 - 2 p + sum p^2 of the policy before the update, for estimators", "actor"
     ),
+    "ref_top_ids": Field("ragged (N, R_i, K)", "int32", "the teacher's likeliest tokens at each place", "reward"),
+    "ref_top_log_probs": Field("ragged (N, R_i, K)", "float32", "their log-probs by the teacher; nats", "reward"),
     "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "inputs of the reference's output layer", "ref"),
     "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights, policy over sampler", "targets"),
     "observation_mask": Field(

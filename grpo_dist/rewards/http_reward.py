@@ -108,6 +108,7 @@ def post_json(
     retries: int = 3,
     backoff_s: float = 0.5,
     headers_env: str | None = None,
+    key: str = f"{KEY}.url",
 ) -> Any:
     """Send JSON, return the JSON of the answer.
 
@@ -116,6 +117,7 @@ def post_json(
         timeout_s: seconds to wait for the connection, and for each piece of the answer.
         backoff_s: seconds before the first retry; doubled for each further one, up to `LONGEST_WAIT_S`.
         headers_env: environment variable with a JSON object of headers.
+        key: config key of the address, for messages.
 
     Raises:
         RewardError: no answer after all retries, another status than 2xx, or no JSON.
@@ -127,14 +129,14 @@ def post_json(
             with _client().stream("POST", url, content=content, headers=headers, timeout=timeout_s) as answer:
                 raw = next(answer.iter_bytes(MOST_BYTES + 1), b"")
             if answer.is_success:
-                return _parse(raw, url)
+                return _parse(raw, f"{key}={redact_text(url)}")
             problem = f"status {answer.status_code}: {show(raw[:300])}"
             passing = answer.status_code == 429 or answer.status_code >= 500
         except httpx.RequestError as error:  # connection, timeout, protocol; or an answer that cannot be unpacked
             problem, passing = f"{type(error).__name__}: {error}", isinstance(error, httpx.TransportError)
         if not passing or attempt == retries:
             tries = "" if attempt == 0 else f" (tried {attempt + 1} times)"
-            raise RewardError(f"{KEY}.url={redact_text(url)}: {problem}{tries}")
+            raise RewardError(f"{key}={redact_text(url)}: {problem}{tries}")
         sleep(min(backoff_s * 2**attempt, LONGEST_WAIT_S))
     raise AssertionError("the last attempt returned or raised")
 
@@ -172,13 +174,13 @@ def _to_plain(value: Any) -> Any:
     raise TypeError(f"ground_truth or extra_info holds a {type(value).__name__}, which JSON cannot hold")
 
 
-def _parse(raw: bytes, url: str) -> Any:
+def _parse(raw: bytes, where: str) -> Any:
     if len(raw) > MOST_BYTES:
-        raise RewardError(f"{KEY}.url={redact_text(url)}: the answer has more than {MOST_BYTES:,} bytes")
+        raise RewardError(f"{where}: the answer has more than {MOST_BYTES:,} bytes")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):
-        raise RewardError(f"{KEY}.url={redact_text(url)}: the answer is no JSON: {show(raw[:300])}") from None
+        raise RewardError(f"{where}: the answer is no JSON: {show(raw[:300])}") from None
 
 
 def show(value: Any) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.validation import pred_ids
-from grpo_dist.config.schema_algorithm import SelfDistillationConfig
+from grpo_dist.config.schema_algorithm import SelfDistillationConfig, TeacherEndpointConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
 from grpo_dist.data.teacher_prompts import TeacherPrompts
@@ -22,6 +22,7 @@ from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
+from grpo_dist.rewards.teacher_endpoint import TeacherEndpoint
 from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 
@@ -55,7 +56,8 @@ class RewardSettings:
     score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
     rewards of their own (rewards/steps.py), with `by_agent` the agents of an episode. `label` names the value of the
     function that says which responses, or which of their steps, are good: for a reward model that is retrained. With
-    `self_distillation` responses get the prompts of their teacher, rendered with `template_kwargs`.
+    `self_distillation` responses get the prompts of their teacher, rendered with `template_kwargs`; with `teacher` what
+    one behind an endpoint tells of them.
     """
 
     tokenizer_path: str
@@ -72,6 +74,7 @@ class RewardSettings:
     label: str | None = None
     self_distillation: SelfDistillationConfig | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    teacher: TeacherEndpointConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class RewardWorker(BatchWork):
         self.teacher_prompts = (
             None if shown is None else TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
         )
+        self.teacher = None if settings.teacher is None else TeacherEndpoint(settings.teacher)
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name = settings.function_name
         self.scorer = Scorer(
@@ -154,7 +158,8 @@ class RewardWorker(BatchWork):
             RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
         """
         started = time.monotonic()
-        data = batch.fetch(("responses", "response_mask", *EPISODE_TOKENS.intersection(batch.columns)))
+        asked = {"prompts"} if self.teacher is not None else set[str]()
+        data = batch.fetch(("responses", "response_mask", *asked, *EPISODE_TOKENS.intersection(batch.columns)))
         given = batch.small.get("episode_reward", np.full(len(data), np.nan, np.float32))
         ends = np.cumsum(sizes)
         parts = [
@@ -198,6 +203,8 @@ class RewardWorker(BatchWork):
         if self.teacher_prompts is not None and not task.validation:
             said, earned = [result.texts for result in results], columns["score"].tolist()
             columns |= self.teacher_prompts.columns(task, texts, earned, said, responses)
+        if self.teacher is not None and not task.validation:
+            columns |= self.teacher.columns(data["prompts"], responses)
         scored = DataProto.from_dict(columns, {"failure": failures})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)

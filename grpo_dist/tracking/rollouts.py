@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo_dist.algorithms.settings import TOP_IDS, TOP_LOG_PROBS
 from grpo_dist.errors import DiskError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.fields import EXTRA, FIELDS
@@ -19,7 +20,7 @@ from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
 from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER
 
 # Much larger than all the rest: hidden states, which can be computed again, and recorded experts.
-_NOT_WRITTEN = frozenset({"ref_hidden_states", PROMPT_ROUTES, ROUTES})
+_NOT_WRITTEN = frozenset({"ref_hidden_states", TOP_IDS, TOP_LOG_PROBS, PROMPT_ROUTES, ROUTES})
 
 
 def is_recorded(column: str) -> bool:

@@ -54,6 +54,7 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
         selects_tokens=actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES,
         correction={"rollout_is": config.rollout_is, **bounds} if in_loss else None,
         off_policy_threshold=correction.off_policy_mask_threshold,
+        by_top_tokens=config.teacher_is_elsewhere,
         teaches_itself=config.algorithm.self_distillation.enable,
         on_policy=config.on_policy,
     )

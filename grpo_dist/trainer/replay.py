@@ -64,7 +64,7 @@ UPDATE_METRICS = (
 def reward_worker(config: RunConfig) -> Iterator[RewardWorker]:
     """A reward process's work in this process; the function itself runs in a child, as in a run."""
     worker = RewardWorker()
-    worker.start(reward_settings(config))
+    worker.start(replace(reward_settings(config), teacher=None))  # what it told is not part of scores
     try:
         yield worker
     finally:

@@ -54,7 +54,7 @@ def actor_settings(config: RunConfig, num_steps: int, **ranks: Any) -> PolicySet
         total_steps=num_steps * actor.ppo_epochs * mini_batches,
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.actor_is_reference else (),
-        keeps_output_layer=objective_settings(config).exact_kl and not config.has_teacher,
+        keeps_output_layer=objective_settings(config).needs_head and not config.has_teacher,
         weight_bucket_bytes=rollout.checkpoint_engine.bucket_bytes,
     )
 
@@ -150,6 +150,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
         self_distillation=teaching if teaching.enable else None,
         template_kwargs=template_kwargs(config) if teaching.enable else {},
+        teacher=config.actor_rollout_ref.ref.model.endpoint if config.teacher_is_elsewhere else None,
     )
 
 

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from grpo_dist.algorithms import kl_penalty, policy_objective
+from grpo_dist.algorithms.settings import TOP_IDS, TOP_LOG_PROBS
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.protocol import DataProto, Metric, Ragged, merge_metrics, metric_values
 from grpo_dist.protocol.teacher_prompts import TEACHER_MASK, TEACHER_PROMPTS, as_teacher_reads
@@ -213,3 +214,47 @@ def test_where_nothing_was_shown_nothing_is_learned(random_models: dict[str, str
     for of_rank in run_ranks(2, taught, random_models["tied"], rest.union(DataProto.from_dict(none)), ("full",)):
         metrics = metric_values(of_rank[0])
         assert metrics["actor/loss"] == metrics["actor/grad_norm"] == metrics["actor/self_distilled_fraction"] == 0
+
+
+# --- a teacher that tells of its likeliest tokens ----------------------------------------------------------------
+def told_batch() -> DataProto:
+    """Twelve responses, four tokens at each place with their log-probs by a made-up teacher."""
+    data = random_batch(num_groups=3, n=4).select(["uid", "prompts", "responses", "response_mask"])
+    offsets, generator = data["responses"].offsets, torch.Generator().manual_seed(6)
+    told = torch.log_softmax(2 * torch.randn(int(offsets[-1]), 96, generator=generator), -1).topk(4)
+    columns = {TOP_IDS: Ragged(told.indices.int(), offsets), TOP_LOG_PROBS: Ragged(told.values, offsets)}
+    columns["advantages"] = Ragged(torch.zeros(int(offsets[-1])), offsets)
+    return data.union(DataProto.from_dict(columns))
+
+
+def told_to(rank: int, path: str, data: DataProto) -> list[dict[str, Metric]]:
+    rows, found = data.index([2, 5, 6] if rank else [0, 1, 3, 4, 7, 8, 9, 10, 11]), []
+    for layout, size in CASES:
+        engine = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout)
+        settings = objective_settings(**KEYS, kl_loss_type="full", by_top_tokens=True)
+        found.append(engine.train_mini_batch(rows, micro_batch_size=size, objective=settings).metrics)
+    return found
+
+
+def test_the_loss_over_a_teachers_tokens_is_the_plain_formulas_in_any_layout_and_on_two_ranks(
+    random_models: dict[str, str],
+) -> None:
+    path, data, total, mass = random_models["tied"], told_batch(), torch.zeros(()), 0.0
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt, response, ids, told in zip(
+        *(data[name].rows() for name in ("prompts", "responses", TOP_IDS, TOP_LOG_PROBS)), strict=True
+    ):
+        z = model(input_ids=torch.cat([prompt, response]).long()[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        total = total + kl_penalty("full", z.gather(1, ids.long()), told / TEMPERATURE).sum()
+        mass += torch.softmax(z, -1).gather(1, ids.long()).sum().item()
+    count = len(data["responses"].values)
+    (total / count).backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
+    of_ranks = run_ranks(2, told_to, path, data)
+    for case, parts in zip(CASES, zip(*of_ranks, strict=True), strict=True):
+        metrics = metric_values(merge_metrics(parts))
+        assert metrics["actor/loss"] == pytest.approx(total.item() / count, rel=1e-4), case
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3), case
+        assert metrics["actor/policy_top_mass"] == pytest.approx(mass / count, rel=1e-4)
+        told = data[TOP_LOG_PROBS].values.exp().sum(-1).mean().item()
+        assert metrics["actor/teacher_top_mass"] == pytest.approx(told, rel=1e-5)

@@ -36,6 +36,7 @@ def test_every_field_is_complete() -> None:
             "ragged (N, R_i, H)",
             "ragged (N, S_i)",
             "ragged (N, Q_i)",
+            "ragged (N, R_i, K)",
         )
         assert field.shape in (*shapes, *(f"ragged (N, {row}, layers, experts)" for row in ("P_i", "R_i"))), name
 

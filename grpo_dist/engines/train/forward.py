@@ -22,6 +22,7 @@ from grpo_dist.engines.train.attention import (
 )
 from grpo_dist.engines.train.compiled import Compiler, gradient_norms
 from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead, exact_kl_error
+from grpo_dist.engines.train.logits import TopTokens
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.engines.train.router_replay import RouterReplay
@@ -115,6 +116,7 @@ class PolicyForward:
         reference: ReferenceHead | None = None,
         reference_states: Tensor | None = None,
         gradient_norms: bool = False,
+        top: tuple[Tensor, Tensor] | None = None,
     ) -> HeadValues:
         """Log-probs of the M response tokens, and what else is asked for; see `HeadRequest`."""
         group = self.group_of(micro_batch)
@@ -130,6 +132,7 @@ class PolicyForward:
             reference,
             reference_states,
             gradient_norms,
+            None if top is None else self._top_tokens(*top, micro_batch.slots[numbers]),
         )
         if self.head is None:
             values = self._plain(micro_batch, request)
@@ -138,6 +141,9 @@ class PolicyForward:
                 values = self._run(micro_batch).logits
         count = len(micro_batch.targets)
         return HeadValues._make(None if part is None else group.whole(part, numbers, count) for part in values)
+
+    def _top_tokens(self, ids: Tensor, log_probs: Tensor, slots: Tensor) -> TopTokens:
+        return TopTokens(_at_tokens(ids, slots, 1).long(), _at_tokens(log_probs, slots, 1) / self.temperature)
 
     def group_of(self, micro_batch: MicroBatch) -> SequenceGroup:
         """The ranks that split the tokens of a micro-batch."""
@@ -156,7 +162,7 @@ class PolicyForward:
 
     def _plain(self, micro_batch: MicroBatch, request: HeadRequest) -> HeadValues:
         """Return the head's values from the model's own logits, for models that change them after the output layer."""
-        if request.hidden_states or request.reference is not None:
+        if request.hidden_states or request.reference is not None or request.top is not None:
             raise exact_kl_error(f"through the chunked output layer this model's log-probs are others: {self.report}")
         width = micro_batch.input_ids.shape[1] // self.group_of(micro_batch).size
         rows = request.predictors // width

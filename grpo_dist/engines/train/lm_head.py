@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from grpo_dist.assets import POLICY_SECTION
 from grpo_dist.engines.float32_products import float32_products
 from grpo_dist.engines.train.compiled import Compiler
-from grpo_dist.engines.train.logits import TokenValues, logits_gradient, token_values
+from grpo_dist.engines.train.logits import TokenValues, TopTokens, logits_gradient, token_values
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CHUNK_LOGITS
@@ -63,6 +63,7 @@ class HeadRequest:
         hidden_states: whether to return the predictors' hidden states, detached.
         reference: the reference's output layer, for the exact KL, or None.
         reference_states: (M, H'), the reference's hidden states, or None.
+        top: what a teacher tells of its likeliest tokens, in the place of the reference; the KL is over these alone.
         gradient_norms: whether to compute |d log_prob / dz|^2 = 1 - 2 p_y + sum p^2; through it there is no gradient.
     """
 
@@ -74,11 +75,12 @@ class HeadRequest:
     reference: ReferenceHead | None = None
     reference_states: Tensor | None = None
     gradient_norms: bool = False
+    top: TopTokens | None = None
 
 
 class HeadValues(NamedTuple):
     """(M,) float32 log-probs, entropies and exact KL, in nats, (M, H) hidden states, and (M,) float32 squared norms of
-    the log-probs' gradients; None if not asked for.
+    the log-probs' gradients and probability of a teacher's tokens; None if not asked for.
     """
 
     log_probs: Tensor
@@ -86,6 +88,7 @@ class HeadValues(NamedTuple):
     exact_kl: Tensor | None
     hidden_states: Tensor | None
     gradient_norms: Tensor | None = None
+    mass: Tensor | None = None
 
 
 class ResponseHead(nn.Linear):
@@ -182,8 +185,8 @@ def response_values(
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_LOGITS[hidden.device.type] // len(weight))
     used = compiler if compiler is not None and compiler.on else None
-    log_probs, entropies, kl, norms = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
-    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None, norms)
+    log_probs, entropies, kl, *rest = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
+    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None, *rest)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -196,7 +199,7 @@ class _ChunkedHead(torch.autograd.Function):
         request: HeadRequest,
         chunk_tokens: int,
         compiler: Compiler | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         compute, temperature = _used(token_values, compiler), _yet_to_divide_by(request, compiler)
         asked = {"entropies": request.entropies, "gradient_norms": request.gradient_norms}
         parts, logits = [], None
@@ -204,14 +207,15 @@ class _ChunkedHead(torch.autograd.Function):
             logits = None  # else two chunks would exist at once
             logits = _logits(states[part], weight, bias, request, compiler)
             reference = _reference_logits(request, part, len(weight), compiler)
-            parts.append(compute(logits, request.targets[part], temperature, reference, **asked))
+            top = None if request.top is None else request.top.part(part)
+            parts.append(compute(logits, request.targets[part], temperature, reference, top=top, **asked))
         values = TokenValues._make(None if of[0] is None else torch.cat(of) for of in zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias, *values)
         ctx.request, ctx.chunk_tokens, ctx.compiler = request, chunk_tokens, compiler
         ctx.last_logits = logits if any(ctx.needs_input_grad) else None
-        if values.gradient_norms is not None:
-            ctx.mark_non_differentiable(values.gradient_norms)
-        return values.log_probs, values.entropies, values.exact_kl, values.gradient_norms
+        constant = values.gradient_norms, values.mass
+        ctx.mark_non_differentiable(*(each for each in constant if each is not None))
+        return values.log_probs, values.entropies, values.exact_kl, *constant
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -227,7 +231,8 @@ class _ChunkedHead(torch.autograd.Function):
                 logits = _logits(states[part], weight, bias, request, compiler)
             reference = _reference_logits(request, part, len(weight), compiler)
             of_chunk = values.part(part), gradients.part(part)
-            grad = compute(logits, request.targets[part], temperature, reference, *of_chunk).to(weight.dtype)
+            top = None if request.top is None else request.top.part(part)
+            grad = compute(logits, request.targets[part], temperature, reference, *of_chunk, top).to(weight.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             with float32_products(states):

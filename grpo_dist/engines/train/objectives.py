@@ -16,6 +16,8 @@ from torch import Tensor
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.objective import SUMS
 from grpo_dist.algorithms.settings import (
+    TOP_IDS,
+    TOP_LOG_PROBS,
     LabelSettings,
     ObjectiveSettings,
     PreferenceSettings,
@@ -110,6 +112,7 @@ class PolicyObjective(Objective):
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         settings, values = self.settings, self._values(micro_batch)
         read = {"log_probs": values.log_probs, "entropy": values.entropies, "exact_kl": values.exact_kl}
+        read["top_mass"] = values.mass
         computed = {name: micro_batch.to_rows(value) for name, value in read.items() if value is not None}
         loss, means = policy_objective(
             {**micro_batch.columns, "response_mask": micro_batch.response_mask, **computed},
@@ -126,12 +129,14 @@ class PolicyObjective(Objective):
     def _values(self, micro_batch: MicroBatch) -> HeadValues:
         """Log-probs with the gradient, and where the loss asks for them entropies and the exact KL."""
         settings = self.settings
-        assert self.reference_head is not None or not settings.exact_kl, "start with `exact_kl`"
+        columns = micro_batch.columns
+        assert self.reference_head is not None or not settings.needs_head, "start with `exact_kl`"
         return self.forward(
             micro_batch,
             entropies=settings.actor.computes_entropy,
-            reference=self.reference_head if settings.exact_kl else None,
-            reference_states=micro_batch.columns.get("ref_hidden_states"),
+            reference=self.reference_head if settings.needs_head else None,
+            reference_states=columns.get("ref_hidden_states"),
+            top=(columns[TOP_IDS], columns[TOP_LOG_PROBS]) if settings.by_top_tokens else None,
         )
 
 

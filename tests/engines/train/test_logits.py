@@ -9,7 +9,7 @@ import torch
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.train.logits import TokenValues, logits_gradient, token_values
+from grpo_dist.engines.train.logits import TokenValues, TopTokens, logits_gradient, token_values
 
 M, V, TEMPERATURE = 5, 37, 0.7
 TERMS = [(False, False), (True, False), (False, True), (True, True)]
@@ -52,6 +52,26 @@ def test_values_and_gradients_are_those_of_plain_formulas(entropies: bool, kl: b
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
     logits, *_ = inputs()
     torch.testing.assert_close(values.sums, torch.logsumexp(logits / TEMPERATURE, -1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_kl_over_the_tokens_that_a_teacher_tells() -> None:
+    """As if there were no others; beside it their probability, and gradients of log-probs too."""
+    logits, reference, targets, upstream = inputs()
+    told = torch.log_softmax(reference, -1).topk(4)
+    top = TopTokens(told.indices, told.values / TEMPERATURE)
+    scaled = (logits / TEMPERATURE).requires_grad_()
+    among = scaled.gather(1, top.ids)
+    expected = kl_penalty("full", among, top.log_probs)
+    log_probs = token_log_probs(scaled, targets, 1.0)
+    loss = (expected * upstream[2]).sum() + (log_probs * upstream[0]).sum()
+    (gradient,) = torch.autograd.grad(loss, scaled)
+    values = token_values(logits, targets, TEMPERATURE, None, entropies=False, top=top)
+    torch.testing.assert_close(values.exact_kl, expected.detach(), rtol=1e-5, atol=1e-5)
+    mass = torch.softmax(scaled, -1).gather(1, top.ids).sum(1)
+    torch.testing.assert_close(values.mass, mass.detach(), rtol=1e-5, atol=1e-6)
+    upstreams = TokenValues(upstream[0], None, None, upstream[2])
+    found = logits_gradient(logits, targets, TEMPERATURE, None, values, upstreams, top)
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_the_squared_norm_of_the_gradient_of_a_log_prob() -> None:
