@@ -1,7 +1,7 @@
 """The column contract: every column of a batch, its meaning, and the role that computes it.
 
-Shapes: K tokens that a teacher tells of; N sequences; R_i response tokens, P_i prompt tokens, Q_i tokens of its teacher's prompt and S_i judged steps of
-sequence i. Ragged columns have no padding.
+Shapes: N sequences; R_i response tokens, P_i prompt tokens, Q_i tokens of its teacher's prompt and S_i judged steps of
+sequence i; K tokens that a teacher tells of. Ragged columns have no padding.
 """
 
 from __future__ import annotations
