@@ -25,6 +25,8 @@ from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import held_by, roles_of
+from grpo_dist.rewards.http_reward import read_headers
+from grpo_dist.rewards.teacher_endpoint import SECTION as TEACHER_ENDPOINT
 from grpo_dist.trainer.model_settings import model_settings
 
 REWARD_MODEL = "reward model"  # the title of the one that reads conversations
@@ -200,7 +202,10 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
 
 
 def check_teachers(config: RunConfig, prompts: Sequence[TokenizedPrompt]) -> None:
-    """Check that each data source of the training rows has a teacher, where they are named by it; else a DataError."""
+    """Check that a server's headers are there; and, where teachers are named by data source, that each of the training
+    rows has one, else a DataError.
+    """
+    read_headers(config.actor_rollout_ref.ref.model.endpoint.headers_env, TEACHER_ENDPOINT)
     named = config.teachers
     if lacking := [row.prompt for row in prompts if named and row.prompt.data_source not in named]:
         raise DataError(

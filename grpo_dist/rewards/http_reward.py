@@ -122,7 +122,7 @@ def post_json(
     Raises:
         RewardError: no answer after all retries, another status than 2xx, or no JSON.
     """
-    headers = {**read_headers(headers_env), "Content-Type": "application/json"}
+    headers = {**read_headers(headers_env, key.rpartition(".")[0]), "Content-Type": "application/json"}
     content = json.dumps(body, default=_to_plain).encode()
     for attempt in range(retries + 1):
         try:
@@ -141,8 +141,8 @@ def post_json(
     raise AssertionError("the last attempt returned or raised")
 
 
-def read_headers(variable: str | None) -> dict[str, str]:
-    """Return the headers in an environment variable, a JSON object; none for None.
+def read_headers(variable: str | None, section: str = KEY) -> dict[str, str]:
+    """Return the headers in an environment variable, a JSON object, that `section`.headers_env names; none for None.
 
     Raises:
         ConfigError: it is not set, or holds something else; its value, which may be secret, is not shown.
@@ -156,7 +156,7 @@ def read_headers(variable: str | None) -> dict[str, str]:
             raise ValueError
     except (KeyError, ValueError, AttributeError):
         raise ConfigError(
-            f"{KEY}.headers_env={variable}: that environment variable must hold a JSON object of headers, such as "
+            f"{section}.headers_env={variable}: that environment variable must hold a JSON object of headers, such as "
             f'{{"Authorization": "Bearer ..."}}; it {"does not" if variable in os.environ else "is not set"}'
         ) from None
     return {name: value.strip() for name, value in headers.items()}

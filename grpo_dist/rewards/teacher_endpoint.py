@@ -15,7 +15,8 @@ from grpo_dist.protocol import Ragged
 from grpo_dist.redact import redact_text
 from grpo_dist.rewards.http_reward import post_json, show
 
-KEY = "actor_rollout_ref.ref.model.endpoint.base_url"
+SECTION = "actor_rollout_ref.ref.model.endpoint"
+KEY = f"{SECTION}.base_url"
 AT_ONCE = 8  # requests of one process
 
 

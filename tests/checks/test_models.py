@@ -111,6 +111,11 @@ def test_each_teacher_is_checked_and_each_data_source_has_one(tmp_path: Path, ra
     with refuses(DataError, TEACHER, 2, "'d'", "rows.jsonl, line 3"):
         check_teachers(config, named)
     check_teachers(load_config([])[0], named)
+    endpoint = "actor_rollout_ref.ref.model.endpoint"
+    elsewhere = ("recipe=distill", f"{endpoint}.base_url=http://teacher/v1", f"{endpoint}.model=big")
+    check_teachers(load_config([*elsewhere])[0], named)
+    with refuses(ConfigError, f"{endpoint}.headers_env=NOWHERE"):
+        check_teachers(load_config([*elsewhere, f"{endpoint}.headers_env=NOWHERE"])[0], named)
 
 
 @pytest.mark.parametrize("key", [PATH, CRITIC])
