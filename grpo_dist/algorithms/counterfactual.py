@@ -41,11 +41,12 @@ def advantage_statistics(sums: np.ndarray) -> dict[str, np.ndarray]:
     n, x, y, xx, yy, xy, responses, turned, size_a, size_b, aa, bb, groups_a, groups_b = sums
     spreads = (n * square - s * s for s, square in ((x, xx), (y, yy)))
     u, v = (
-        np.where(each > ROUNDING * n * square, each, np.nan) for each, square in zip(spreads, (xx, yy), strict=True)
+        np.where(spread > ROUNDING * n * square, spread, np.nan)
+        for spread, square in zip(spreads, (xx, yy), strict=True)
     )
-    found = {"correlation": (n * xy - x * y) / np.sqrt(u * v), "sign_changes": turned / responses}
-    found |= {"effective_size": size_a**2 / aa, "other_effective_size": size_b**2 / bb}
-    return {"groups": groups_a, "other_groups": groups_b} | found
+    statistics = {"correlation": (n * xy - x * y) / np.sqrt(u * v), "sign_changes": turned / responses}
+    statistics |= {"effective_size": size_a**2 / aa, "other_effective_size": size_b**2 / bb}
+    return {"groups": groups_a, "other_groups": groups_b} | statistics
 
 
 def products(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[float]:
@@ -72,7 +73,7 @@ def with_intervals(unit: str, sums: np.ndarray) -> dict[str, list[float]]:
     return {name: [float(value), *ends[name].tolist()] for name, value in values.items()}
 
 
-def verdict(sums: Mapping[str, np.ndarray], found: Mapping[str, Sequence[float]], *, by_gradient: bool) -> str:
+def verdict(sums: Mapping[str, np.ndarray], statistics: Mapping[str, Sequence[float]], *, by_gradient: bool) -> str:
     """Say which way the other config would have pushed, by the sums of each unit and their statistics.
 
     Where the loss is another one advantages do not tell, but the gradient does (`by_gradient`).
@@ -80,11 +81,11 @@ def verdict(sums: Mapping[str, np.ndarray], found: Mapping[str, Sequence[float]]
     name, unit = ("cosine", "mini-batches") if by_gradient else ("correlation", "groups")
     why = f"there is no {name} ({'trainer.save_freq keeps weights' if by_gradient else 'see above'})"
     if unit in sums:
-        least, (_, low, high) = int((sums[unit][-2:] > 0).sum(1).min()), found[name]
+        least, (_, low, high) = int((sums[unit][-2:] > 0).sum(1).min()), statistics[name]
         why = f"the {name} may be anything from {low:.2f} to {high:.2f}"
         if least < LEAST_UNITS:
             why = f"one of both configs pushes {least} {unit}, and {LEAST_UNITS} are needed"
         elif low > 0 or high < CLEAR:
-            told = "the same way" if low >= SAME else "partly the same way" if low > 0 else "another way"
-            return f"the other config would have pushed {told} ({name})"
+            direction = "the same way" if low >= SAME else "partly the same way" if low > 0 else "another way"
+            return f"the other config would have pushed {direction} ({name})"
     return f"these data cannot tell what the other config would have pushed: {why}"

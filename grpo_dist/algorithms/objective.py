@@ -87,8 +87,8 @@ def policy_objective(
             kl = kl * columns["teacher_mask"]
             metrics["actor/self_distilled_fraction"] = masked_mean(columns["teacher_mask"], mask)
         if settings.by_top_tokens:
-            told = columns[TOP_LOG_PROBS]  # of a rank without rows (N, T)
-            mass = {"teacher": told.exp().sum(-1) if told.dim() == 3 else told, "policy": columns["top_mass"]}
+            of_top = columns[TOP_LOG_PROBS]  # of a rank without rows (N, T)
+            mass = {"teacher": of_top.exp().sum(-1) if of_top.dim() == 3 else of_top, "policy": columns["top_mass"]}
             metrics |= {f"actor/{name}_top_mass": masked_mean(values, mask) for name, values in mass.items()}
         loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)

@@ -111,22 +111,22 @@ def _compare(options: argparse.Namespace) -> int:
     first, last = first or known[0], last or known[-1]
     if options.steps and not known[0] <= first <= last <= known[-1]:
         raise ConfigError(f"--steps {first}:{last}: {run_dir / ROLLOUTS} has the steps {known[0]}:{known[-1]}")
-    table, notes, found = [], [], dict[str, list[np.ndarray]]()
+    table, notes, sums_by_unit = [], [], dict[str, list[np.ndarray]]()
     with ExitStack() as stack:
         worker = None
         for step in range(first, last + 1):
             recorded = read_recorded(run_dir, step, tuple(options.overrides), trust=options.trust)
             worker = worker or stack.enter_context(reward_worker(recorded.config))
-            row, sums, told = _compared(recorded, worker, options)
+            row, sums, own_notes = _compared(recorded, worker, options)
             table.append(row | _figures(sums)[1])
-            notes += [f"step {step}: {note}" for note in told]
+            notes += [f"step {step}: {note}" for note in own_notes]
             for unit, part in sums.items():
-                found.setdefault(unit, []).append(part)
-    whole = {unit: np.concatenate(parts, 1) for unit, parts in found.items()}
-    found_in_all, shown = _figures(whole)
+                sums_by_unit.setdefault(unit, []).append(part)
+    whole = {unit: np.concatenate(parts, 1) for unit, parts in sums_by_unit.items()}
+    in_all, shown = _figures(whole)
     table.append({"step": "all"} | shown)
     interval = f"in brackets: 95 % intervals by {DRAWS} draws of groups (cosine: of mini-batches), seed {SEED}"
-    _write([*_lines(table), interval, *notes, verdict(whole, found_in_all, by_gradient=loss_is_another(recorded))])
+    _write([*_lines(table), interval, *notes, verdict(whole, in_all, by_gradient=loss_is_another(recorded))])
     return 0
 
 
@@ -140,7 +140,7 @@ def _compared(
     before, after = recorded.data["score"], scores["score"]
     moved = ((before - after).abs() > SCORE_TOLERANCE) | (before.isnan() != after.isnan())
     row = {"step": str(recorded.step), "score otherwise": f"{int(moved.sum())} of {len(before)}"}
-    row["mean score"] = " -> ".join(f"{float(each.nanmean()):.4g}" for each in (before, after))
+    row["mean score"] = " -> ".join(f"{float(column.nanmean()):.4g}" for column in (before, after))
     notes = [f"the function failed on {len(failures)}: {failures[0].splitlines()[0]}"] if failures else []
     sums: dict[str, np.ndarray] = {}
     try:
@@ -168,13 +168,13 @@ def _lines(table: Sequence[dict[str, str]]) -> Iterator[str]:
 
 def _figures(sums: dict[str, np.ndarray]) -> tuple[dict[str, list[float]], dict[str, str]]:
     """The statistics of all units, as numbers and as they are shown."""
-    found = {name: each for unit in sums for name, each in with_intervals(unit, sums[unit]).items()}
+    statistics = {name: value for unit in sums for name, value in with_intervals(unit, sums[unit]).items()}
     shown = {}
-    for name, (value, low, high) in found.items():
+    for name, (value, low, high) in statistics.items():
         digits = 0 if name.endswith(("groups", "size")) else 2
         interval = "" if name.endswith("groups") or low != low else f" [{low:.{digits}f}, {high:.{digits}f}]"
         shown[name.replace("_", " ")] = f"{value:.{digits}f}{interval}"
-    return found, shown
+    return statistics, shown
 
 
 def _write(lines: Sequence[str] | Iterator[str]) -> None:

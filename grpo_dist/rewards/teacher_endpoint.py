@@ -33,8 +33,8 @@ class TeacherEndpoint:
             RewardError: the server does not answer, or not as vLLM does.
         """
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            told = list(pool.map(self._ask, prompts.rows(), responses.rows()))
-        ids, log_probs = zip(*told, strict=True)
+            answers = list(pool.map(self._ask, prompts.rows(), responses.rows()))
+        ids, log_probs = zip(*answers, strict=True)
         return {TOP_IDS: Ragged.from_rows(ids, torch.int32), TOP_LOG_PROBS: Ragged.from_rows(log_probs, torch.float32)}
 
     def _ask(self, prompt: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,14 +45,16 @@ class TeacherEndpoint:
         answer = post_json(url, body, timeout_s=section.timeout_s, headers_env=section.headers_env, key=KEY)
         try:
             places = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
-            told = [sorted((-each["logprob"], int(token)) for token, each in place.items())[:count] for place in places]
+            top = [
+                sorted((-entry["logprob"], int(token)) for token, entry in place.items())[:count] for place in places
+            ]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            told = []
-        if len(told) != len(response) or any(len(place) < count for place in told):
+            top = []
+        if len(top) != len(response) or any(len(place) < count for place in top):
             wanted = f"choices[0].prompt_logprobs with {count} tokens at each of {len(asked)} places"
             raise RewardError(
                 f"{KEY}={redact_text(str(section.base_url))}: expected {wanted}, as a vLLM server with --max-logprobs "
                 f"{count} or more gives them; got {show(answer)}"
             )
-        pairs = torch.tensor(told, dtype=torch.float64).reshape(len(told), count, 2)
+        pairs = torch.tensor(top, dtype=torch.float64).reshape(len(top), count, 2)
         return pairs[..., 1], -pairs[..., 0]

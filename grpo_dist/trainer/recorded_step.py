@@ -125,7 +125,7 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
 
 def _check_recomputed(ran: RunConfig, config: RunConfig) -> None:
     """Refuse changed keys of which recorded responses tell nothing."""
-    before, after = (dict(flatten(each.model_dump(mode="json"))) for each in (ran, config))
+    before, after = (dict(flatten(one.model_dump(mode="json"))) for one in (ran, config))
     changes = compare_configs(before, after, RunConfig)
     lines = (*changes.experiment, *changes.refused, *changes.shown)
     if wrong := "\n".join(f"  {line}" for line in lines if not RECOMPUTED.match(line)):

@@ -236,14 +236,16 @@ def gradient_products(recorded: Recorded, targets: DataProto) -> np.ndarray:
     """
     ran = recorded if recorded.ran is None else replace(recorded, config=recorded.ran, ran=None)
     other = DataProto({**recorded.sampled.batch, **targets.batch}, recorded.data.non_tensor_batch)
-    sides, found = (_update_inputs(ran, ran.data), _update_inputs(recorded, other)), []
+    sides, of_batches = (_update_inputs(ran, ran.data), _update_inputs(recorded, other)), []
     size = {"micro_batch_size": ran.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
 
     def watch(engine: FSDPEngine, rows: np.ndarray) -> None:
-        found.append(products(*(engine.gradient(data.index(rows), objective=loss, **size) for loss, data in sides)))
+        of_batches.append(
+            products(*(engine.gradient(data.index(rows), objective=loss, **size) for loss, data in sides))
+        )
 
     reupdate(ran, watch)
-    return np.array(found).reshape(-1, 3).T
+    return np.array(of_batches).reshape(-1, 3).T
 
 
 def loss_is_another(recorded: Recorded) -> bool:
@@ -341,13 +343,13 @@ def _agent_baselines(recorded: Recorded) -> dict[int, float]:
     Raises:
         ConfigError: they are not recorded, and the step is not the first one, where they are 0.
     """
-    found = AgentBaselines.recorded(recorded.metrics)
-    if not found and recorded.step > 1:
+    baselines = AgentBaselines.recorded(recorded.metrics)
+    if not baselines and recorded.step > 1:
         raise ConfigError(
             f"step {recorded.step}: algorithm.adv_estimator=rae goes by the scores of the steps before, and {METRICS} "
             f"in {recorded.run_dir} has none; choose another estimator, or step 1"
         )
-    return found
+    return baselines
 
 
 def _entropy_coeff(recorded: Recorded) -> float:

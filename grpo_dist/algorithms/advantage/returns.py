@@ -116,8 +116,8 @@ def turn_states(responses: Tensor, sampled: Tensor) -> Tensor:
     for row, (tokens, mark) in enumerate(zip(responses.cpu().numpy(), marks.cpu(), strict=True)):
         starts, ends = ((mark == sign).nonzero().flatten().tolist() for sign in (1, -1))
         for before, start, end in zip([0, *ends], starts, ends, strict=False):
-            told = tokens[before:start].tobytes()
-            states[row, start:end] = known.setdefault(told, len(known) + 1)
+            before_turn = tokens[before:start].tobytes()
+            states[row, start:end] = known.setdefault(before_turn, len(known) + 1)
     return states
 
 

@@ -205,7 +205,7 @@ class FSDPEngine(FSDPWeights):
         """This rank's shards of the gradient that `train_mini_batch` would step by, before any clip."""
         _, data, _, plan, losses = self._accumulate(data, micro_batch_size, None, objective)
         self._finite_metrics(losses, data, plan, NOT_TAKEN)
-        gradients = [local_shard(each.grad) for each in self.model.parameters() if each.grad is not None]
+        gradients = [local_shard(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         self.model.zero_grad(set_to_none=True)
         return gradients
 

@@ -214,7 +214,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.request, ctx.chunk_tokens, ctx.compiler = request, chunk_tokens, compiler
         ctx.last_logits = logits if any(ctx.needs_input_grad) else None
         constant = values.gradient_norms, values.mass
-        ctx.mark_non_differentiable(*(each for each in constant if each is not None))
+        ctx.mark_non_differentiable(*(column for column in constant if column is not None))
         return values.log_probs, values.entropies, values.exact_kl, *constant
 
     @staticmethod
