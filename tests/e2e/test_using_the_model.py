@@ -88,7 +88,7 @@ def test_another_reward_function(copied: Path, tmp_path: Path, capsys: pytest.Ca
         told,
         f"{len(data)} of {len(data)}",
         f"{mean:.4g} -> {1 - mean:.4g}",
-        "-1.00 [-1.00, -1.00]",
+        "-1.00",
         "trainer.save_freq",
     )
 
