@@ -88,8 +88,9 @@ def policy_objective(
             metrics["actor/self_distilled_fraction"] = masked_mean(columns["teacher_mask"], mask)
         if settings.by_top_tokens:
             of_top = columns[TOP_LOG_PROBS]  # of a rank without rows (N, T)
-            mass = {"teacher": of_top.exp().sum(-1) if of_top.dim() == 3 else of_top, "policy": columns["top_mass"]}
-            metrics |= {f"actor/{name}_top_mass": masked_mean(values, mask) for name, values in mass.items()}
+            teachers = of_top.exp().sum(-1) if of_top.dim() == 3 else of_top
+            metrics["actor/teacher_top_mass"] = masked_mean(teachers, mask)
+            metrics["actor/policy_top_mass"] = masked_mean(columns["top_mass"], mask)
         loss = loss + actor.kl_loss_coef * aggregate(kl)
         metrics["actor/kl_loss"] = masked_mean(kl, mask)
     if actor.computes_entropy:

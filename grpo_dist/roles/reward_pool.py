@@ -72,7 +72,8 @@ class RewardPool(Pool):
         Raises:
             GrpoDistError: an error that would occur in every process, or the restart budget is used up.
         """
-        inputs = group.select(("prompts", "responses", "response_mask", *EPISODE_TOKENS.intersection(group.columns)))
+        more = {"prompts", *EPISODE_TOKENS}.intersection(group.columns)
+        inputs = group.select(("responses", "response_mask", *more))
         loop = asyncio.get_running_loop()
         if not self._unscored:
             loop.call_soon(self._score_waiting)

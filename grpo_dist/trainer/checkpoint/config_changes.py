@@ -44,7 +44,8 @@ _IDLE = {
     f"{_ROLES}.model.lora_rank": tuple(f"{_ROLES}.model.{name}" for name in _LORA),
     "model.lora_rank": tuple(f"model.{name}" for name in _LORA),
     "reward_model.enable": ("reward_model.",),
-    f"{_ROLES}.ref.model.path": (f"{_ROLES}.ref.model.",),
+    f"{_ROLES}.ref.model.path": tuple(f"{_ROLES}.ref.model.{name}" for name in ("path", "trust", "override")),
+    f"{_ROLES}.ref.model.endpoint.base_url": (f"{_ROLES}.ref.model.endpoint.",),
     "critic.enable": ("critic.", "trainer.critic_warmup"),
 }
 

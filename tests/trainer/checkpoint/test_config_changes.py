@@ -146,6 +146,11 @@ def test_another_teacher_is_another_experiment() -> None:
     assert (changes.refused, changes.experiment[0]) == ([], f"{key}.path: (not set) -> builtin:tiny-qwen3")
     assert [line.partition(":")[0] for line in changes.experiment[1:]] == [f"{key}.override_config.rope_theta"]
     assert compare_configs(as_dict(), as_dict(more)) == Changes()
+    elsewhere = ("recipe=distill", f"{key}.endpoint.base_url=http://teacher/v1", f"{key}.endpoint.model=big")
+    moved = compare_configs(as_dict(*elsewhere), as_dict(*elsewhere, f"{key}.endpoint.base_url=http://other/v1"))
+    assert moved == Changes(), "an address changes no result"
+    other = compare_configs(as_dict(*elsewhere), as_dict(*elsewhere, f"{key}.endpoint.model=bigger"))
+    assert other.experiment == [f"{key}.endpoint.model: big -> bigger"]
 
 
 def test_the_keys_of_a_critic() -> None:
