@@ -1,7 +1,8 @@
-"""The implementations that the cases can be checked against: one module each, with `answer` and `version`.
+"""The implementations that the cases can be checked against: one module each, with `version()` and a function
+for each kind of objective.
 
-`answer(group, case)` calls the implementation and returns the outputs it gives, by the names of `case.expected`;
-those it lacks, such as a clip fraction that it does not report, are left out.
+The function, such as `policy_loss(name, case)`, calls the implementation and returns the outputs it gives, by the names
+of `case.expected`; those it lacks, such as a clip fraction that it does not report, are left out.
 """
 
 from __future__ import annotations

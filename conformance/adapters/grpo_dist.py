@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.adapters.tensors import column, columns, rows
-from conformance.form import Case, Group
+from conformance.form import Case
 from grpo_dist import __version__
 from grpo_dist.algorithms import agg_loss, compute_advantage, compute_policy_loss, compute_rollout_correction
 from grpo_dist.algorithms.correction import off_policy_mask, second_moment_mask
@@ -85,17 +85,3 @@ def correction(name: str, case: Case) -> dict[str, Any]:
         return {"weights": rows(off_policy_mask(**given, **case.settings))}
     weights, kept, _ = compute_rollout_correction(**given, **case.settings)
     return {"kept": rows(kept)} | ({} if weights is None else {"weights": rows(weights)})
-
-
-KINDS = {
-    "advantage": advantage,
-    "policy_loss": policy_loss,
-    "kl": kl,
-    "aggregation": aggregation,
-    "correction": correction,
-}
-
-
-def answer(group: Group, case: Case) -> dict[str, Any]:
-    """The outputs of one case."""
-    return KINDS[group.kind](group.name, case)

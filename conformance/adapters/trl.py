@@ -22,7 +22,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from conformance.adapters import NotOffered
 from conformance.adapters.tensors import column, columns, rows
-from conformance.form import Case, Group
+from conformance.form import Case
 
 # loss_type of each aggregation by verl's names.
 AGGREGATIONS = {
@@ -266,17 +266,3 @@ def correction(name: str, case: Case) -> dict[str, Any]:
     scores = [torch.zeros(len(mask))]
     found = generated(trainer, mask, scores, given["rollout_log_probs"])["importance_sampling_ratio"]
     return {"weights": rows(found.expand_as(mask))}
-
-
-KINDS = {
-    "advantage": advantage,
-    "policy_loss": policy_loss,
-    "kl": kl,
-    "aggregation": aggregation,
-    "correction": correction,
-}
-
-
-def answer(group: Group, case: Case) -> dict[str, Any]:
-    """The outputs of one case."""
-    return KINDS[group.kind](group.name, case)

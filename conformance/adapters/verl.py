@@ -18,7 +18,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from conformance.adapters import NotOffered
 from conformance.adapters.tensors import column, columns, rows
-from conformance.form import Case, Group
+from conformance.form import Case
 
 LOSS_KEYS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
 
@@ -144,17 +144,3 @@ def correction(name: str, case: Case) -> dict[str, Any]:
         **case.settings,
     )
     return {"kept": rows(kept)} | ({} if weights is None else {"weights": rows(weights.batch["rollout_is_weights"])})
-
-
-KINDS = {
-    "advantage": advantage,
-    "policy_loss": policy_loss,
-    "kl": kl,
-    "aggregation": aggregation,
-    "correction": correction,
-}
-
-
-def answer(group: Group, case: Case) -> dict[str, Any]:
-    """The outputs of one case."""
-    return KINDS[group.kind](group.name, case)

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from conformance.entries import Probe, probed
 from conformance.form import Case, Group, masked, rounded, whole
 from tests.fuzz.papers.advantages import ESTIMATORS, Batch
 
-# (name, scenario, settings of its own, what it probes)
-Probe = tuple[str, str, Mapping[str, Any], str]
 NAN = float("nan")
 PREFIXES = [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]] * 2
 HOLES = [[1.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]] * 2
@@ -304,10 +303,8 @@ def groups() -> list[Group]:
     """All groups of cases of this kind."""
     result = []
     for name, entry in ENTRIES.items():
-        probed: list[Probe] = [(scenario, scenario, {}, SCENARIOS[scenario].probes) for scenario in entry.scenarios]
         cases = []
-        for title, scenario_name, more, probes in (*probed, *entry.also):
-            scenario = SCENARIOS[scenario_name]
+        for title, scenario, more, probes in probed(entry, SCENARIOS):
             settings = {**entry.settings, **more}
             outputs = expected(name, scenario.batch, settings, entry.returns)
             convention = "; ".join(filter(None, (scenario.convention, entry.convention)))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from conformance.entries import Probe, probed
 from conformance.form import GRADIENT_DIGITS, Case, Group, rounded, whole
 from conformance.gradients import slope
 from tests.fuzz.papers import Rows, masked, mean
@@ -14,8 +15,6 @@ from tests.fuzz.papers.aggregates import AGGREGATES
 from tests.fuzz.papers.policy_losses import LOSSES, Row, between, clips, covariances, highest
 
 Place = tuple[int, int]
-# (name, scenario, settings of its own, what it probes)
-Probe = tuple[str, str, Mapping[str, Any], str]
 
 
 @dataclass(frozen=True)
@@ -266,10 +265,8 @@ def groups() -> list[Group]:
     """All groups of cases of this kind."""
     result = []
     for name, entry in ENTRIES.items():
-        probed: list[Probe] = [(scenario, scenario, {}, SCENARIOS[scenario].probes) for scenario in entry.scenarios]
         cases = []
-        for title, scenario_name, more, probes in (*probed, *entry.also):
-            scenario = SCENARIOS[scenario_name]
+        for title, scenario, more, probes in probed(entry, SCENARIOS):
             settings = {"loss_agg_mode": entry.mode, **entry.settings, **more}
             means = "seq" in settings["loss_agg_mode"]  # of a mean over tokens an empty response is no part anyway
             convention = "; ".join(

@@ -14,7 +14,7 @@ prompt_weights       1 / tokens of the prompt's responses, for loss_agg_mode pro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -79,6 +79,12 @@ class TargetSettings:
     def needs(self) -> tuple[str, ...]:
         """Return what the advantage estimator needs besides the rewards."""
         return ADVANTAGE.needs(self.adv_estimator)
+
+    def with_agent_baselines(self, values: Mapping[int, float]) -> TargetSettings:
+        """The same with the baselines of agents (`algorithms.baselines`), if the estimator reads them."""
+        if "agent_baselines" not in self.needs:
+            return self
+        return replace(self, options={**self.options, "agent_baselines": dict(values)})
 
     @property
     def columns(self) -> tuple[str, ...]:

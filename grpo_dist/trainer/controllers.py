@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.algorithms.baselines import AgentBaselines
@@ -35,7 +35,7 @@ class Controllers:
 
     def targets(self, settings: TargetSettings) -> TargetSettings:
         """Return the settings of the coming step's targets."""
-        return replace(settings, options={**settings.options, "agent_baselines": dict(self.baselines.values)})
+        return settings.with_agent_baselines(self.baselines.values)
 
     def objective(self, settings: ObjectiveSettings) -> tuple[ObjectiveSettings, dict[str, float]]:
         """Return the settings of the coming step's loss, and metrics."""

@@ -123,7 +123,7 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
     """
     config, settings = recorded.config, target_settings(recorded.config)
     if "agent_baselines" in settings.needs:
-        settings = replace(settings, options={**settings.options, "agent_baselines": _agent_baselines(recorded)})
+        settings = settings.with_agent_baselines(_agent_baselines(recorded))
     if "reward_baselines" in settings.needs and _scored_by_another(recorded, scores):
         raise ConfigError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with greedy responses, which are not "

@@ -50,7 +50,7 @@ def test_the_files_are_what_the_generator_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.file)
 def test_grpo_dist_agrees(group: Group) -> None:
-    results = check.check(adapter.answer, [group])
+    results = check.check(check.answers_of(adapter), [group])
     assert {result.status for result in results} == {check.AGREES}, results
 
 
@@ -87,7 +87,7 @@ def test_every_kl_estimator_has_cases() -> None:
 
 
 def statuses(kind: str) -> Counter:
-    return Counter(result.status for result in check.check(adapter.answer, of(kind)))
+    return Counter(result.status for result in check.check(check.answers_of(adapter), of(kind)))
 
 
 def test_a_loss_that_ignores_the_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,13 +97,21 @@ def test_a_loss_that_ignores_the_mask_is_found(monkeypatch: pytest.MonkeyPatch) 
         return losses.sum() / mask.numel()
 
     monkeypatch.setattr("grpo_dist.algorithms.policy_loss.agg_loss", everywhere)
-    agree = {result.group for result in check.check(adapter.answer, of("policy_loss")) if result.status == "agrees"}
+    agree = {
+        result.group
+        for result in check.check(check.answers_of(adapter), of("policy_loss"))
+        if result.status == "agrees"
+    }
     assert agree == {"policy_loss/geo_mean"}
 
 
 def test_a_lost_upper_clip_range_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_dist.algorithms.policy_loss.clipped.clip_range", lambda config: (0.2, 0.2))
-    differ = {result.group for result in check.check(adapter.answer, of("policy_loss")) if result.status == "differs"}
+    differ = {
+        result.group
+        for result in check.check(check.answers_of(adapter), of("policy_loss"))
+        if result.status == "differs"
+    }
     assert differ == {f"policy_loss/{name}" for name in ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov")}
     assert inputs.clip_range({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}) == (0.1, 0.3)
 
@@ -112,7 +120,9 @@ def test_a_deviation_of_the_wrong_kind_is_found(monkeypatch: pytest.MonkeyPatch)
     """With n in place of n - 1."""
     biased = lambda groups, values: (groups.mean((values - groups.mean(values)) ** 2)).sqrt()  # noqa: E731
     monkeypatch.setattr("grpo_dist.algorithms.advantage.inputs.Groups.std", biased)
-    differ = {result.group for result in check.check(adapter.answer, of("advantage")) if result.status == "differs"}
+    differ = {
+        result.group for result in check.check(check.answers_of(adapter), of("advantage")) if result.status == "differs"
+    }
     assert {"advantage/grpo", "advantage/grpo_passk"} <= differ
     assert "advantage/rloo" not in differ
 
@@ -129,7 +139,7 @@ def test_the_command_says_what_differs_and_by_how_much(
     assert check.main(["--json", str(file)]) == 0
     assert "| policy_loss/vanilla | 11 |" in capsys.readouterr().out
     assert {result["status"] for result in json.loads(file.read_text())["results"]} == {check.AGREES}
-    monkeypatch.setitem(adapter.KINDS, "kl", lambda name, case: {"kl": [[1.0] * 4] * 3})
+    monkeypatch.setattr(adapter, "kl", lambda name, case: {"kl": [[1.0] * 4] * 3})
     assert check.main([]) == 1
     assert "same 1.0e+00 (kl)" in capsys.readouterr().out
 

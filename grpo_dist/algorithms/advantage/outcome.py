@@ -121,7 +121,7 @@ def rae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
     that are not there are 0. Agents are sequences of their own with `agent_ids`.
     """
     known = config.get("agent_baselines", {})
-    baselines = [known.get(role, 0.0) for role in batch.need("roles", "roles", "").tolist()]
+    baselines = [known.get(role, 0.0) for role in batch.optional["roles"].tolist()]
     return _same(batch.on_tokens(batch.scores - torch.tensor(baselines, device=batch.response_mask.device)))
 
 
