@@ -1,6 +1,7 @@
 """What a model learns in equal updates from responses that are 0 to 64 updates old, with and without corrections.
 
-usage: python -m benchmarks.staleness FILE.jsonl [--seeds 1 2 3 4 5] [--smollm2 FOLDER] [--picture FILE.png]
+usage: python -m benchmarks.staleness FILE.jsonl [--seeds 1 2 3 4 5] [--staleness 0 1 4 16 64] [--smollm2 FOLDER]
+                                      [--picture FILE.png]
 
 The built-in model learns its sums (a cell takes about a minute on two quiet cores); --smollm2: the model in FOLDER
 (scripts/make_smollm2.py) learns the same by a graded reward (about four minutes). Cells in FILE are not run again.
@@ -122,12 +123,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--staleness", type=int, nargs="+", default=STALENESS)
     parser.add_argument("--smollm2", metavar="FOLDER")
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
     results = [json.loads(line) for line in asked.file.read_text().splitlines()] if asked.file.exists() else []
     there = {(each["choice"], each["max_staleness"], each["seed"]) for each in results}
-    for seed, staleness, choice in itertools.product(asked.seeds, STALENESS, CHOICES):
+    for seed, staleness, choice in itertools.product(asked.seeds, asked.staleness, CHOICES):
         if (choice, staleness, seed) not in there:
             results.append(run(choice, staleness, seed, asked.smollm2))
             with asked.file.open("a") as file:
