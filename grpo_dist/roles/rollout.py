@@ -88,19 +88,24 @@ class RolloutWorker(Mailbox, Process):
             try:
                 episodes = await self._run_episodes(uid, prompt, sampling, task, failed)
                 if episodes is None:
-                    return (None, self.engine.load, []), None
+                    return (None, await self._load(), []), None
                 data = episodes_batch(uid, episodes)
             except AgentError as error:
-                return (None, self.engine.load, [*failed, error]), None
+                return (None, await self._load(), [*failed, error]), None
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
             label = Label.of(data, _small(data))
-            return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
+            return (replace(label, small=label.small | episode_metrics(episodes)), await self._load(), failed), data
         responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
         if responses is None:
-            return (None, self.engine.load, failed), None
+            return (None, await self._load(), failed), None
         check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, _small(data)), self.engine.load, failed), data
+        return (Label.of(data, _small(data)), await self._load(), failed), data
+
+    async def _load(self) -> EngineLoad:
+        if not self.engine.settings.rollout.draft_tokens:
+            return self.engine.load
+        return replace(self.engine.load, drafts=await self.engine.draft_counts())  # type: ignore[attr-defined]
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]

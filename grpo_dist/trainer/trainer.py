@@ -354,7 +354,7 @@ class GRPOTrainer(TrainingLoop):
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
-        self.metrics |= self.idle.since_last() | self.memory.latest()
+        self.metrics |= self.idle.since_last() | self.memory.latest() | self.roles.rollout.draft_metrics()
 
     def report(self) -> None:
         """Send the step's metrics to the trackers, and show messages about replaced workers and health."""

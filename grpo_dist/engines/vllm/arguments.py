@@ -43,6 +43,7 @@ WORKER_EXTENSIONS = {
     "fp32": "grpo_dist.engines.vllm.float32_head.WorkerExtension",
 }
 RECORDING_SCHEDULER = "grpo_dist.engines.vllm.routed_experts.RecordingScheduler"
+DRAFTER = "grpo_dist.engines.vllm.exact_drafts.Drafter"
 
 
 def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> AsyncEngineArgs:
@@ -69,6 +70,7 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
         **adapter_args(settings),
         **profiler_args(settings),
         **(recording_args(settings.device) if settings.records_routes else {}),
+        **draft_args(settings.rollout.draft_tokens),
         **(usual or {}),
     }
     head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
@@ -90,10 +92,25 @@ def recording_args(device: str) -> dict[str, Any]:
     """
     if device != "cpu":
         return {"enable_return_routed_experts": True}
-    if not knows_internals():
-        key = "actor_rollout_ref.actor.router_replay.mode"
-        raise ConfigError(f"{key}=R3: on CPU experts are recorded with vLLM {KNOWN_VERSION}x only; install that one")
+    _check_version("actor_rollout_ref.actor.router_replay.mode=R3: on CPU experts are recorded")
     return {"scheduler_cls": RECORDING_SCHEDULER}
+
+
+def draft_args(most: int) -> dict[str, Any]:
+    """Return the arguments of an engine that drafts so many tokens from earlier responses; none for 0.
+
+    Raises:
+        ConfigError: as above.
+    """
+    if not most:
+        return {}
+    _check_version(f"actor_rollout_ref.rollout.draft_tokens={most}: drafts are checked")
+    return {"speculative_config": {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": most}}
+
+
+def _check_version(what: str) -> None:
+    if not knows_internals():
+        raise ConfigError(f"{what} with vLLM {KNOWN_VERSION}x only; install that one")
 
 
 def _batching(settings: EngineSettings) -> dict[str, Any]:
