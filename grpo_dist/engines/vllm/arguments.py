@@ -116,7 +116,8 @@ def _check_version(what: str) -> None:
 def _batching(settings: EngineSettings) -> dict[str, Any]:
     cpu = settings.device == "cpu"
     chunked = settings.rollout.enable_chunked_prefill and not cpu  # on CPU it crashes requests that carry a seed
-    least = 0 if chunked else settings.max_model_len
+    drafted = settings.rollout.max_num_seqs * (settings.rollout.draft_tokens + 1)  # vLLM asks for it with adapters
+    least = max(0 if chunked else settings.max_model_len, drafted if settings.rollout.draft_tokens else 0)
     return {
         "max_num_seqs": settings.rollout.max_num_seqs,
         "max_num_batched_tokens": max(settings.rollout.max_num_batched_tokens, least),

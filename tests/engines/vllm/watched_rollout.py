@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import ray
 
+from grpo_dist.engines.base import DraftCounts
 from grpo_dist.roles.rollout import RolloutWorker
 
 
@@ -20,6 +21,9 @@ class WatchedRolloutWorker(RolloutWorker):
     async def abort_when_running(self, count: int, uids: Sequence[str]) -> None:
         await self._running(count)
         await self.abort(uids)
+
+    async def draft_counts(self) -> DraftCounts:
+        return await self.engine.draft_counts()  # type: ignore[attr-defined,no-any-return]
 
     async def _running(self, count: int) -> None:
         while self.engine.load.running < count:
