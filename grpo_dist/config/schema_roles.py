@@ -288,6 +288,7 @@ class CheckpointEngineConfig(Section):
 
     backend: Annotated[WeightTransport | None, BeforeValidator(_verls_backend)]
     update_weights_bucket_megabytes: Count
+    changes_only: bool
 
     @property
     def bucket_bytes(self) -> int:

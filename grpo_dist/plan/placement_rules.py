@@ -200,6 +200,10 @@ def weights_reach_the_engines(config: RunConfig) -> Iterator[str]:
     if backend == "ipc" and config.device == "cpu" and config.trainer.nnodes > 1:
         why = "it needs an actor rank on each engine's machine, and several machines may lack one; set it to null"
         yield f"{_BACKEND}, <trainer.nnodes>: {why}"
+    used = rollout.checkpoint_engine.resolved_backend(config.device, shares_gpu=shares)
+    if rollout.checkpoint_engine.changes_only and used != "object_store":
+        why = f"only object_store sends changes, and this run would use {used}; set the second to object_store"
+        yield f"<rollout.checkpoint_engine.changes_only>, {_BACKEND}: {why}"
     for name, off in {"max_staleness": "0", "stream_mini_batches": "false"}.items():
         if rollout.free_cache_engine and shares and getattr(config.trainer, name):
             why = "engines that sample during the update need their memory then; set the first to false, or the second"

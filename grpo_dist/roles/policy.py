@@ -24,7 +24,8 @@ from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, Pass
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
-from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
+from grpo_dist.engines.weights.buckets import Bucket, check_buckets, pack, unpack
+from grpo_dist.engines.weights.differences import Sent
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
@@ -321,6 +322,10 @@ class ActorWorker(TrainedWorker):
     _weight_store: dist.TCPStore | None = None
     _weight_group: WeightGroup | None = None
 
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self._changes = Sent()
+
     @on_device(reads=True)
     def compute_reference(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """Compute `settings.reference_columns` with LoRA: by the model without its factors."""
@@ -336,6 +341,16 @@ class ActorWorker(TrainedWorker):
         return self._put(self._sent(dtype, "cpu", sends=self.rank == 0))
 
     @on_device(reads=True)
+    def export_changes(self, dtype: str, whole: bool) -> tuple[list[ray.ObjectRef], float]:
+        """Put what of that has changed since the last call, or `whole` all of it, into the object store.
+
+        Returns:
+            On rank 0 the buckets, and their bytes by those of the whole weights.
+        """
+        changes = functools.partial(self._changes.changes, whole=whole)
+        return self._put(self._sent(dtype, "cpu", sends=self.rank == 0), changes), self._changes.share
+
+    @on_device(reads=True)
     def export_parameters(self) -> list[ray.ObjectRef]:
         """Put the whole weights into the object store for a reference, in float32 under the names of the model."""
         return self._put(self.engine.full_parameters("float32"))
@@ -349,11 +364,13 @@ class ActorWorker(TrainedWorker):
             return self.engine.lora_factors(dtype, device)
         return self.engine.full_parameters(dtype, device, as_in_files=sends)
 
-    def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[ray.ObjectRef]:
+    def _put(
+        self, tensors: Iterable[tuple[str, Tensor]], sent: Callable[[Iterable[Bucket]], Iterable[Any]] = iter
+    ) -> list[ray.ObjectRef]:
         if self.rank != 0:
             _use_up(tensors)
             return []
-        return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
+        return [ray.put(part) for part in sent(pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes))]
 
     def open_weight_store(self, others: Sequence[str]) -> tuple[str, int]:
         """Rank 0: open the store at which weight groups meet, unless it is open; returns its host and port.

@@ -41,7 +41,19 @@ Outcomes = dict[int, Any]
 
 
 class ObjectStoreTransport:
-    """Sends the buckets through Ray's object store."""
+    """Sends the buckets through Ray's object store.
+
+    Args:
+        changes_only: send what has changed since the last sync. An engine that lacks the last one refuses that, and is
+            sent the whole.
+
+    Attributes:
+        metrics: of the last sync.
+    """
+
+    def __init__(self, *, changes_only: bool = False) -> None:
+        self.changes_only = changes_only
+        self.metrics: dict[str, float] = {}
 
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
@@ -54,8 +66,21 @@ class ObjectStoreTransport:
         Raises:
             GrpoDistError: the actor failed.
         """
+        if not self.changes_only:
+            return await self._send(actor, rollout, ranks, version, "export_weights", dtype)
+        loaded = await self._send(actor, rollout, ranks, version, "export_changes", dtype, False)
+        again = [rank for rank, outcome in loaded.items() if isinstance(outcome, WeightSyncError)]
+        if again:
+            loaded |= await self._send(actor, rollout, again, version, "export_changes", dtype, True)
+        return loaded
+
+    async def _send(
+        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], version: int, *export: Any
+    ) -> Outcomes:
         before = list(rollout.handles)
-        buckets = (await actor.ask_all(STAGE, "export_weights", dtype))[0]
+        buckets = (await actor.ask_all(STAGE, *export))[0]
+        if self.changes_only:
+            buckets, self.metrics["perf/sent_weights_share"] = buckets
         same = [rank for rank in ranks if rollout.handles[rank] is before[rank]]  # one may have been replaced meanwhile
         return await outcomes({rank: rollout.submit(rank, STAGE, "load_weights", buckets, version) for rank in same})
 
@@ -75,6 +100,7 @@ class BroadcastTransport:
     def __init__(self, workers_per_engine: int, timeout_s: float, backend: str = "broadcast") -> None:
         self.workers_per_engine, self.timeout_s, self.backend = workers_per_engine, timeout_s, backend
         self.generation = 0
+        self.metrics: dict[str, float] = {}
         self._members: list[Any] = []
 
     async def sync(
@@ -151,10 +177,12 @@ class BroadcastTransport:
 WeightTransport = ObjectStoreTransport | BroadcastTransport
 
 
-def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
-    """Make a transport: "object_store", "broadcast" or "ipc"; see `BroadcastTransport`."""
+def weight_transport(
+    name: str, *, workers_per_engine: int, collective_timeout_s: float, changes_only: bool = False
+) -> WeightTransport:
+    """Make a transport: "object_store", "broadcast" or "ipc"; see `ObjectStoreTransport` and `BroadcastTransport`."""
     if name == "object_store":
-        return ObjectStoreTransport()
+        return ObjectStoreTransport(changes_only=changes_only)
     return BroadcastTransport(workers_per_engine, collective_timeout_s / 2, name)
 
 

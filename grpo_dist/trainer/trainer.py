@@ -90,6 +90,7 @@ class GRPOTrainer(TrainingLoop):
             engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
             workers_per_engine=self.place.tensor_parallel,
             collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+            changes_only=engine.changes_only,
         )
         in_background = config.actor_rollout_ref.actor.checkpoint.async_save
         self.saver = CheckpointSaver(config, roles.holders, async_save=in_background, reward=roles.reward)
@@ -355,6 +356,7 @@ class GRPOTrainer(TrainingLoop):
         self.metrics["training/rollout_engines"] = engines
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
         self.metrics |= self.idle.since_last() | self.memory.latest() | self.roles.rollout.draft_metrics()
+        self.metrics |= self.transport.metrics
 
     def report(self) -> None:
         """Send the step's metrics to the trackers, and show messages about replaced workers and health."""

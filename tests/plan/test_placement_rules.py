@@ -107,6 +107,20 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
             ["cluster=node8", f"{ROLLOUT}.checkpoint_engine.backend=ipc"],
             [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.n_gpus_per_node=8", "null"],
         ),
+        *(
+            (
+                [*cluster, f"{ROLLOUT}.checkpoint_engine.changes_only=true"],
+                [
+                    f"{ROLLOUT}.checkpoint_engine.changes_only=true",
+                    f"{ROLLOUT}.checkpoint_engine.backend={backend}",
+                    "object_store",
+                ],
+            )
+            for cluster, backend in (
+                (["cluster=node8"], "null"),
+                ([f"{ROLLOUT}.checkpoint_engine.backend=ipc"], "ipc"),
+            )
+        ),
         (
             [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "ray_kwargs.ray_init.address=auto"],
             [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "null"],

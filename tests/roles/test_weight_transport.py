@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 
+from grpo_dist.config.schema_roles import CheckpointEngineConfig
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
@@ -48,6 +49,14 @@ def actor_class() -> type:
                 for parameter in self.engine.model.parameters():
                     shard = parameter.to_local()
                     shard += 0.5 * 0.05 * torch.randn_like(shard)
+
+        def nudge(self, seed: int) -> None:
+            """Change one weight of a hundred."""
+            torch.manual_seed(100 * seed + self.rank)
+            with torch.no_grad():
+                for parameter in self.engine.model.parameters():
+                    shard = parameter.to_local()
+                    shard += (torch.rand_like(shard) < 0.01) * 0.1 * torch.randn_like(shard)
 
         def damage(self, bucket: int) -> None:
             """Flip a bit of that bucket of the next sync, after its checksum was taken."""
@@ -232,6 +241,40 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
     engines = case.sync()
     with refuses(GrpoDistError, "rollout worker 0", "died"):
         run(engines.started())
+
+
+def test_engines_that_get_changes_only_hold_the_actors_weights_to_the_bit(
+    local_ray: None, random_models: dict[str, str]
+) -> None:
+    """Rank 0 gets changes in all syncs, rank 1 misses one, rank 2 is as new as one that was replaced; 3 gets all."""
+    path, seed = random_models["tied"], itertools.count()
+    sends = CheckpointEngineConfig(backend="object_store", update_weights_bucket_megabytes=1, changes_only=True)
+    changing = engine_settings(path, dtype="bfloat16", checkpoint_engine=sends)
+    with (
+        spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
+        spawned("rollout", RolloutWorker, [()] * 4, env={"OMP_NUM_THREADS": "1"}) as rollout,
+    ):
+        plain = engine_settings(path, dtype="bfloat16")
+        starts = [rollout.ask(rank, "start", "start", plain if rank == 3 else changing) for rank in (0, 1, 3)]
+        start_together(Gang(actor).start(actor_settings(path)), *starts)
+        changes, whole = ObjectStoreTransport(changes_only=True), ObjectStoreTransport()
+
+        def sync(version: int, ranks: list[int]) -> float:
+            actor.call_all("test", "nudge", next(seed))
+            found = run(changes.sync(actor, rollout, ranks, version=version, dtype="bfloat16"))
+            found |= run(whole.sync(actor, rollout, [3], version=version, dtype="bfloat16"))
+            assert found == dict.fromkeys([*ranks, 3], version)
+            return changes.metrics["perf/sent_weights_share"]
+
+        assert sync(0, [0, 1]) == 1
+        assert all(0 < sync(version, [0, 1]) < 0.1 for version in range(1, 8))
+        assert 0 < sync(8, [0]) < 0.1
+        run(rollout.ask(2, "start", "start", changing))
+        assert sync(9, [0, 1, 2]) == 1, "ranks 1 and 2 were sent all of it"
+        assert 0 < sync(10, [0, 1, 2]) < 0.1
+        answers = [generate(rollout, rank, PROMPTS, sampling()) for rank in range(4)]
+        for name in ("responses", "rollout_log_probs"):
+            assert all(torch.equal(answers[3][name].values, each[name].values) for each in answers), name
 
 
 def test_transports_by_name() -> None:

@@ -73,7 +73,10 @@ class ExactSampler:
             if not live:
                 break
             metadata = _of_requests(sampling, live, [of_request[i][: place + 1] for i in live])
-        flat = LogprobsTensors(*(column.flatten(0, 1) for column in log_probs)) if log_probs else None
+        flat = None
+        if log_probs:
+            ids, values, ranks = (column.flatten(0, 1) for column in log_probs)
+            flat = LogprobsTensors(ids, values, ranks)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=flat)
 
 

@@ -16,7 +16,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
 from grpo_dist.engines.vllm.arguments import KEY, REMEDY
 from grpo_dist.engines.vllm.local_llm import LocalLLM
-from grpo_dist.engines.weights.buckets import Bucket, bucket_files, check_buckets
+from grpo_dist.engines.weights.buckets import Bucket, bucket_files
+from grpo_dist.engines.weights.differences import Difference, Held
 from grpo_dist.errors import ConfigError, EngineError, WeightSyncError
 
 
@@ -38,6 +39,7 @@ class WeightUpdater:
             "mode": "keep" if settings.rollout.partial_rollout else "wait",
             "clear_cache": settings.rollout.clear_kv_cache_on_update,
         }
+        self._held = Held(keeps=settings.rollout.checkpoint_engine.changes_only)
         self._level = settings.rollout.sleep_level(settings.model)
         self.version = -1
         self.updating = False
@@ -75,15 +77,15 @@ class WeightUpdater:
         await self._call(self._llm.sleep(level=self._level, mode="wait"))
         self._paused = self._asleep = True
 
-    async def load(self, buckets: Sequence[Bucket], version: int) -> None:
+    async def load(self, buckets: Sequence[Bucket | Difference], version: int) -> None:
         """See `EngineWeights.load`; all buckets are checked before the first is loaded."""
         with self._keeps_weights(version):
             self._check_newer(version)
-            check_buckets(buckets)
+            whole = self._held.take(buckets)
         if isinstance(self._llm, LocalLLM):
-            await self._replace(({"bucket": bucket} for bucket in buckets), version)
+            await self._replace(({"bucket": bucket} for bucket in whole), version)
             return
-        with contextlib.closing(bucket_files(buckets)) as files:
+        with contextlib.closing(bucket_files(whole)) as files:
             await self._replace(({"file": file} for file in files), version)
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
