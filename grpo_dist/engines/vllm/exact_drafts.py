@@ -123,9 +123,9 @@ def _of_requests(sampling: SamplingMetadata, rows: Sequence[int], behind: Sequen
 # --- drafts --------------------------------------------------------------------------------------------------------
 @dataclass
 class _Request:
-    """A running request: its prompt; the prompt's end and the tokens behind it; how many were drafted last."""
+    """A running request: its prompt's hash; the prompt's end and the tokens behind it; how many were drafted last."""
 
-    prompt: tuple[int, ...]
+    prompt: int
     tokens: list[int]
     drafted: int = 0
 
@@ -165,7 +165,8 @@ class Drafter:
         running = []
         for i, (name, new) in enumerate(zip(batch.req_ids, sampled_token_ids, strict=False)):
             if new:
-                running.append((i, self._take_in(name, int(batch.num_prompt_tokens[i]), token_ids_cpu[i], new)))
+                text = token_ids_cpu[i, : num_tokens_no_spec[i]]
+                running.append((i, self._take_in(name, text, int(batch.num_prompt_tokens[i]), new)))
         self._last = self._length.choose(len(running)) if running and not _has_state(batch) else 0
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for i, request in running if self._last else ():
@@ -194,10 +195,10 @@ class Drafter:
             if request is not None:
                 request.drafted = 0
 
-    def _take_in(self, name: str, prompt_tokens: int, row: np.ndarray, new: Sequence[int]) -> _Request:
-        if name not in self._requests:
-            prompt = tuple(row[:prompt_tokens].tolist())
-            self._requests[name] = _Request(prompt, list(prompt[-CONTEXTS[0] :]))
+    def _take_in(self, name: str, text: np.ndarray, prompt_tokens: int, new: Sequence[int]) -> _Request:
+        if name not in self._requests:  # or it was pushed out of the batch, and has come back
+            before = text[max(prompt_tokens - CONTEXTS[0], 0) : len(text) - len(new)]
+            self._requests[name] = _Request(hash(text[:prompt_tokens].tobytes()), before.tolist())
         request = self._requests[name]
         start = len(request.tokens)
         request.tokens.extend(new)
