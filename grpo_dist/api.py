@@ -22,11 +22,12 @@ from typing import Any, cast
 
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
-from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.errors import ConfigError, DataError, RewardError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plugins.function_files import function_name, write_function
 from grpo_dist.run.command_line import dry_run
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
+from grpo_dist.tracking.metric_names import REWARD
 from grpo_dist.trainer.record import EXPORTED, say
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
@@ -45,6 +46,12 @@ class TrainingResult:
     run_dir: Path
     model_path: Path | None
     metrics: list[dict[str, float]]
+
+    def __repr__(self) -> str:
+        rewards = [row[REWARD] for row in self.metrics if REWARD in row]
+        steps = f"{len(rewards)} training steps"
+        reward = f", reward {rewards[0]:.3g} -> {rewards[-1]:.3g}" if rewards else ""
+        return f"TrainingResult: {steps}{reward}\n  run_dir     {self.run_dir}\n  model_path  {self.model_path}"
 
 
 def train(
@@ -81,6 +88,12 @@ def train(
         GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
         KeyboardInterrupt: the run was interrupted.
     """
+    if not isinstance(model, str | Path | None):
+        what = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ConfigError(
+            f"model={what}: a folder, a hub name or an option of the config group model is meant, since the model is "
+            "loaded in other processes; write yours with save_pretrained(FOLDER), with its tokenizer, and give FOLDER"
+        )
     given = dict(config or {})
     model_key = "model" if model is not None and _is_option(model) else "actor_rollout_ref.model.path"
     set_by = {
@@ -95,12 +108,15 @@ def train(
             raise ConfigError(f"{argument}=, config={{{key!r}: ...}}: both set {key}; leave one of them out")
     if model is not None:
         given[model_key] = str(model)
-    folder = run_folder([*given.items()], GRPO)  # and with a typo nothing is written
-    given |= _rewards(reward_funcs, folder)
-    for key, rows in (("data.train_files", train_dataset), ("data.val_files", eval_dataset)):
-        if rows is not None:
-            given[key] = _file(rows, folder, key)
-    return _run(given, callbacks)
+    try:
+        folder = run_folder([*given.items()], GRPO)  # and with a typo nothing is written
+        given |= _rewards(reward_funcs, folder)
+        for key, rows in (("data.train_files", train_dataset), ("data.val_files", eval_dataset)):
+            if rows is not None:
+                given[key] = _file(rows, folder, key)
+        return _run(given, callbacks)
+    except (ConfigError, DataError, RewardError) as error:  # the message is for the caller, not where it was found
+        raise error.with_traceback(None) from None
 
 
 def _is_option(model: str | Path) -> bool:

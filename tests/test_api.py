@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import grpo_dist
 from grpo_dist import api
@@ -51,6 +52,28 @@ def test_a_model_may_be_an_option_of_its_group(given: dict[str, Any], tmp_path: 
     (tmp_path / "tiny").mkdir()
     grpo_dist.train("tiny")
     assert given == {"actor_rollout_ref.model.path": "tiny"}
+
+
+def test_a_model_object_is_answered(given: dict[str, Any]) -> None:
+    for model in (torch.nn.Linear(1, 1), torch.nn.Linear):
+        with refuses(ConfigError, "model=Linear", "save_pretrained(FOLDER)"):
+            grpo_dist.train(model)  # type: ignore[arg-type]
+    assert given == {}
+
+
+def test_a_result_is_shown_in_three_lines(tmp_path: Path) -> None:
+    metrics = [{"step": 0.0}, *({"step": i, "critic/score/mean": 0.25 * i} for i in (1.0, 2.0))]
+    result = grpo_dist.TrainingResult(tmp_path / "run", tmp_path / "model", metrics)
+    assert len(repr(result).splitlines()) == 3
+    says(repr(result), "2 training steps", "0.25 -> 0.5", tmp_path / "run", tmp_path / "model")
+    assert "reward" not in repr(grpo_dist.TrainingResult(tmp_path, None, []))
+
+
+def test_a_mistakes_traceback_ends_at_the_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        grpo_dist.train(config={"trainer.total_steps": 5, "trainer.default_local_dir": str(tmp_path)})
+    assert [entry.name for entry in refused.traceback] == ["test_a_mistakes_traceback_ends_at_the_call", "train"]
+    assert refused.value.__suppress_context__
 
 
 def test_a_typo_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ async def _run(
         elif options.output is not None:
             with expanded(options.output).open("x", encoding="utf-8") as file:
                 await _write_rows(asker, prompts, file)
+            show(f"{len(prompts)} prompts answered: {options.output}\n", sys.stderr)
         elif rows:
             await _write_rows(asker, prompts, sys.stdout)
         else:

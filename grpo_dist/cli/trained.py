@@ -29,7 +29,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.installed import attention_problem, build_problem
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, did_you_mean
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plan.placement import placement
@@ -190,11 +190,16 @@ def trusted_run(checkpoint: Path, model: str | None = None, *, trust: bool) -> R
 
 def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
     """A model that belongs to no run."""
-    folder = Path(resolve_model_path(named))
+    beside = Path(expanded(named).parts[0])
+    gone = "/" in named and not expanded(named).exists() and beside.is_dir()  # so it is no hub name
+    folder = expanded(named) if gone else Path(resolve_model_path(named))
     if not (folder / "config.json").is_file():
+        depths = () if beside.is_absolute() else ("*", "*/*")
+        runs = [str(file.parent) for depth in depths for file in beside.glob(f"{depth}/{RESOLVED_CONFIG}")]
         raise ConfigError(
-            f"{named}: neither a run's folder nor a model; name a run (trainer.default_local_dir), a checkpoint in "
-            "it, a Hugging Face folder, a hub name such as Qwen/Qwen3-0.6B, or builtin:tiny-qwen3"
+            f"{named}: neither a run's folder nor a model{did_you_mean(named, runs, '{}')}; name a run "
+            "(trainer.default_local_dir), a checkpoint in it, a Hugging Face folder, a hub name such as "
+            "Qwen/Qwen3-0.6B, or builtin:tiny-qwen3"
         )
     return TrainedModel(named, folder, _config_of(named, folder, overrides), read_usage(folder))
 

@@ -21,6 +21,8 @@ from grpo_dist.config.schema_job import JobConfig
 
 # Below this similarity, in [0, 1], of the last parts of two keys a hint misleads (learning_rate: clip_ratio).
 _LEAST_SIMILARITY = 0.65
+# A name of at most so many letters resembles many: foo and floor by 0.75.
+_SHORT, _LEAST_OF_SHORT = 3, 0.8
 # Keys this close to the best one are named beside it.
 _TIE = 0.05
 _MOST_HINTS = 3
@@ -92,7 +94,8 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
         matcher.set_seqs(last, known.rpartition(".")[2])
         part = matcher.ratio()
         matcher.set_seqs(key, known)
-        return part + matcher.ratio() if part >= _LEAST_SIMILARITY else 0.0
+        least = _LEAST_SIMILARITY if len(last) > _SHORT else _LEAST_OF_SHORT
+        return part + matcher.ratio() if part >= least else 0.0
 
     ranked = sorted(((similarity(known), known) for known in leaf_keys(schema)), key=lambda pair: -pair[0])
     best = ranked[0][0]

@@ -167,7 +167,10 @@ def _unreadable(text: str, error: HydraException, schema: type[JobConfig]) -> Pr
         return Problem(f"{text}: {flags}; {advice}", (key,))
     if not equals:
         return Problem(f"{text or repr(text)}: not an override; write key=value", (key,))
-    reason = str(error).splitlines()[0]
+    unclosed = [
+        f"a {opened} is not closed" for opened, end in ("[]", "{}", "()") if text.count(opened) > text.count(end)
+    ]
+    reason = ", ".join(unclosed) or str(error).splitlines()[0]
     advice = f"""quote values with = , : [ ] {{ }} like this: "{key}='...'\""""
     return Problem(f"{text}: cannot be read ({reason}); {advice}", (key,))
 

@@ -125,7 +125,8 @@ def _passes(per_rank: int, n: int, limits: Pass) -> str:
     if limits.max_token_len is not None:
         return f"as many as needed with {limits.max_token_len:,} tokens each"
     size = min(_whole_groups(limits.size, n), per_rank)
-    return f"{ceil(per_rank / size):,} of {size:,} sequences"
+    groups = f" (whole groups of {n})" if size < min(limits.size, per_rank) and size % n == 0 else ""
+    return f"{ceil(per_rank / size):,} of {size:,} sequences{groups}"
 
 
 def _whole_groups(size: int, n: int) -> int:

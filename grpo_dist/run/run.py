@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.assets import is_on_the_hub
 from grpo_dist.checks.all_checks import check_all
@@ -91,11 +91,18 @@ def _run(
     if config.trainer.console:
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
-        rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
+        rows = read_metrics(run_dir / METRICS)
         job_config = config if isinstance(config, RunConfig) else None
         why = why_it_ends(config.trainer.stop_at, rows[-1]) if rows and not config.trainer.val_only else ""
         shown = format_summary(
-            rows, run_dir=run_dir, seconds=seconds, why=why, hf_model=hf_model, flags=_flags(config), job=job_config
+            rows,
+            run_dir=run_dir,
+            first_step=first_step,
+            seconds=seconds,
+            why=why,
+            hf_model=hf_model,
+            flags=_flags(config),
+            job=job_config,
         )
         show(shown + "\n")
 
@@ -113,8 +120,8 @@ def check_this_machine(config: JobConfig, tell: Callable[[str], None]) -> None:
 
 
 def _flags(config: JobConfig) -> dict[str, str]:
-    """The commands that would refuse the code which this run's config names, with the flag by which they take it."""
+    """The commands that use this run's model, with the flag by which they take code that its config names."""
     if not isinstance(config, RunConfig):
         return {}
-    takes = {"eval": (*ENGINE, *REWARD), "serve": ENGINE}
-    return {command: f" {FLAG}" for command, keys in takes.items() if code_of_run(config, keys)}
+    takes: dict[str, Any] = {"serve": ENGINE} | ({"eval": (*ENGINE, *REWARD)} if config.data.val_files else {})
+    return {command: f" {FLAG}" if code_of_run(config, keys) else "" for command, keys in takes.items()}

@@ -26,6 +26,7 @@ def format_summary(
     history: Sequence[Row],
     *,
     run_dir: Path,
+    first_step: int = 0,
     seconds: float,
     why: str,
     hf_model: Path | None,
@@ -36,15 +37,18 @@ def format_summary(
 
     Args:
         history: one row per step, with "step" and metrics under verl's names (`jsonl.read_metrics`).
+        first_step: of this process; those before were trained before it resumed.
         seconds: wall time of this run, start-up included.
         why: it ended before its last step; "": it did not.
         hf_model: folder of the exported policy; None if there is none.
-        flags: what a command needs besides, by its name: text to put behind it.
+        flags: the commands that can use the model, by name: text to put behind them.
         job: the run's config; None: it has one role, which waits for no other.
     """
     trained = [row for row in history if metric_names.STEP_TIME in row or metric_names.REWARD in row]
     steps = f"{len(trained)} training step{'' if len(trained) == 1 else 's'}"
-    lines = [f"Run finished: {steps} in {format_seconds(seconds)}{f'; {why}' if why else ''}"]
+    now = sum(row["step"] >= first_step for row in trained)
+    when = f"{f', the last {now} of them' if now < len(trained) else ''} in {format_seconds(seconds)}"
+    lines = [f"Run finished: {steps}{when}{f'; {why}' if why else ''}"]
     lines += [*_validation_lines(history), *_training_lines(trained), *_timing_lines(trained)]
     if job is not None and (sentence := who_waited(trained, job)):
         lines.append(f"  {sentence}")
@@ -57,8 +61,12 @@ def format_summary(
     if history:
         lines.append(_entry("look at it", f"grpo-dist report {folder}"))
     if hf_model is not None and any(metric_names.REWARD in row for row in trained):
-        lines.append(_entry("compare it", f"grpo-dist eval {folder} --base{flags.get('eval', '')}"))
-        lines.append(_entry("serve it", f"grpo-dist serve {folder}{flags.get('serve', '')}"))
+        commands = {"eval": ("compare it", " --base"), "serve": ("serve it", "")}
+        lines += [
+            _entry(label, f"grpo-dist {name} {folder}{rest}{flags[name]}")
+            for name, (label, rest) in commands.items()
+            if name in flags
+        ]
     return "\n".join(lines)
 
 

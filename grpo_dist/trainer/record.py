@@ -140,6 +140,8 @@ def check_run_dir(run_dir: Path) -> None:
             raise NotADirectoryError(f"{existing} is a file")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(f"{existing} is not writable by you")
+        if run_dir not in (existing, *existing.parents) and existing.parts[1:2] in (("proc",), ("sys",)):
+            raise PermissionError(f"{existing} is the kernel's: no folder can be made in it")
         file = (run_dir / FILE_NAME).open("r+", encoding="utf-8") if (run_dir / FILE_NAME).exists() else None
     if file is not None:
         with file:

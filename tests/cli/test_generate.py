@@ -55,6 +55,7 @@ def test_rows_of_a_file_are_scored_where_they_can_be(model: Path, capsys: pytest
     Path("reward.py").write_text(REWARD.format("solution_str == ground_truth"))
     arguments = ["generate", str(model), ENGINE, "--prompts", "rows.jsonl", "--n", "2"]
     assert main([*arguments, "custom_reward_function.path=reward.py", "--output", "out.jsonl"]) == 0
+    says(capsys.readouterr().err, "2 prompts", "out.jsonl")
     written = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [row["responses"] for row in written] == [["2", "3"], ["5", "4"]]
     assert [row["scores"] for row in written] == [[1.0, 0.0], [0.0, 1.0]]

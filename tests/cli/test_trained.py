@@ -97,6 +97,15 @@ def test_what_is_neither(tmp_path: Path) -> None:
         find_trained(TINY, step=1)
 
 
+def test_a_run_of_another_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = Path("outputs/grpo_dist/words")
+    run_dir.mkdir(parents=True)
+    write_config(load_config([])[0], run_dir)
+    with refuses(ConfigError, "outputs/words", f" {run_dir}?"):
+        find_trained("outputs/words")
+
+
 # --- which checkpoint, and whose model -----------------------------------------------------------------------------
 def a_run(run_dir: Path, seed: int, steps: Sequence[int], *overrides: str) -> Any:
     """A run that starts anew in a folder and writes checkpoints after these steps; returns its config."""

@@ -32,7 +32,8 @@ MISTAKES = {
     "a file for a group": ("data=rows.jsonl", "data.train_files=rows.jsonl"),
     "no value": ("trainer.seed", "key=value"),
     "a list without brackets": ("trainer.logger=console,wandb", "trainer.logger=[console,wandb]"),
-    "an open bracket": ("trainer.logger=[console", "read"),
+    "an open bracket": ("trainer.logger=[console", "[ "),
+    "a name that resembles none": ("data.foo=1", "--help"),
     "Python's None": (f"{A}.clip_ratio_low=None", "null"),
     # types and ranges
     "text for a number": ("data.train_batch_size=many", "whole number"),

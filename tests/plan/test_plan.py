@@ -68,7 +68,7 @@ def test_ranks_that_split_sequences_count_as_one():
 @pytest.mark.parametrize(
     ("overrides", "passes"),
     [
-        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=12"], "16 of 8 sequences"),  # whole groups of n=8
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=12"], "16 of 8 sequences (whole groups of 8)"),  # whole groups of n=8
         ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"], "32 of 4 sequences"),  # halves of them
         ([f"{ACTOR}.use_dynamic_bsz=true"], "as many as needed with 16,384 tokens each"),
     ],

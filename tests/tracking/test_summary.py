@@ -28,13 +28,22 @@ def entry(text, label):
     return line.removeprefix(label).split()
 
 
-def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None, job=None, why=""):
-    more = {"hf_model": hf_model, "flags": flags or {}, "job": job}
+def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None, job=None, why="", first_step=0):
+    flags = {"eval": "", "serve": ""} if flags is None else flags
+    more = {"hf_model": hf_model, "flags": flags, "job": job, "first_step": first_step}
     return format_summary(history, run_dir=tmp_path, seconds=seconds, why=why, **more)
 
 
 def test_why_a_run_ended_early_stands_in_its_first_line(tmp_path):
     says(summary([row(1, 0.5)], tmp_path, why="acc is 0.95").splitlines()[0], "1 training step", "acc is 0.95")
+
+
+def test_after_a_resume_it_is_of_the_whole_run(tmp_path):
+    history = [row(step, 0.1 * step) for step in range(1, 7)]
+    text = summary(history, tmp_path, first_step=5)
+    says(text.splitlines()[0], "6 training steps", "2 of them")
+    assert entry(text, "reward")[:3] == ["0.1", "->", "0.6"]
+    assert "of them" not in summary(history, tmp_path, first_step=1)
 
 
 def test_before_after_and_best(tmp_path):
@@ -61,6 +70,7 @@ def test_it_ends_with_what_to_do_next(tmp_path):
     of_own_code = summary([row(1, 0.3)], folder, Path("/models/final"), flags={"eval": " --trust-run-code"})
     assert f"grpo-dist eval '{folder}' --base --trust-run-code" in of_own_code
     assert of_own_code.count("--trust-run-code") == 1
+    assert "grpo-dist serve" not in of_own_code, "it is told what can use the model"
     without_model = summary([row(1, 0.3)], folder)
     assert "grpo-dist report" in without_model
     assert "grpo-dist serve" not in without_model

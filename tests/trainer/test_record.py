@@ -72,6 +72,8 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/run"):
         make_run_dir(load(tmp_path))
+    with refuses(ConfigError, "trainer.default_local_dir=/proc/mine", "/proc "):
+        check_run_dir(Path("/proc/mine"))
 
 
 def test_the_config_is_written_whole_with_the_types_that_are_used(tmp_path: Path) -> None:
