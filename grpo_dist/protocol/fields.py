@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from grpo_dist.errors import BatchError
+from grpo_dist.plugins.names import REWARD_EXTRA
 
 # Prefix of the columns for the reward function's values besides the score: (N,) float32, nan if not returned.
-EXTRA = "reward_extra/"
+EXTRA = REWARD_EXTRA
 # In the column `labels`: a token without one.
 NO_LABEL = -1
 

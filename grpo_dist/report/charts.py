@@ -13,10 +13,12 @@ from typing import Any
 
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.plan.roles import ROLES, SUPERVISED_ROLES
+from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.report.run_folder import Alarm, RunFolder
 from grpo_dist.tracking import metric_names
 
 COLORS = ("#2a78d6", "#e07b39", "#3a9d6e", "#b0549c", "#8a6d3b", "#c23b4b", "#5b6ee1", "#6b7f8c")
+_PHASE_COLORS = (*COLORS, "#1f9aa5", "#c9a227", "#7d8f2a", "#9b6bd1", "#d17ba8", "#44546a", "#b5651d", "#4fb08a")
 # Line styles of the runs that are compared: the first one is drawn through.
 _DASHES = ("solid", "dot", "dash", "dashdot")
 Names = tuple[tuple[str, str], ...]
@@ -32,6 +34,7 @@ class Chart:
         note: what to look for.
         share: whether the values are shares, drawn in percent from 0.
         all_lines: whether runs are compared by all lines; otherwise by the first that a run has.
+        ticks: format of the numbers at the axis, which then begins at 0; "": Plotly's own.
     """
 
     title: str
@@ -40,6 +43,7 @@ class Chart:
     note: str
     share: bool = False
     all_lines: bool = False
+    ticks: str = ""
 
 
 CHARTS = (
@@ -128,7 +132,7 @@ CHARTS = (
         "Pairs, or labels, that it judges right: from 0.5 upwards.",
         share=True,
     ),
-    Chart("Learning rate", "", tuple((f"{role}/lr", role) for role in _TRAINED), ""),
+    Chart("Learning rate", "", tuple((f"{role}/lr", role) for role in _TRAINED), "", ticks=".1e"),
     Chart("Speed", "tokens per second", ((metric_names.THROUGHPUT, "all devices"),), "Prompts and responses."),
 )
 
@@ -147,7 +151,15 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         "On rows that training never sees. If it falls while the reward rises, the policy exploits the reward.",
         all_lines=True,
     )
-    charts = [_curves(chart, runs) for chart in (CHARTS[0], held_out, *CHARTS[1:])]
+    told = dict.fromkeys(name for run in runs for row in run.rows for name in metric_names.reward_parts(row))
+    parts = Chart(
+        "Reward parts",
+        "score",
+        tuple((f"{EXTRA}{name}/mean", name) for name in told),
+        "Each reward function, and what they tell besides. The one that you care about should rise, not only the sum.",
+        all_lines=True,
+    )
+    charts = [_curves(chart, runs) for chart in (CHARTS[0], parts, held_out, *CHARTS[1:])]
     charts += [_timing(run, runs) for run in runs] + [_idle(runs)]
     return [chart for chart in charts if chart["figure"]["data"]]
 
@@ -177,8 +189,8 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
 def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
     """(metric, label, colour) of the lines that a run has."""
     recorded = {name for row in run.rows for name in row}
-    lines = zip(chart.lines, cycle(COLORS), strict=False)
-    return [(metric, label, color) for (metric, label), color in lines if metric in recorded]
+    lines = [(metric, label) for metric, label in chart.lines if metric in recorded]
+    return [(metric, label, color) for (metric, label), color in zip(lines, cycle(COLORS), strict=False)]
 
 
 def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
@@ -214,7 +226,7 @@ def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
             if name.startswith(metric_names.TIMING) and name != metric_names.STEP_TIME and math.isfinite(value):
                 phases[name] = phases.get(name, 0.0) + value
     data = []
-    for name, color in zip(sorted(phases, key=lambda name: -phases[name]), cycle(COLORS), strict=False):
+    for name, color in zip(sorted(phases, key=lambda name: -phases[name]), cycle(_PHASE_COLORS), strict=False):
         points = [(int(row["step"]), row[name]) for row in run.rows if name in row]
         data.append(
             {
@@ -245,8 +257,8 @@ def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 def _layout(chart: Chart, **more: Any) -> dict[str, Any]:
     axis: dict[str, Any] = {"title": {"text": chart.unit}}
-    if chart.share:
-        axis |= {"rangemode": "tozero", "tickformat": ".0%"}
+    if ticks := ".0%" if chart.share else chart.ticks:
+        axis |= {"rangemode": "tozero", "tickformat": ticks}
     return {"xaxis": {"hoverformat": "d"}, "yaxis": axis, "hovermode": "x unified", **more}
 
 

@@ -18,6 +18,7 @@ from grpo_dist.tracking.summary import format_seconds
 _BAR = "{n_fmt}/{total_fmt} |{bar:16}| {desc} [{elapsed}<{remaining}{postfix}]"
 _TIMED = {"gen": "timing_s/gen", "update": "timing_s/update_actor"}
 _IN_BAR = ("reward", "zero_variance", "loss", "accuracy", "val", "val_clipped", "clipped", "kl", "speed")
+_MOST_PARTS = 3  # of the reward
 # From these shares on they are shown (docs/metrics.md): responses that are cut off, and groups that teach nothing.
 _NOTABLE_CLIPPED, _NOTABLE_ZERO_VARIANCE = 0.1, 0.6
 
@@ -127,7 +128,9 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
     """
     pieces: dict[str, str] = {}
     if metric_names.REWARD in metrics:
-        pieces["reward"] = f"reward {metrics[metric_names.REWARD]:.3g}"
+        parts = list(metric_names.reward_parts(metrics).items())[:_MOST_PARTS]
+        told = f" ({', '.join(f'{name} {value:.3g}' for name, value in parts)})" if parts else ""
+        pieces["reward"] = f"reward {metrics[metric_names.REWARD]:.3g}{told}"
     pieces |= _notable("zero_variance", metrics.get(metric_names.ZERO_VARIANCE, 0.0), _NOTABLE_ZERO_VARIANCE)
     if metric_names.KL_LOSS in metrics:
         pieces["kl"] = f"kl {metrics[metric_names.KL_LOSS]:.2g}"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.names import REWARD_EXTRA
 
 if TYPE_CHECKING:
     from grpo_dist.config.schema_job import JobTrainerConfig, StopAtConfig
@@ -25,12 +26,19 @@ TIMING = "timing_s/"
 STEP_TIME = "timing_s/step"
 IDLE = "perf/idle/"
 BESIDE_STEPS = ("testing", "save_checkpoint")  # phases that a step's time leaves out
+_MEAN = "/mean"
 VALIDATION, AUXILIARY = "val-core/", "val-aux/"
 SUPERVISED_VALIDATION = "val/"
 # Of models that train on rows with known answers, by what the console calls them.
 SUPERVISED = {"loss": ("reward_model/loss", "sft/loss"), "accuracy": ("reward_model/accuracy",)}
 # What says most about a validation of theirs, best first.
 _JUDGED = tuple(SUPERVISED_VALIDATION + name for name in ("reward_model/accuracy", "sft/loss"))
+
+
+def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The means of the functions that make up the reward, and of what they tell besides, by their names."""
+    names = (name for name in metrics if name.startswith(REWARD_EXTRA) and name.endswith(_MEAN))
+    return {name[len(REWARD_EXTRA) : -len(_MEAN)]: metrics[name] for name in names}
 
 
 def is_loss(name: str) -> bool:

@@ -130,6 +130,7 @@ def _training_lines(trained: Sequence[Row]) -> list[str]:
             drawn = label != "response length" and len(values) > 1
             curve = f"  {sparkline(values, _SPARKLINE_WIDTH)}" if drawn else ""
             lines.append(_entry(label, f"{values[0]:.3g} -> {values[-1]:.3g}{curve}"))
+    lines += _part_lines(trained)
     timed = [row for row in trained if metric_names.THROUGHPUT in row and metric_names.STEP_TIME in row]
     total = sum(row[metric_names.STEP_TIME] for row in timed)
     if total > 0:
@@ -137,6 +138,22 @@ def _training_lines(trained: Sequence[Row]) -> list[str]:
         tokens = sum(row[metric_names.THROUGHPUT] * row[metric_names.STEP_TIME] for row in timed)
         lines.append(_entry("tokens/s", f"{tokens / total:.0f}"))
     return lines
+
+
+def _part_lines(trained: Sequence[Row]) -> list[str]:
+    """The parts of the reward; and which of them stood still while the whole rose."""
+    names = dict.fromkeys(name for row in trained for name in metric_names.reward_parts(row))
+    curves = {name: [value for row in trained if (value := _part(row, name)) is not None] for name in names}
+    lines = [_entry(f"  {name}", f"{curve[0]:.3g} -> {curve[-1]:.3g}") for name, curve in curves.items()]
+    rewards = [row[metric_names.REWARD] for row in trained if metric_names.REWARD in row]
+    still = [f"{name} at {curve[-1]:.3g}" for name, curve in curves.items() if len(curve) > 1 and len({*curve}) == 1]
+    if len(rewards) > 1 and rewards[-1] > rewards[0] and still and len(still) < len(curves):
+        lines.append(f"  the reward rose by its other parts alone: {', '.join(still)} has not moved")
+    return lines
+
+
+def _part(row: Row, name: str) -> float | None:
+    return metric_names.reward_parts(row).get(name)
 
 
 def _timing_lines(trained: Sequence[Row]) -> list[str]:

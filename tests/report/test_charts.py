@@ -44,6 +44,23 @@ def test_curves_of_what_is_there(tmp_path: Path) -> None:
         go.Figure(chart["figure"])  # which raises for what Plotly does not know
 
 
+def test_parts_of_the_reward_and_a_learning_rate_that_stays(tmp_path: Path) -> None:
+    more = {"reward_extra/right/mean": 0.0, "reward_extra/short/mean": -0.5, "actor/lr": 1e-4, "actor/entropy": 0.5}
+    found = charts([read_run(write_run(tmp_path / "run", [row | more for row in ROWS]))])
+    shown = by_title(found)
+    assert shown["Reward parts"].keys() == {"right", "short"}
+    assert shown["Reward parts"]["short"]["y"] == [-0.5] * 4
+    (rate,) = [chart["figure"]["layout"]["yaxis"] for chart in found if chart["title"] == "Learning rate"]
+    assert (rate["rangemode"], rate["tickformat"]) == ("tozero", ".1e"), "not around the value, where it looks like 0"
+    assert shown["Entropy"]["policy"]["line"]["color"] == shown["Reward"]["mean"]["line"]["color"]
+
+
+def test_phases_have_colors_of_their_own(tmp_path: Path) -> None:
+    phases = {f"timing_s/{name}": 1.0 for name in "abcdefghijklmno"}
+    shown = by_title(charts([read_run(write_run(tmp_path / "run", [ROWS[0] | phases]))]))["Where a step's seconds go"]
+    assert len({trace["marker"]["color"] for trace in shown.values()}) == len(shown) - 1 == 16
+
+
 def test_seconds_by_phase_and_idle_roles(tmp_path: Path) -> None:
     shown = by_title(charts([read_run(write_run(tmp_path / "run", ROWS))]))
     seconds = shown["Where a step's seconds go"]

@@ -38,6 +38,18 @@ def test_why_a_run_ended_early_stands_in_its_first_line(tmp_path):
     says(summary([row(1, 0.5)], tmp_path, why="acc is 0.95").splitlines()[0], "1 training step", "acc is 0.95")
 
 
+def test_parts_of_the_reward_and_one_that_stood_still(tmp_path):
+    parts = [{"reward_extra/right/mean": 0.0, "reward_extra/short/mean": -0.1 * left} for left in (3, 2, 1)]
+    history = [row(step, part["reward_extra/short/mean"], **part) for step, part in enumerate(parts, 1)]
+    text = summary(history, tmp_path)
+    assert entry(text, "short") == ["-0.3", "->", "-0.1"]
+    (sentence,) = [line for line in text.splitlines() if "right at 0" in line]
+    assert "short" not in sentence
+    assert "right at" not in summary(history[:1], tmp_path)
+    history[2]["reward_extra/right/mean"] = 0.5
+    assert "right at" not in summary(history, tmp_path)
+
+
 def test_after_a_resume_it_is_of_the_whole_run(tmp_path):
     history = [row(step, 0.1 * step) for step in range(1, 7)]
     text = summary(history, tmp_path, first_step=5)
