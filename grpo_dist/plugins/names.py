@@ -70,10 +70,10 @@ LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "pro
 AGENT_LOOPS = ("single_turn_agent", "tool_agent", "external")
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # select tokens over the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
-# The reward functions that return the score of the reward model, a weighted sum of others, and the built-in scorer's
-# score where a row has what that needs.
 # Before the names of what a reward function tells besides the score, in columns and metrics.
 REWARD_EXTRA = "reward_extra/"
+# The reward functions that return the score of the reward model, a weighted sum of others, and the built-in scorer's
+# score where a row has what that needs.
 REWARD_MODEL_FUNCTION, WEIGHTED_FUNCTION = "grpo_dist.rewards.reward_model", "grpo_dist.rewards.weighted"
 OPTIONAL_FUNCTION = "grpo_dist.rewards.optional"
 # In `extra_info`: the score of the reward model, and whether the conversation was cut for it (1 or 0).
