@@ -130,7 +130,9 @@ def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
         values = variables[name].reshape(len(of_source), -1)
         statistics = dict(_statistics(values, _votes(of_source)))
         responses = [response for answer in of_source for response in answer.responses]
-        means = {
+        parts = dict.fromkeys(part for extra in extras for part in extra if part != "acc")
+        means = {part: float(np.nanmean([extra.get(part, np.nan) for extra in extras])) for part in parts}
+        means |= {
             "tokens": float(np.mean([len(response.token_ids) for response in responses])),
             "cut off": float(np.mean([response.truncated for response in responses])),
         }

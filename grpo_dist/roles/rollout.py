@@ -20,7 +20,7 @@ from grpo_dist.agents.gateway import Gateway
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
+from grpo_dist.engines.base import DraftCounts, EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import AgentError
 from grpo_dist.keeper import watch
@@ -49,6 +49,7 @@ class RolloutWorker(Mailbox, Process):
     engine: RolloutEngine
     runner: EpisodeRunner | None = None
     gateway: Gateway | None = None
+    drafts = False
 
     async def start(self, settings: EngineSettings) -> Footprint | None:
         """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
@@ -57,6 +58,7 @@ class RolloutWorker(Mailbox, Process):
         self.check_build(settings.device)
         engine, folder = rollout_engine(settings.rollout.name), self.find_model(settings.model.path)
         self.engine = engine(replace(settings, model=settings.model.replaced(path=folder)))
+        self.drafts = settings.rollout.draft_tokens > 0
         taken = await self.engine.start()
         if not settings.rollout.agent.is_single_turn:
             watch()  # what agents start ends with this process
@@ -103,9 +105,8 @@ class RolloutWorker(Mailbox, Process):
         return (Label.of(data, _small(data)), await self._load(), failed), data
 
     async def _load(self) -> EngineLoad:
-        if not self.engine.settings.rollout.draft_tokens:
-            return self.engine.load
-        return replace(self.engine.load, drafts=await self.engine.draft_counts())  # type: ignore[attr-defined]
+        counts = await self.engine.draft_counts() if self.drafts else DraftCounts()  # type: ignore[attr-defined]
+        return replace(self.engine.load, drafts=counts)
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]
