@@ -25,7 +25,7 @@ from grpo_dist.config.load import load_command, run_folder
 from grpo_dist.errors import ConfigError, DataError, RewardError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plugins.function_files import function_name, write_function
-from grpo_dist.run.command_line import dry_run
+from grpo_dist.run.command_line import changed_keys, dry_run
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.tracking.metric_names import REWARD
 from grpo_dist.trainer.record import EXPORTED, say
@@ -128,7 +128,7 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     checked, notes = load_command([*given.items()], GRPO)
     run_dir = checked.trainer.record_dir.absolute()
     if checked.trainer.dry_run:
-        dry_run(checked, notes)
+        dry_run(checked, notes, changed_keys(checked, GRPO))
         return TrainingResult(run_dir, None, [])
     from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
 

@@ -164,7 +164,7 @@ def set_by_groups(command: AnyCommand) -> dict[tuple[str, str], tuple[Key, ...]]
 def usage(command: AnyCommand) -> str:
     """Return the text of --help: the command, its groups, examples, and where the keys are explained."""
     called = f"grpo-dist {command.name}"
-    lines = [f"usage: {called} [GROUP=OPTION ...] [KEY=VALUE ...] [--quiet]", ""]
+    lines = [f"usage: {called} [GROUP=OPTION ...] [KEY=VALUE ...] [--quiet] [--full]", ""]
     lines += [f"{command.purpose} Groups change the defaults, and keys change both.", ""]
     lines.append("groups (the default is marked *):")
     lines += [line for group in command.group_options() for line in group_lines(command, group)]
@@ -172,7 +172,7 @@ def usage(command: AnyCommand) -> str:
     for what, overrides in command.examples:
         lines += [f"  # {what}", f"  {called} {overrides}".rstrip()]
     lines += ["", f"every key, with its meaning and default: {' and '.join(map(str, command.files))}"]
-    lines.append("--quiet shows nothing but errors: trainer.console=false")
+    lines.append("--quiet shows nothing but errors: trainer.console=false; --full shows the whole config in a dry run")
     lines.append("lists are written [a,b], an empty value null, text with = , : [ ] { } as \"key='...'\"")
     return "\n".join(lines)
 

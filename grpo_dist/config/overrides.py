@@ -163,7 +163,7 @@ def _unreadable(text: str, error: HydraException, schema: type[JobConfig]) -> Pr
         name = key.lstrip("-").replace("-", "_")
         value = text.partition("=")[2] or "VALUE"
         advice = f"write {name}={value}" if name in leaf_keys(schema) else what_to_write(name, schema)
-        flags = "the only flags are --help and --quiet, and a key is written key=value"
+        flags = "the only flags are --help, --quiet and --full, and a key is written key=value"
         return Problem(f"{text}: {flags}; {advice}", (key,))
     if not equals:
         return Problem(f"{text or repr(text)}: not an override; write key=value", (key,))

@@ -16,14 +16,20 @@ from grpo_dist.plan.placement import Placement, placement
 from grpo_dist.plan.role_models import Pass, lora_of
 from grpo_dist.plan.roles import Role, models_of, roles_of, table_of
 
+_WHOLE = "(all other keys have their defaults; --full shows the whole config)"
 # (label, value)
 Rows = list[tuple[str, str]]
 
 
-def format_plan(config: JobConfig, notes: list[str]) -> str:
-    """Return the output of a dry run: the whole config, then the plan."""
+def format_plan(config: JobConfig, notes: list[str], changed: Sequence[str] | None = None) -> str:
+    """Return the output of a dry run: the config, then the plan.
+
+    Args:
+        changed: the keys to show, as key=value; None: the whole config.
+    """
+    settings = readable_config(config).rstrip().splitlines() if changed is None else [*changed, _WHOLE]
     blocks = [
-        "resolved config\n" + _indent(readable_config(config).rstrip().splitlines()),
+        "resolved config\n" + _indent(settings),
         "run\n" + _table(_run_rows(config)),
         "batch\n" + _table(batch_arithmetic(config)),
         "placement\n" + _table(_placement_rows(config)),

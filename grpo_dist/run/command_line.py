@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_dist.config.command import AnyCommand, usage
-from grpo_dist.config.load import load_command
+from grpo_dist.config.environment import recorded
+from grpo_dist.config.keys import flatten
+from grpo_dist.config.load import default_values, load_command
+from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
 from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.redact import redact_text, without_environment
 from grpo_dist.terminal import show
 
-QUIET = "--quiet"
-"""Short for `trainer.console=false`."""
+QUIET, FULL = "--quiet", "--full"
+"""Short for `trainer.console=false`; and a dry run that shows the whole config."""
 
 
 def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
@@ -30,10 +34,11 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
         return 0
     if QUIET in overrides:
         overrides = [*(key for key in overrides if key != QUIET), "trainer.console=false"]
+    full, overrides = FULL in overrides, [key for key in overrides if key != FULL]
     try:
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
-            dry_run(config, notes)
+            dry_run(config, notes, None if full else changed_keys(config, command))
             return 0
         if config.trainer.console:
             show(format_summary(config, notes) + "\n")
@@ -57,14 +62,24 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
     return 0
 
 
-def dry_run(config: JobConfig, notes: list[str]) -> None:
+def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:
+    """The keys whose values are not the command's defaults, as key=value."""
+    plain = command.schema.model_validate(default_values(command)).model_dump(mode="json")
+    before, now = dict(flatten(plain)), dict(flatten(recorded(config, config.model_dump(mode="json"))))
+    return [f"{key}={shown(value)}" for key, value in now.items() if before.get(key) != value]
+
+
+def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:
     """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
+
+    Args:
+        changed: the keys of the config to show, as key=value; None: all of it.
 
     Raises:
         ConfigError: everything that is wrong.
         DataError: a model cannot be built of its files.
     """
-    show(format_plan(config, notes) + "\n")
+    show(format_plan(config, notes, changed) + "\n")
     if config.trainer.dry_run == "config":
         return
     from grpo_dist.run.run import check_this_machine
