@@ -4,7 +4,8 @@ usage: python -m benchmarks.staleness FILE.jsonl [--seeds 1 2 3 4 5] [--stalenes
                                       [--smollm2 FOLDER] [--picture FILE.png]
 
 The built-in model learns its sums (a cell takes about a minute on two quiet cores); --smollm2: the model in FOLDER
-(scripts/make_smollm2.py) learns the same by a graded reward and without a reference (about five minutes). Cells in FILE are not run again.
+(scripts/make_smollm2.py) learns the same by a graded reward and without a reference (about five minutes). Cells in FILE
+are not run again.
 """
 
 from __future__ import annotations
