@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,18 @@ PER_UPDATE = {  # updates, prompts of each, and other keys
 
 
 def run(choice: str, staleness: int, seed: int, smollm2: str | None) -> dict[str, Any]:
-    """A run: mean reward of the last updates, validation accuracy after them, and how old its responses were."""
-    rewards, ages, accuracies, started = list[float](), list[float](), list[float](), time.monotonic()
+    """A run: mean reward of the last updates, validation after them, and how old its responses were.
+
+    Validation is greedy: `accuracy` by the rule, `validation` the mean reward, which a graded function tells apart.
+    """
+    rewards, ages, validated, started = list[float](), list[float](), list[tuple[float, float]](), time.monotonic()
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         rewards.append(metrics[f"{SCORE}/mean"])
         ages.append(metrics.get("staleness/mean", 0.0))
         if (accuracy := validation_accuracy(metrics)) is not None:
-            accuracies.append(accuracy)
+            graded = [value for name, value in metrics.items() if fnmatch(name, "val-*/reward/mean@1")]
+            validated.append((accuracy, statistics.mean(graded or [accuracy])))
 
     updates, prompts, keys = PER_UPDATE["tiny" if smollm2 is None else "smollm2"]
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +86,8 @@ def run(choice: str, staleness: int, seed: int, smollm2: str | None) -> dict[str
         "max_staleness": staleness,
         "seed": seed,
         "reward": statistics.mean(rewards[-LAST:]),
-        "accuracy": accuracies[-1],
+        "accuracy": validated[-1][0],
+        "validation": validated[-1][1],
         "staleness": statistics.mean(ages),
         "minutes": round((time.monotonic() - started) / 60, 2),
     }
