@@ -176,7 +176,7 @@ def test_a_dry_run_trains_nothing(
     config = SMALL | {"trainer": {"default_local_dir": str(tmp_path), "dry_run": dry_run}}
     assert grpo_dist.train(config=config) == grpo_dist.TrainingResult(tmp_path, None, [])
     told = capsys.readouterr().out
-    says(told, "train_batch_size: 2")
+    says(told, "data.train_batch_size=2")
     assert ("checked on this machine" in told) == (dry_run is True)
     assert not list(tmp_path.iterdir())
 

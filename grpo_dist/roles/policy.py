@@ -24,7 +24,7 @@ from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, Pass
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
-from grpo_dist.engines.weights.buckets import Bucket, check_buckets, pack, unpack
+from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
 from grpo_dist.engines.weights.differences import Sent
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plugins.registry import load_attribute
@@ -322,9 +322,9 @@ class ActorWorker(TrainedWorker):
     _weight_store: dist.TCPStore | None = None
     _weight_group: WeightGroup | None = None
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size)
-        self._changes = Sent()
+    @functools.cached_property
+    def _last_sent(self) -> Sent:
+        return Sent()
 
     @on_device(reads=True)
     def compute_reference(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
@@ -342,13 +342,9 @@ class ActorWorker(TrainedWorker):
 
     @on_device(reads=True)
     def export_changes(self, dtype: str, whole: bool) -> tuple[list[ray.ObjectRef], float]:
-        """Put what of that has changed since the last call, or `whole` all of it, into the object store.
-
-        Returns:
-            On rank 0 the buckets, and their bytes by those of the whole weights.
-        """
-        changes = functools.partial(self._changes.changes, whole=whole)
-        return self._put(self._sent(dtype, "cpu", sends=self.rank == 0), changes), self._changes.share
+        """The same of what has changed since the last call, unless `whole`; and its bytes by those of all weights."""
+        changes = functools.partial(self._last_sent.changes, whole=whole)
+        return self._put(self._sent(dtype, "cpu", sends=self.rank == 0), changes), self._last_sent.share
 
     @on_device(reads=True)
     def export_parameters(self) -> list[ray.ObjectRef]:
@@ -356,17 +352,12 @@ class ActorWorker(TrainedWorker):
         return self._put(self.engine.full_parameters("float32"))
 
     def _sent(self, dtype: str, device: str, *, sends: bool) -> Iterator[tuple[str, Tensor]]:
-        """Return what rollout engines get: the whole weights under the names of the model's files, or LoRA's factors.
-
-        Gathering is collective; ranks that do not send drop it.
-        """
+        """What rollout engines get: the weights under the names of the model's files, or LoRA's factors; collective."""
         if self.settings.model.sends_factors:
             return self.engine.lora_factors(dtype, device)
         return self.engine.full_parameters(dtype, device, as_in_files=sends)
 
-    def _put(
-        self, tensors: Iterable[tuple[str, Tensor]], sent: Callable[[Iterable[Bucket]], Iterable[Any]] = iter
-    ) -> list[ray.ObjectRef]:
+    def _put(self, tensors: Iterable[tuple[str, Tensor]], sent: Callable[..., Iterator[Any]] = iter) -> list[Any]:
         if self.rank != 0:
             _use_up(tensors)
             return []
@@ -375,8 +366,7 @@ class ActorWorker(TrainedWorker):
     def open_weight_store(self, others: Sequence[str]) -> tuple[str, int]:
         """Rank 0: open the store at which weight groups meet, unless it is open; returns its host and port.
 
-        Args:
-            others: addresses of the receivers' nodes. If all are this node's, the store is on loopback.
+        It is on loopback if `others`, the addresses of the receivers' nodes, are all this node's.
         """
         own = self.address().ip
         host = LOOPBACK if set(others) == {own} else own

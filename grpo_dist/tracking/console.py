@@ -128,9 +128,9 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
     """
     pieces: dict[str, str] = {}
     if metric_names.REWARD in metrics:
-        parts = list(metric_names.reward_parts(metrics).items())[:_MOST_PARTS]
-        told = f" ({', '.join(f'{name} {value:.3g}' for name, value in parts)})" if parts else ""
-        pieces["reward"] = f"reward {metrics[metric_names.REWARD]:.3g}{told}"
+        told = [f"{name} {value:.3g}" for name, value in metric_names.reward_parts(metrics).items()][:_MOST_PARTS]
+        behind = f" ({', '.join(told)})" if told else ""
+        pieces["reward"] = f"reward {metrics[metric_names.REWARD]:.3g}{behind}"
     pieces |= _notable("zero_variance", metrics.get(metric_names.ZERO_VARIANCE, 0.0), _NOTABLE_ZERO_VARIANCE)
     if metric_names.KL_LOSS in metrics:
         pieces["kl"] = f"kl {metrics[metric_names.KL_LOSS]:.2g}"
