@@ -21,7 +21,6 @@ from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.base import (
-    DraftCounts,
     EngineLoad,
     Footprint,
     Response,
@@ -113,8 +112,9 @@ class RolloutWorker(Mailbox, Process):
         return (Label.of(data, _small(data)), await self._load(), failed), data
 
     async def _load(self) -> EngineLoad:
-        counts = await self.engine.draft_counts() if self.drafts else DraftCounts()  # type: ignore[attr-defined]
-        return replace(self.engine.load, drafts=counts)
+        if not self.drafts:
+            return self.engine.load
+        return replace(self.engine.load, drafts=await self.engine.draft_counts())  # type: ignore[attr-defined]
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]

@@ -29,9 +29,10 @@ OF_CONFIG = "trainer.dry_run=config"  # for GPUs, or with rows and a model made 
 
 
 def run_script(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run with this interpreter, from a folder that is not the repository."""
+    """Run with this interpreter, from a folder that is not the repository; a dry run shows the whole config."""
+    full = ["--full"] if {DRY_RUN, OF_CONFIG}.intersection(arguments) else []
     return subprocess.run(
-        ["bash", str(script), *arguments],
+        ["bash", str(script), *arguments, *full],
         cwd=cwd,
         env={**os.environ, "GRPO_DIST_PYTHON": sys.executable, **env},
         capture_output=True,
@@ -224,7 +225,7 @@ def test_own_data_works_as_written(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    (tmp_path / "run.sh").write_text(f"set -e\n{command.rstrip()} {OF_CONFIG}\n")
+    (tmp_path / "run.sh").write_text(f"set -e\n{command.rstrip()} {OF_CONFIG} --full\n")
     done = run_script(tmp_path / "run.sh", cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert "capitals.jsonl" in done.stdout

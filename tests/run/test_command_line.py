@@ -73,7 +73,7 @@ def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch, *override
 
     monkeypatch.setattr(run_module, "run", run)
     for name in ("plan", "summary"):
-        monkeypatch.setattr(command_line, f"format_{name}", lambda config, notes, name=name: name)
+        monkeypatch.setattr(command_line, f"format_{name}", lambda config, notes, *changed, name=name: name)
     return command_line.run_command(REWARD_MODEL, [*overrides])
 
 

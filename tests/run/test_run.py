@@ -20,13 +20,17 @@ from tests.trainer.checkpoints import finished_run
 
 
 def test_the_summary_shows_the_flag_that_its_commands_need(tmp_path: Path) -> None:
-    """A function of the package needs none; one of the run's own, `eval`; arguments of the engine, both."""
+    """A function of the package needs none; one of the run's own, `eval`; arguments of the engine, both. Without rows
+    to validate on there is nothing that `eval` could ask.
+    """
     (tmp_path / "reward.py").write_text("def compute_score(**row):\n    return 0.0\n")
     own = f"custom_reward_function.path={tmp_path}/reward.py"
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
     needed = {(): [], (own,): ["eval"], (engine,): ["eval", "serve"]}
     for overrides, commands in needed.items():
-        assert run._flags(load_config([*overrides])[0]) == dict.fromkeys(commands, " --trust-run-code")
+        expected = {"serve": "", "eval": ""} | dict.fromkeys(commands, " --trust-run-code")
+        assert run._flags(load_config([*overrides])[0]) == expected
+    assert run._flags(load_config(["data.val_files=null", "trainer.test_freq=-1"])[0]) == {"serve": ""}
     assert run._flags(load_command([], SFT)[0]) == {}
 
 
