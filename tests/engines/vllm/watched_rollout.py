@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import ray
 
 from grpo_dist.engines.base import DraftCounts
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.draft_length import DraftLength
 from grpo_dist.roles.rollout import RolloutWorker
 
 
@@ -21,6 +23,11 @@ class WatchedRolloutWorker(RolloutWorker):
     async def abort_when_running(self, count: int, uids: Sequence[str]) -> None:
         await self._running(count)
         await self.abort(uids)
+
+    async def start_drafting(self, settings: EngineSettings) -> None:
+        """Start an engine that always drafts as much as it may, however long its steps take."""
+        DraftLength.choose = lambda self, sequences: self.most  # type: ignore[method-assign]
+        await self.start(settings)
 
     async def draft_counts(self) -> DraftCounts:
         return await self.engine.draft_counts()  # type: ignore[attr-defined,no-any-return]
