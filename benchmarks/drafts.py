@@ -1,7 +1,7 @@
 """Engine steps and seconds with drafts from earlier responses, and without, on the same seeds, in turns.
 
-usage: python -m benchmarks.drafts [--model FOLDER] [--prompts 4] [--n 8] [--tokens 256] [--epochs 3] [--rounds 1]
-                                   [--draft-tokens 8] [--dtype float32] [--output FILE]
+usage: python -m benchmarks.drafts [--model FOLDER] [--prompts 4] [--n 8] [--tokens 256] [--epochs 3]
+                                   [--draft-tokens 8] [--temperature 1] [--dtype float32] [--threads 2] [--output FILE]
 
 Two engines, each in a process of its own, sample n responses to each prompt at once; each epoch has other seeds.
 One drafts; its table knows the responses of the epochs before. Tail: the steps with at most a quarter of all sequences
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Engine:
         self.steps: list[tuple[int, float]] = []  # running sequences and seconds
 
     async def start(self) -> None:
-        """Load the model, and compute once."""
+        """Load the model."""
         await self.engine.start()
         local: Any = self.engine._llm  # type: ignore[attr-defined]
         step = local.engine.step
@@ -129,7 +129,7 @@ def main() -> None:
     prompts = prompts_of(model, asked.prompts)
     longest = max(map(len, prompts)) + asked.tokens
     plain = throughput.engine_settings(model, dtype=asked.dtype, longest=longest)
-    drafting = throughput.engine_settings(model, dtype=asked.dtype, longest=longest, draft_tokens=asked.draft_tokens)
+    drafting = replace(plain, rollout=plain.rollout.replaced(draft_tokens=asked.draft_tokens))
     engines = [
         throughput.spawn(f"engine{i}", Engine, (each,), asked.threads) for i, each in enumerate((plain, drafting))
     ]

@@ -17,13 +17,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import grpo_dist
 from benchmarks import record
 from benchmarks.curriculum import half_interval
+from benchmarks.study import measured
 from grpo_dist.tracking.metric_names import SCORE, validation_accuracy
 
 STALENESS = (0, 1, 4, 16, 64)
@@ -64,8 +64,8 @@ def run(choice: str, staleness: int, seed: int, smollm2: str | None) -> dict[str
         rewards.append(metrics[f"{SCORE}/mean"])
         ages.append(metrics.get("staleness/mean", 0.0))
         if (accuracy := validation_accuracy(metrics)) is not None:
-            graded = [value for name, value in metrics.items() if fnmatch(name, "val-*/reward/mean@1")]
-            validated.append((accuracy, statistics.mean(graded or [accuracy])))
+            graded = measured(metrics, {"reward": "val-*/reward/mean@1"})
+            validated.append((accuracy, graded.get("reward", accuracy)))
 
     updates, prompts, keys = PER_UPDATE["tiny" if smollm2 is None else "smollm2"]
     with tempfile.TemporaryDirectory() as folder:

@@ -65,17 +65,10 @@ def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str,
     return rows
 
 
-def engine_settings(
-    path: str, *, dtype: str = "float32", longest: int = 128, draft_tokens: int = 0, **changes: Any
-) -> EngineSettings:
+def engine_settings(path: str, *, dtype: str = "float32", longest: int = 128, **changes: Any) -> EngineSettings:
     """An engine on CPU."""
     roles = load_config([])[0].actor_rollout_ref
-    limits: dict[str, Any] = {
-        "draft_tokens": draft_tokens,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": 8192,
-        "kv_cache_memory_gib": 1.0,
-    }
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192, "kv_cache_memory_gib": 1.0}
     rollout = roles.rollout.replaced(enforce_eager=True, enable_chunked_prefill=False, **limits)
     return EngineSettings(rollout, roles.model.replaced(path=path), "cpu", dtype, longest, longest, seed=0, **changes)
 

@@ -190,9 +190,10 @@ def trusted_run(checkpoint: Path, model: str | None = None, *, trust: bool) -> R
 
 def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
     """A model that belongs to no run."""
-    beside = Path(expanded(named).parts[0])
-    gone = "/" in named and not expanded(named).exists() and beside.is_dir()  # so it is no hub name
-    folder = expanded(named) if gone else Path(resolve_model_path(named))
+    path = expanded(named)
+    beside = Path(*path.parts[:1])
+    gone = "/" in named and not path.exists() and beside.is_dir()  # so it is no hub name
+    folder = path if gone else Path(resolve_model_path(named))
     if not (folder / "config.json").is_file():
         depths = () if beside.is_absolute() else ("*", "*/*")
         runs = [str(file.parent) for depth in depths for file in beside.glob(f"{depth}/{RESOLVED_CONFIG}")]

@@ -100,11 +100,13 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Sequences that run in an engine, and that wait in it, after its last step; and what its drafts have done."""
+    """Sequences that run in an engine, and that wait in it, after its last step; and what its drafts have done, if it
+    drafts.
+    """
 
     running: int = 0
     waiting: int = 0
-    drafts: DraftCounts = DraftCounts()
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True)

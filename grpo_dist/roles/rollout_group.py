@@ -167,8 +167,9 @@ class RolloutGroup(Pool):
 
     def _take_load(self, engine: Engine, load: EngineLoad, group_size: int) -> None:
         engine.adapt(load.running, load.waiting, group_size)
-        self._drafts += load.drafts - engine.drafts
-        engine.drafts = load.drafts
+        if load.drafts is not None:
+            self._drafts += load.drafts - engine.drafts
+            engine.drafts = load.drafts
 
     def draft_metrics(self) -> dict[str, float]:
         """What drafts have done since the last call; {} if the engines have sampled nothing with them."""

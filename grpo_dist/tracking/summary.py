@@ -142,18 +142,16 @@ def _training_lines(trained: Sequence[Row]) -> list[str]:
 
 def _part_lines(trained: Sequence[Row]) -> list[str]:
     """The parts of the reward; and which of them stood still while the whole rose."""
-    names = dict.fromkeys(name for row in trained for name in metric_names.reward_parts(row))
-    curves = {name: [value for row in trained if (value := _part(row, name)) is not None] for name in names}
+    curves: dict[str, list[float]] = {}
+    for row in trained:
+        for name, value in metric_names.reward_parts(row).items():
+            curves.setdefault(name, []).append(value)
     lines = [_entry(f"  {name}", f"{curve[0]:.3g} -> {curve[-1]:.3g}") for name, curve in curves.items()]
     rewards = [row[metric_names.REWARD] for row in trained if metric_names.REWARD in row]
     still = [f"{name} at {curve[-1]:.3g}" for name, curve in curves.items() if len(curve) > 1 and len({*curve}) == 1]
     if len(rewards) > 1 and rewards[-1] > rewards[0] and still and len(still) < len(curves):
         lines.append(f"  the reward rose by its other parts alone: {', '.join(still)} has not moved")
     return lines
-
-
-def _part(row: Row, name: str) -> float | None:
-    return metric_names.reward_parts(row).get(name)
 
 
 def _timing_lines(trained: Sequence[Row]) -> list[str]:

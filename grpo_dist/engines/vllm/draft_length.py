@@ -69,16 +69,18 @@ class DraftLength:
 
     Args:
         most: the longest draft, at least 1.
+
+    Attributes:
+        lengths: all lengths, from none to the longest.
     """
 
     most: int
+    lengths: list[int] = field(init=False)
     _levels: dict[int, _Level] = field(default_factory=dict)
 
-    @property
-    def lengths(self) -> list[int]:
-        """All lengths, from none to the longest."""
+    def __post_init__(self) -> None:
         powers = [2**k for k in range(self.most.bit_length())]
-        return [0, *(power for power in powers if power < self.most), self.most]
+        self.lengths = [0, *(power for power in powers if power < self.most), self.most]
 
     def choose(self, sequences: int) -> int:
         """Return how many tokens to draft for each of the running sequences in the next step."""

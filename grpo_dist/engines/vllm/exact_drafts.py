@@ -215,8 +215,8 @@ def _has_state(batch: Any) -> bool:
     )
 
 
-def use_drafts(runner: Any) -> Drafter:
-    """Have a worker's model runner check drafts by sampling; returns what makes them.
+def use_drafts(runner: Any) -> None:
+    """Have a worker's model runner check drafts by sampling, and its `Drafter` make them.
 
     Args:
         runner: vLLM's older model runner, started with `Drafter`.
@@ -232,4 +232,3 @@ def use_drafts(runner: Any) -> Drafter:
         return execute_model(*args, **kwargs)
 
     runner.execute_model = execute
-    return drafter

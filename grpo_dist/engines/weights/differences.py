@@ -10,7 +10,8 @@ other weights than it was made from, is found before anything is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -54,11 +55,11 @@ class Sent:
             whole: leave all buckets as they are, for receivers that lack the last sync.
         """
         before, self._buckets, sent, total = self._buckets, [], 0, 0
-        for number, bucket in enumerate(buckets):
-            change = None if whole or number >= len(before) else difference(before[number], bucket)
-            if number < len(before):
-                before[number] = bucket  # the old one's memory is free
+        for bucket in buckets:
+            old = before.pop(0) if before else None
+            change = None if whole or old is None else difference(old, bucket)
             self._buckets.append(bucket)
+            del old  # its memory is free
             sent += bucket.num_bytes if change is None else len(change.words) * CHANGE_BYTES
             total += bucket.num_bytes
             yield change or bucket
@@ -104,8 +105,11 @@ def difference(before: Bucket, now: Bucket) -> Difference | None:
     places = np.flatnonzero(words != before.data.view(WORD))
     if len(places) * CHANGE_BYTES >= now.num_bytes:
         return None
-    header = {name: value for name, value in vars(now).items() if name != "data"}
-    return Difference(**header, places=places.astype(np.uint32), words=words[places])
+    return Difference(**_header(now), places=places.astype(np.uint32), words=words[places])
+
+
+def _header(part: Header) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in fields(Header)}
 
 
 def _changed(bucket: Bucket, change: Difference) -> Bucket:
@@ -114,4 +118,4 @@ def _changed(bucket: Bucket, change: Difference) -> Bucket:
     if len(change.places) and change.places.max() >= len(data.view(WORD)):
         raise WeightSyncError(f"weight bucket {change.number} is damaged: a change lies outside of it")
     data.view(WORD)[change.places] = change.words
-    return replace(bucket, number=change.number, last=change.last, checksum=change.checksum, data=data)
+    return Bucket(**_header(change), data=data)
