@@ -272,7 +272,7 @@ class EpisodeRunner:
 
         async def sample(prompt: list[int], sampling: SamplingSettings) -> Response | None:
             nonlocal left, under_way
-            if group.ending:  # a task that the user's code has left running
+            if group.ending or self._stopped:  # a task that the user's code left running, a thread that was blocked
                 raise asyncio.CancelledError("the episode is over")
             if not under_way and (when := limit.when()) is not None:
                 left = when - self._events.time()

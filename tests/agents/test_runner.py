@@ -79,6 +79,17 @@ async def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(
             await made.run(episodes())
 
 
+async def test_a_thread_that_wakes_after_the_stop_asks_the_engine_for_nothing(tmp_path: Path) -> None:
+    """Its event loop may be closed by then: a request would be made that nobody awaits."""
+    writer = Writer("1+1=")
+    async with runner(tmp_path, writer.generate, "answer") as made:
+        limit, group = asyncio.timeout(None), module._Group(0, [])
+        sample = made._sampler("p", asyncio.get_running_loop(), limit, group)
+    with pytest.raises(asyncio.CancelledError, match="over"):
+        await sample([1], SamplingSettings(1, 1.0, 1.0, -1, 4, 0))
+    assert writer.asked == []
+
+
 FIRST = {"once": ["1+1="], "give_up_once": ["1+1=", ""]}  # turns of the attempt that fails
 
 
