@@ -78,6 +78,8 @@ def run(study: Mapping[str, Any], cell: Cell, budget: tuple[str, float]) -> dict
         }
         rows = curriculum.rows(study["tasks"][task]["mixed_sums"]) if "mixed_sums" in study["tasks"][task] else None
         grpo_dist.train(train_dataset=rows, config=config, callbacks=[on_step])
+    if not curve or curve[-1][unit] < limit:
+        raise SystemExit(f"{task}, {arm}, seed {seed}: ended before {limit:g} {unit}, or was never validated")
     return {"task": task, "arm": arm, "seed": seed, "minutes": (time.monotonic() - started) / 60, "curve": curve}
 
 
