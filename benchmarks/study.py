@@ -145,11 +145,12 @@ def draw(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit: s
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
-def _in_a_process(arguments: argparse.Namespace, cell: Cell, budget: tuple[str, float]) -> dict[str, Any]:
+def _in_a_process(arguments: argparse.Namespace, cell: Cell, budget: tuple[str, float]) -> dict[str, Any] | None:
+    """The result of a run; None: it has failed, and its process has said why."""
     command = [sys.executable, "-m", "benchmarks.study", str(arguments.study), str(arguments.file)]
     command += ["--budget", f"{budget[0]}={budget[1]}", "--cell", json.dumps(cell)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] | None = None if done.returncode else json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -175,15 +176,22 @@ def main() -> None:
     results = [json.loads(line) for line in arguments.file.read_text().splitlines()] if arguments.file.exists() else []
     there = {(result["task"], result["arm"], result["seed"]) for result in results}
     seeds = study["seeds"] if arguments.seeds is None else arguments.seeds
+    failed = list[Cell]()
     missing = [cell for cell in cells(study, seeds) if cell not in there]
     with ThreadPoolExecutor(arguments.at_once) as pool, arguments.file.open("a") as file:
-        for result in pool.map(lambda cell: _in_a_process(arguments, cell, budget), missing):
+        made = pool.map(lambda cell: _in_a_process(arguments, cell, budget), missing)
+        for cell, result in zip(missing, made, strict=True):
+            if result is None:
+                failed.append(cell)
+                continue
             results.append(result)
             file.write(json.dumps(result) + "\n")
             file.flush()
     print(record.table(f"at {budget[1]:g} {unit}", summary(study, results, *budget)))
     if arguments.picture is not None:
         draw(study, results, unit, arguments.picture)
+    if failed:
+        sys.exit(f"these runs have failed, and the next call makes them again: {failed}")
 
 
 if __name__ == "__main__":

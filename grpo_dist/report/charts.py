@@ -35,6 +35,7 @@ class Chart:
         share: whether the values are shares, drawn in percent from 0.
         all_lines: whether runs are compared by all lines; otherwise by the first that a run has.
         ticks: format of the numbers at the axis, which then begins at 0; "": Plotly's own.
+        tab: of the page that shows it, "curves" or "time".
     """
 
     title: str
@@ -44,6 +45,7 @@ class Chart:
     share: bool = False
     all_lines: bool = False
     ticks: str = ""
+    tab: str = "curves"
 
 
 CHARTS = (
@@ -133,7 +135,9 @@ CHARTS = (
         share=True,
     ),
     Chart("Learning rate", "", tuple((f"{role}/lr", role) for role in _TRAINED), "", ticks=".1e"),
-    Chart("Speed", "tokens per second", ((metric_names.THROUGHPUT, "all devices"),), "Prompts and responses."),
+    Chart(
+        "Speed", "tokens per second", ((metric_names.THROUGHPUT, "all devices"),), "Prompts and responses.", tab="time"
+    ),
 )
 
 
@@ -141,7 +145,7 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """The figures of one run, or of several to compare, the first being the one that is reported.
 
     Returns:
-        For each chart {"title", "note", "figure": {"data", "layout"}}: what Plotly draws.
+        For each chart {"title", "note", "tab", "figure": {"data", "layout"}}: what Plotly draws.
     """
     validation = dict.fromkeys(name for run in runs for name in run.validation)
     held_out = Chart(
@@ -183,7 +187,12 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
             }
             data.append(curve)
     data += _alarms(chart, runs[0])
-    return {"title": chart.title, "note": chart.note, "figure": {"data": data, "layout": _layout(chart)}}
+    return _shown(chart, data)
+
+
+def _shown(chart: Chart, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
+    figure = {"data": data, "layout": _layout(chart, **layout)}
+    return {"title": chart.title, "note": chart.note, "tab": chart.tab, "figure": figure}
 
 
 def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
@@ -220,13 +229,11 @@ def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    phases: dict[str, float] = {}
-    for row in run.rows:
-        for name, value in row.items():
-            if name.startswith(metric_names.TIMING) and name != metric_names.STEP_TIME and math.isfinite(value):
-                phases[name] = phases.get(name, 0.0) + value
+    phases = _seconds(run)
+    of_all = sorted({name for each in runs for name in _seconds(each)})
+    colors = dict(zip(of_all, cycle(_PHASE_COLORS), strict=False))  # those of a phase are the same in all runs
     data = []
-    for name, color in zip(sorted(phases, key=lambda name: -phases[name]), cycle(_PHASE_COLORS), strict=False):
+    for name in sorted(phases, key=lambda name: -phases[name]):
         points = [(int(row["step"]), row[name]) for row in run.rows if name in row]
         data.append(
             {
@@ -234,16 +241,25 @@ def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
                 "name": name.removeprefix(metric_names.TIMING),
                 "x": [step for step, _ in points],
                 "y": [_finite(value) for _, value in points],
-                "marker": {"color": color},
+                "marker": {"color": colors[name]},
                 "hovertemplate": "%{y:.2f} s",
             }
         )
     title = f"Where a step's seconds go{f': {run.name}' if len(runs) > 1 else ''}"
-    layout = _layout(Chart(title, "seconds", (), ""), barmode="stack")
     note = (
         "Phases that run at the same time stand on top of each other too: a column may be higher than the step is long."
     )
-    return {"title": title, "note": note, "figure": {"data": data, "layout": layout}}
+    return _shown(Chart(title, "seconds", (), note, tab="time"), data, barmode="stack")
+
+
+def _seconds(run: RunFolder) -> dict[str, float]:
+    """The seconds of each phase over all steps."""
+    phases: dict[str, float] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            if name.startswith(metric_names.TIMING) and name != metric_names.STEP_TIME and math.isfinite(value):
+                phases[name] = phases.get(name, 0.0) + value
+    return phases
 
 
 def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -252,7 +268,7 @@ def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
     )
     lines = tuple((name, name.removeprefix(metric_names.IDLE)) for name in roles)
     note = "The share of the time in which a role had nothing to do. The one near 0 is what the others wait for."
-    return _curves(Chart("Idle shares", "share", lines, note, share=True, all_lines=True), runs)
+    return _curves(Chart("Idle shares", "share", lines, note, share=True, all_lines=True, tab="time"), runs)
 
 
 def _layout(chart: Chart, **more: Any) -> dict[str, Any]:

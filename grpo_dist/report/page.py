@@ -14,7 +14,7 @@ from typing import Any
 import grpo_dist
 from grpo_dist.config.schema_job import StopAtConfig
 from grpo_dist.report.charts import charts
-from grpo_dist.report.run_folder import RunFolder, compare_configs, section
+from grpo_dist.report.run_folder import RunFolder, config_table, section
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.summary import format_seconds
 
@@ -22,7 +22,7 @@ STATIC = files("grpo_dist.report") / "static"
 
 
 def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """All but the responses, which the page draws, again when it changes: head, alarms, charts, config differences."""
+    """All but the responses, which the page draws, again when it changes: head, alarms, charts, config."""
     run = runs[0]
     return {
         "title": " against ".join(shown.name for shown in runs),
@@ -30,9 +30,9 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "problems": [problem for shown in runs for problem in shown.problems],
         "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
         "charts": charts(runs),
-        "differences": {
+        "config": {
             "runs": [shown.name for shown in runs],
-            "keys": [{"key": key, "values": values} for key, values in compare_configs(runs)],
+            "keys": [{"key": key, "values": values} for key, values in config_table(runs)],
         },
         "steps": list(run.rollout_steps),
     }

@@ -122,12 +122,12 @@ def find_alarms(rows: Sequence[Row], settings: Mapping[str, Any] | None) -> list
     return alarms
 
 
-def compare_configs(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
-    """Keys whose values differ between the runs: (key, the value in each run)."""
+def config_table(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
+    """Return (key, its value in each run): all keys of a single run, of several those whose values differ."""
     flat = [dict(flatten(run.config)) for run in runs]
     settings = []
     for key in dict.fromkeys(key for config in flat for key in config):
         values = [str(config.get(key, MISSING)) for config in flat]
-        if len(set(values)) > 1:
+        if len(runs) == 1 or len(set(values)) > 1:
             settings.append((key, values))
     return settings

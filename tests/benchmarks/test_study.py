@@ -95,3 +95,16 @@ def test_every_arm_is_a_run(path: Path) -> None:
             for key, value in keys.items()
         }
         load_config([f"{key}={value}" for key, value in written.items()])
+
+
+def test_a_run_that_fails_is_told_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_a_process(arguments: Any, cell: study.Cell, budget: Any) -> dict[str, Any] | None:
+        return None if cell[1:] == ("b", 1) else next(r for r in RESULTS if (r["arm"], r["seed"]) == cell[1:])
+
+    monkeypatch.setattr(study, "_in_a_process", in_a_process)
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(SMALL))
+    monkeypatch.setattr("sys.argv", ["study", str(tmp_path / "study.yaml"), str(tmp_path / "runs.jsonl")])
+    with pytest.raises(SystemExit, match=r"\('sums', 'b', 1\)"):
+        study.main()
+    made = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(r["arm"], r["seed"]) for r in made] == [("a", 1), ("a", 2), ("b", 2)]

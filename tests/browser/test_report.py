@@ -44,7 +44,8 @@ class Shown:
         self.page.wait_for_selector("body[data-ready=yes]")
 
     def responses(self) -> list[str]:
-        return self.page.locator("#responses .text").all_inner_texts()
+        """Texts, without the label before a branch."""
+        return [t.replace("\na branch:\n", "") for t in self.page.locator("#responses .text").all_inner_texts()]
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +76,28 @@ def test_it_opens_without_a_complaint_in_light_and_dark_and_on_a_phone(browser: 
 def test_alarms_curves_and_seconds(browser: Any, report: str) -> None:
     page = Shown(browser, report).page
     assert "health/kl" in page.inner_text("#alarms")
-    titles = page.locator("#charts h3").all_inner_texts()
-    assert titles == ["Reward", "KL", "Where a step's seconds go"]
+    assert page.locator("#curves h3").all_inner_texts() == ["Reward", "KL"]
+    page.click("nav >> text=Time")
+    assert page.locator("#time h3").all_inner_texts() == ["Where a step's seconds go"]
+    assert page.locator("#time .plot svg.main-svg").first.is_visible()
+    assert not page.locator("#curves").is_visible()
+    page.click("nav >> text=Config")
+    assert "algorithm.adv_estimator" in page.inner_text("#config")
     traces = page.evaluate("document.getElementById('plot-1').data.map((trace) => trace.name)")
     assert traces == ["to the reference", "alarm"]
 
 
 def test_a_group_side_by_side_token_by_token(browser: Any, report: str) -> None:
     """The last step, and of it the group with different scores; the text of a model is only text."""
-    shown = Shown(browser, report)
+    shown = Shown(browser, f"{report}#rollouts")
     page = shown.page
     assert page.input_value("#step") == "8"
+    assert page.locator("#prompt .role").all_inner_texts() == ["USER", "ASSISTANT"]
+    assert "weights of versions 7 to 8" in page.locator("#responses article").first.inner_text()
     assert page.input_value("#group") == "step8-prompt0"
     assert "".join(shown.responses()[0].split()) == "####1"
     assert shown.responses()[1] == EVIL
+    assert page.locator("#responses .text .note").all_inner_texts() == ["a branch:"]
     assert page.title() != "owned"
     assert page.locator("#responses img, #responses script").count() == 0
     token = page.locator("#responses article").nth(1).locator(".text span").first
@@ -100,7 +109,7 @@ def test_a_group_side_by_side_token_by_token(browser: Any, report: str) -> None:
 
 
 def test_sorting_searching_and_other_steps(browser: Any, report: str) -> None:
-    shown = Shown(browser, report)
+    shown = Shown(browser, f"{report}#rollouts")
     page = shown.page
     page.select_option("#group", "")
     page.select_option("#sort", "best first")
@@ -112,7 +121,7 @@ def test_sorting_searching_and_other_steps(browser: Any, report: str) -> None:
     assert len(shown.responses()) == 1
     page.fill("#search", "")
     page.select_option("#step", "1")
-    page.wait_for_function("document.getElementById('found').textContent.includes('of 4')")
+    page.wait_for_function("step.step === 1")
     page.select_option("#group", "")
     assert sorted(shown.responses()) == ["1", "2", "3", "4"]
     assert shown.complaints == []
@@ -126,10 +135,11 @@ def test_a_live_run(browser: Any, tmp_path: Path) -> None:
         try:
             shown = Shown(browser, server.url)
             page = shown.page
-            assert not page.locator("#rollouts").is_visible()
+            assert not page.locator("nav >> text=Rollouts").is_visible()
             write_run(folder, ROWS)
             write_step(folder, 2, ["1", "2"], [1.0, 0.0])
             page.evaluate("refresh()")
+            page.click("nav >> text=Rollouts")
             assert page.locator("#rollouts").is_visible()
             assert page.evaluate("document.getElementById('plot-0').data[0].x.length") == 8
             assert shown.complaints == []
@@ -144,7 +154,7 @@ def test_ten_thousand_responses(browser: Any, tmp_path: Path) -> None:
     for step in range(1, 9):
         write_step(folder, step, ["9+6=15 3+3+1=7 7+4=11 #### 1175 " * 5] * 1250, [float(i % 2) for i in range(1250)])
     assert main([str(folder)]) == 0
-    shown = Shown(browser, (folder / "report.html").as_uri())
+    shown = Shown(browser, f"{(folder / 'report.html').as_uri()}#rollouts")
     shown.page.select_option("#group", "")
     assert len(shown.responses()) == 60
     assert "of 1250" in shown.page.inner_text("#found")

@@ -62,11 +62,27 @@ def test_phases_have_colors_of_their_own(tmp_path: Path) -> None:
 
 
 def test_seconds_by_phase_and_idle_roles(tmp_path: Path) -> None:
-    shown = by_title(charts([read_run(write_run(tmp_path / "run", ROWS))]))
+    found = charts([read_run(write_run(tmp_path / "run", ROWS))])
+    shown = by_title(found)
     seconds = shown["Where a step's seconds go"]
     assert list(seconds) == ["update_actor", "gen"], "the longest first, without the step itself"
     assert seconds["update_actor"]["y"] == [2.0, 3.0, 4.0, 5.0]
     assert shown["Idle shares"]["actor"]["y"] == [0.25] * 4
+    assert {chart["title"] for chart in found if chart["tab"] == "time"} == {"Where a step's seconds go", "Idle shares"}
+
+
+def test_a_phase_has_one_color_in_all_runs(tmp_path: Path) -> None:
+    """Also where another phase takes longest, or one is missing."""
+    rows = [
+        [{"step": 1, "timing_s/gen": 2.0, "timing_s/adv": 1.0}],
+        [{"step": 1, "timing_s/gen": 1.0, "timing_s/z": 9.0}],
+    ]
+    runs = [
+        read_run(write_run(tmp_path / n, r, f"trainer.experiment_name={n}")) for n, r in zip("ab", rows, strict=True)
+    ]
+    shown = by_title(charts(runs))
+    one, other = (shown[f"Where a step's seconds go: grpo_dist/{name}"] for name in "ab")
+    assert one["gen"]["marker"] == other["gen"]["marker"] != other["z"]["marker"]
 
 
 def test_alarms_are_marked_on_the_curve(tmp_path: Path) -> None:

@@ -59,5 +59,5 @@ def test_two_runs(tmp_path: Path) -> None:
     names = ("a", "b")
     runs = [read_run(write_run(tmp_path / name, rows, f"trainer.experiment_name={name}")) for name in names]
     found = data_in(page(runs, {}))["overview"]
-    assert found["differences"]["runs"] == ["grpo_dist/a", "grpo_dist/b"]
-    assert {"key": "trainer.experiment_name", "values": ["a", "b"]} in found["differences"]["keys"]
+    assert found["config"]["runs"] == ["grpo_dist/a", "grpo_dist/b"]
+    assert {"key": "trainer.experiment_name", "values": ["a", "b"]} in found["config"]["keys"]

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.report.page import overview
-from grpo_dist.report.run_folder import compare_configs, read_run
+from grpo_dist.report.run_folder import config_table, read_run
 from tests.messages import refuses, says
 from tests.report.runs import write_run, write_step
 
@@ -47,9 +47,10 @@ def test_secrets_are_not_read(tmp_path: Path) -> None:
 def test_keys_that_differ(tmp_path: Path) -> None:
     rows = [{"step": 1, "critic/score/mean": 1.0}]
     runs = [read_run(write_run(tmp_path / str(n), rows, f"actor_rollout_ref.rollout.n={n}")) for n in (4, 8)]
-    assert dict(compare_configs(runs))["actor_rollout_ref.rollout.n"] == ["4", "8"]
-    assert "algorithm.adv_estimator" not in dict(compare_configs(runs))
-    assert compare_configs(runs[:1]) == []
+    assert dict(config_table(runs))["actor_rollout_ref.rollout.n"] == ["4", "8"]
+    assert "algorithm.adv_estimator" not in dict(config_table(runs))
+    (values,) = dict(config_table(runs[:1]))["algorithm.adv_estimator"]
+    assert values == "grpo", "a single run shows all of its keys"
 
 
 def test_folders_of_no_run_are_refused(tmp_path: Path) -> None:

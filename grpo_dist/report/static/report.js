@@ -3,7 +3,8 @@
 const $ = (id) => document.getElementById(id);
 const embedded = document.getElementById("data-overview") !== null;
 const AT_ONCE = 60; // responses that are drawn before "show more"
-let overview, step, drawn = AT_ONCE;
+const TABS = ["curves", "rollouts", "time", "config"];
+let overview, step, drawn = AT_ONCE, tab = TABS[0];
 
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -42,10 +43,11 @@ function drawCharts() {
   const axis = { gridcolor: edge, zerolinecolor: edge, linecolor: edge };
   const smooth = $("smooth").checked;
   overview.charts.forEach((chart, i) => {
+    if (chart.tab !== tab) return; // Plotly needs to see how wide its place is
     if (!$(`plot-${i}`)) {
       const plot = make("div", { className: "plot", id: `plot-${i}` });
       const note = make("p", { className: "note", textContent: chart.note });
-      $("charts").append(make("div", { className: "card" }, make("h3", { textContent: chart.title }), note, plot));
+      $(tab).querySelector(".grid").append(make("div", { className: "card" }, make("h3", { textContent: chart.title }), note, plot));
     }
     const traces = chart.figure.data.map((trace) =>
       smooth && String(trace.mode).startsWith("lines") ? { ...trace, y: smoothed(trace.y) } : trace);
@@ -56,7 +58,7 @@ function drawCharts() {
       xaxis: { ...axis, ...given.xaxis }, yaxis: { ...axis, ...given.yaxis },
       legend: { orientation: "h", y: -0.12, font: { size: 10 } }, showlegend: traces.length > 1, uirevision: "kept",
     };
-    Plotly.react(`plot-${i}`, traces, layout, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
+    Plotly.react(`plot-${i}`, traces, layout, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"], ...(matchMedia("(hover: none)").matches && { displayModeBar: false }) });
   });
 }
 
@@ -70,11 +72,20 @@ function drawHead() {
   $("alarms").hidden = !overview.alarms.length;
   $("alarms").querySelector("ol").replaceChildren(...overview.alarms.map((alarm) =>
     make("li", {}, make("b", { textContent: `step ${alarm.step}: ` }), alarm.text)));
-  const { runs, keys } = overview.differences;
-  $("differences").hidden = $("to-differences").hidden = runs.length < 2;
-  $("differences").querySelector("table").replaceChildren(
+  const { runs, keys } = overview.config;
+  $("config").querySelector("p").textContent = runs.length < 2 ? "All keys of the run." : "Keys whose values differ.";
+  $("config").querySelector("table").replaceChildren(
     make("tr", {}, ...["key", ...runs].map((name) => make("th", { textContent: name }))),
     ...keys.map(({ key, values }) => make("tr", {}, ...[key, ...values].map((text) => make("td", { textContent: text })))));
+}
+
+function showTab() {
+  const asked = location.hash.slice(1);
+  tab = TABS.includes(asked) && !(asked === "rollouts" && !overview.steps.length) ? asked : TABS[0];
+  $("to-rollouts").hidden = !overview.steps.length;
+  for (const name of TABS) $(name).hidden = name !== tab;
+  for (const link of document.querySelectorAll("nav a")) link.setAttribute("aria-current", link.hash === `#${tab}` ? "page" : "false");
+  drawCharts();
 }
 
 // --- rollouts -------------------------------------------------------------------------------------------------------
@@ -153,11 +164,19 @@ function card(response, group, withPrompt) {
   if (response.tokens) add("tokens", response.tokens.length);
   const far = meanOf(response, "kl", (value) => value);
   if (far !== null) add("KL", far);
-  if (response.versions) add("weights", response.versions.join(" to "));
+  if (response.versions) add(response.versions.length > 1 ? "weights of versions" : "weights of version", response.versions.join(" to "));
   if (response.truncated) numbers.append(make("span", { className: "flag", textContent: "cut off" }));
   if (response.failure) numbers.append(make("span", { className: "flag", textContent: response.failure }));
-  const prompt = withPrompt ? [make("p", { className: "note", textContent: `${group.uid}: ${group.input.slice(-200)}` })] : [];
+  const prompt = withPrompt ? [make("p", { className: "note", textContent: `${group.input.trim().slice(-200)} (${group.uid})` })] : [];
   return make("article", { className: "card" }, numbers, ...prompt, tokens(response));
+}
+
+// The words that a chat template puts before each message, as labels; other prompts as they are.
+function turns(text) {
+  const role = /^(system|user|assistant|tool)$/;
+  if (!role.test(text.split("\n", 1)[0])) return [text];
+  return text.trimEnd().split("\n").map((line) =>
+    role.test(line) ? make("span", { className: "role", textContent: line }) : `${line}\n`);
 }
 
 function drawRollouts() {
@@ -173,7 +192,7 @@ function drawRollouts() {
   $("found").textContent = `${found.length} of ${total} responses${found.length > some.length ? `, ${some.length} shown` : ""}${without}`;
   const group = step.groups.find((each) => each.uid === $("group").value);
   $("prompt").replaceChildren(...(group ? [make("div", { className: "card" }, make("h3", { textContent: "Prompt" }),
-    make("div", { className: "text", textContent: group.input }),
+    make("div", { className: "text" }, ...turns(group.input)),
     make("p", { className: "note", textContent: `ground truth: ${group.gts}` }))] : []));
   $("responses").replaceChildren(...some.map(([response, from]) => card(response, from, all)));
   $("more").hidden = found.length <= some.length;
@@ -185,7 +204,7 @@ async function openStep() {
   const label = (group) => group.input.trim().split("\n").filter((line) => line.trim() && line !== "assistant").pop() ?? group.uid;
   $("step-problems").replaceChildren(...items(step.problems));
   $("group").replaceChildren(make("option", { value: "", textContent: "all prompts" }), ...step.groups.map((group) =>
-    make("option", { value: group.uid, textContent: `${group.uid}: ${label(group).slice(0, 60)}` })));
+    make("option", { value: group.uid, textContent: `${label(group).slice(0, 60)} (${group.uid})` })));
   const spread = (group) => {
     const scores = group.responses.map((response) => response.score ?? NaN).filter((score) => !Number.isNaN(score));
     return Math.max(...scores) - Math.min(...scores);
@@ -197,7 +216,6 @@ async function openStep() {
 }
 
 async function drawSteps() {
-  $("rollouts").hidden = !overview.steps.length;
   if (!overview.steps.length) return;
   const latest = $("step").options.length && $("step").selectedIndex === $("step").options.length - 1;
   const before = $("step").value, last = String(overview.steps[overview.steps.length - 1]);
@@ -209,7 +227,7 @@ async function drawSteps() {
 async function refresh() {
   overview = await data("overview");
   drawHead();
-  drawCharts();
+  showTab();
   await drawSteps();
   $("state").textContent = embedded ? overview.note ?? "" : `live; last read ${new Date().toLocaleTimeString()}`;
 }
@@ -218,6 +236,7 @@ async function main() {
   for (const [id, names] of [["sort", ORDERS], ["colour", COLOURS]]) {
     $(id).replaceChildren(...Object.keys(names).map((name) => make("option", { value: name, textContent: name })));
   }
+  addEventListener("hashchange", showTab);
   $("smooth").addEventListener("change", drawCharts);
   $("step").addEventListener("change", openStep);
   for (const id of ["group", "sort", "colour"]) $(id).addEventListener("change", () => { drawn = AT_ONCE; drawRollouts(); });
