@@ -30,6 +30,7 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "problems": [problem for shown in runs for problem in shown.problems],
         "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
         "charts": charts(runs),
+        "waited": run.waited,
         "config": {
             "runs": [shown.name for shown in runs],
             "keys": [{"key": key, "values": values} for key, values in config_table(runs)],
@@ -73,8 +74,6 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     stop_at = section(section(run.config, "trainer"), "stop_at")
     if stop_at and run.rows and (why := metric_names.why_it_ends(StopAtConfig.model_validate(stop_at), run.rows[-1])):
         facts.append(("ended", why))
-    if run.waited:
-        facts.append(("who waited", run.waited))
     for name in run.validation:
         values = [row[name] for row in run.rows if name in row]
         arrow = f"{values[0]:.3g} → {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"

@@ -12,6 +12,7 @@ import pytest
 
 from grpo_dist.cli.report import main
 from grpo_dist.report.server import ReportServer
+from scripts.screenshots import take
 from tests.report.runs import write_run, write_step
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -159,3 +160,10 @@ def test_ten_thousand_responses(browser: Any, tmp_path: Path) -> None:
     assert len(shown.responses()) == 60
     assert "of 1250" in shown.page.inner_text("#found")
     assert shown.complaints == []
+
+
+def test_the_pictures_of_the_docs(browser: Any, run: Path, tmp_path: Path) -> None:
+    files = take(browser, run, tmp_path)
+    assert [file.name for file in files] == ["report_curves.png", "report_rollouts.png"]
+    assert files[0].read_bytes() != files[1].read_bytes()
+    assert all((Path("docs/images") / file.name).is_file() for file in files)

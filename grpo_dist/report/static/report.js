@@ -72,6 +72,7 @@ function drawHead() {
   $("alarms").hidden = !overview.alarms.length;
   $("alarms").querySelector("ol").replaceChildren(...overview.alarms.map((alarm) =>
     make("li", {}, make("b", { textContent: `step ${alarm.step}: ` }), alarm.text)));
+  $("waited").textContent = overview.waited;
   const { runs, keys } = overview.config;
   $("config").querySelector("p").textContent = runs.length < 2 ? "All keys of the run." : "Keys whose values differ.";
   $("config").querySelector("table").replaceChildren(
