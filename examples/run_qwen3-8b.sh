@@ -51,7 +51,7 @@ ROLLOUT=(
 )
 
 # All GPUs generate, then all train: none waits for another, and each sequence is of the present weights. Engines give their
-# memory back meanwhile. The same in two parts, side by side and a step ahead, is a seventh slower by docs/performance.md:
+# memory back meanwhile. The same in two parts, side by side and a step ahead, is 8 % slower by docs/performance.md:
 #   cluster.colocate=actor_ref cluster.actor_world_size=6 cluster.rollout_world_size=2 trainer.max_staleness=1 \
 #   actor_rollout_ref.rollout.gpu_memory_utilization=0.85
 CLUSTER=(
