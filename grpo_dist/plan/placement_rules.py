@@ -245,6 +245,19 @@ def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[st
             yield f"<{section}.enable_activation_offload>, <{section}.enable_gradient_checkpointing>: {why}"
 
 
+@between_keys
+def parts_that_wait(config: RunConfig) -> Iterator[str]:
+    """Note that GPUs of engines and of the actor take turns, where nothing lets them work at the same time."""
+    place = placement(config)
+    if place.device == "cpu" or place.shares_gpu or config.trainer.samples_during_updates:
+        return
+    why = (
+        "the engines' GPUs wait while the actor trains, its own while they sample; set the first to all, with which "
+        "all GPUs do both in turn (verl's layout), or the second to 1"
+    )
+    yield f"<cluster.colocate>, <trainer.max_staleness>: {why}"
+
+
 PLACEMENT_RULES: tuple[Rule, ...] = (
     batches_are_divided,
     ranks_are_divided,

@@ -27,7 +27,13 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.plan.key_rules import KEY_RULES, job_notes, job_rules, run_notes
 from grpo_dist.plan.memory_rules import memory_notes
 from grpo_dist.plan.model_rules import experts_stay_frozen, models_take_it
-from grpo_dist.plan.placement_rules import PLACEMENT_RULES, Rule, ranks_are_divided, roles_fit_on_the_gpus
+from grpo_dist.plan.placement_rules import (
+    PLACEMENT_RULES,
+    Rule,
+    parts_that_wait,
+    ranks_are_divided,
+    roles_fit_on_the_gpus,
+)
 from grpo_dist.plan.roles import models_of
 from grpo_dist.plugins.names import ROLLOUT_ENGINES, parse_code
 
@@ -181,7 +187,7 @@ RULES: tuple[Rule, ...] = (
     custom_code_exists,
     packages_are_installed,
 )
-NOTES: tuple[Rule, ...] = (run_notes, engine_notes, experts_stay_frozen, memory_notes, job_notes)
+NOTES: tuple[Rule, ...] = (run_notes, parts_that_wait, engine_notes, experts_stay_frozen, memory_notes, job_notes)
 
 
 @between_keys

@@ -306,3 +306,10 @@ def test_ranks_that_split_sequences_count_as_one() -> None:
 def test_by_default_there_are_as_many_ranks_as_split_a_sequence() -> None:
     place = placement(load_config([f"{ULYSSES}=4"])[0])
     assert (place.actor_world_size, place.world_sizes["ref"]) == (4, 4)
+
+
+def test_gpus_that_take_turns_are_noted():
+    (note,) = load_config([*GPU8, "cluster.colocate=actor_ref"])[1]
+    says(note, "cluster.colocate=actor_ref", "trainer.max_staleness=0", "all", "verl", "1")
+    for at_once in ("trainer.max_staleness=1", "cluster.colocate=all"):
+        assert not any("take turns" in text or "wait" in text for text in load_config([*GPU8, at_once])[1])
