@@ -6,8 +6,8 @@ usage: python -m benchmarks.study STUDY.yaml FILE.jsonl [--seeds 1 2 ...] [--at-
 STUDY.yaml says what is compared (benchmarks/studies). Each run is a process of its own and adds a line to FILE. Runs
 that are there are not made again, so that a study goes on where it was stopped. A run ends with its first validation at
 or behind the budget; what it has reached is read off at the budget, on a straight line between the validations around
-it. Intervals are those of the mean over seeds, 95 %, by bootstrap. An arm separates from the first where the interval
-of their difference, seed by seed, does not hold 0.
+it. Intervals are those of the mean over seeds, 95 %, by bootstrap. An arm separates from the first where Student's 95 %
+interval of their difference, seed by seed, does not hold 0: a bootstrap of so few seeds is too narrow to decide by.
 """
 
 from __future__ import annotations
@@ -112,10 +112,11 @@ def summary(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit
         for name in study["measures"]:
             values = {seed: at(curve, name, unit, limit) for seed, curve in found.items()}
             pairs = [values[seed] - at(base[seed], name, unit, limit) for seed in values if seed in base]
-            (low, high), told = bootstrap([*values.values()]), bootstrap(pairs)
+            low, high = bootstrap([*values.values()])
             row |= {name: statistics.mean(values.values()) if values else NAN, f"{name} low": low, f"{name} high": high}
             row |= {f"{name} less {first}": statistics.mean(pairs) if pairs else NAN}
-            row |= {f"{name} separates": "yes" if told[0] > 0 or told[1] < 0 else "no"}
+            told = len(pairs) > 1 and abs(statistics.mean(pairs)) > curriculum.half_interval(pairs)
+            row |= {f"{name} separates": "yes" if told else "no"}
         table.append(row)
     return table
 

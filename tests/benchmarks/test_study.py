@@ -51,6 +51,9 @@ def test_what_separates() -> None:
     assert (b["pass@1 less a"], b["pass@1 separates"]) == (pytest.approx(0.2), "yes")
     other = [*RESULTS[:2], result("b", 1, (30, 0.2), (50, 0.2)), result("b", 2, (30, 0.7), (50, 0.7))]
     assert study.summary(SMALL, other, "tokens", 30.0)[1]["pass@1 separates"] == "no"
+    alike = [*RESULTS[:2], result("b", 1, (30, 0.4), (50, 0.4)), result("b", 2, (30, 0.51), (50, 0.51))]
+    told = study.summary(SMALL, alike, "tokens", 30.0)[1]["pass@1 separates"]
+    assert told == "no", "0.1 and 0.01 more: of one sign, but two seeds do not tell"
 
 
 def test_tokens_that_were_thrown_away_count() -> None:
