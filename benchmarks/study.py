@@ -130,7 +130,9 @@ def draw(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit: s
 
     names = list(study["measures"])
     shape = len(study["tasks"]), len(names)
-    figure, panels = pyplot.subplots(*shape, figsize=(5 * shape[1], 3.5 * shape[0]), squeeze=False)
+    figure, panels = pyplot.subplots(
+        *shape, figsize=(5 * shape[1], 3.5 * shape[0]), squeeze=False, layout="constrained"
+    )
     for (i, task), (j, name) in product(enumerate(study["tasks"]), enumerate(names)):
         for number, arm in enumerate(study["arms"]):
             curves = [r["curve"] for r in results if (r["task"], r["arm"]) == (task, arm)]

@@ -262,7 +262,7 @@ def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
 
 def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:
     how = "greedy" if sampling.temperature == 0.0 else f"temperature {sampling.temperature:g}"
-    about = f"{len(prompts)} rows, {sampling.n} responses each, {how}"
+    about = f"{len(prompts)} rows with n={sampling.n}, {how}"
     return f"{about}; in brackets 95 % confidence intervals\n"
 
 

@@ -139,7 +139,7 @@ def _compared(
     scores, failures = rescore(recorded, worker)
     before, after = recorded.data["score"], scores["score"]
     moved = ((before - after).abs() > SCORE_TOLERANCE) | (before.isnan() != after.isnan())
-    row = {"step": str(recorded.step), "score otherwise": f"{int(moved.sum())} of {len(before)}"}
+    row = {"step": str(recorded.step), "changed scores": f"{int(moved.sum())} of {len(before)}"}
     row["mean score"] = " -> ".join(f"{float(column.nanmean()):.4g}" for column in (before, after))
     notes = [f"the function failed on {len(failures)}: {failures[0].splitlines()[0]}"] if failures else []
     sums: dict[str, np.ndarray] = {}

@@ -114,7 +114,7 @@ def test_the_same_config_pushes_the_same(run_dir: Path, capsys: pytest.CaptureFi
     """Of the second step no weights are kept: its gradients are not there, and the reason is told."""
     table, told = compared(capsys, run_dir, "--steps", "1:2")
     assert table["step"] == ["1", "2", "all"]
-    assert table["score otherwise"][:2] == [f"0 of {4 * GROUPS}"] * 2
+    assert table["changed scores"][:2] == [f"0 of {4 * GROUPS}"] * 2
     assert table["correlation"] == ["1.00 [1.00, 1.00]"] * 3
     assert table["cosine"] == ["1.00 [1.00, 1.00]", "-", "1.00 [1.00, 1.00]"]
     assert table["effective size"] == table["other effective size"]
@@ -125,7 +125,7 @@ def test_the_same_config_pushes_the_same(run_dir: Path, capsys: pytest.CaptureFi
 def test_the_negated_reward_pushes_the_other_way(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, told = compared(capsys, run_dir, "1", function="negated")
     assert table["correlation"] == table["cosine"] == ["-1.00 [-1.00, -1.00]"] * 2
-    assert table["score otherwise"][0] == f"{4 * GROUPS} of {4 * GROUPS}"
+    assert table["changed scores"][0] == f"{4 * GROUPS} of {4 * GROUPS}"
     assert CANNOT not in told
     assert "another" in told
 
