@@ -79,7 +79,8 @@ def prompts_of(model: str, count: int) -> list[list[int]]:
     if tokenizer.chat_template is None:
         return [list(tokenizer(question)["input_ids"]) for question in asked]
     turns = [[{"role": "user", "content": question}] for question in asked]
-    return [list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)) for turn in turns]
+    template = tokenizer.apply_chat_template
+    return [[*template(turn, add_generation_prompt=True, return_dict=False)] for turn in turns]  # type: ignore[list-item]
 
 
 def row(epoch: int, plain: Any, drafted: Any, sequences: int, accepted: float) -> dict[str, Any]:
@@ -138,10 +139,10 @@ def main() -> None:
     rows, before = [], {"drafted": 0, "accepted": 0}
     for epoch in range(asked.epochs):
         sampling = SamplingSettings(asked.n, asked.temperature, 1.0, -1, asked.tokens, seed=1000 * epoch)
-        found = [engine.call(0, "sample", "sample", prompts, sampling) for engine in engines]
+        plain_run, drafted_run = (engine.call(0, "sample", "sample", prompts, sampling) for engine in engines)
         counts = engines[1].call(0, "counts", "counts")
         share = (counts["accepted"] - before["accepted"]) / max(counts["drafted"] - before["drafted"], 1)
-        rows.append(row(epoch + 1, *found, asked.prompts * asked.n, share))
+        rows.append(row(epoch + 1, plain_run, drafted_run, asked.prompts * asked.n, share))
         before = counts
     result["drafts"] = rows
     name = f"{asked.prompts} prompts x {asked.n}, at most {asked.tokens} tokens, {asked.dtype}"

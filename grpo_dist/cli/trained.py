@@ -128,8 +128,7 @@ def named_checkpoint(folder: Path, step: int | None) -> Path | None:
     if own and step not in own:
         steps = ", ".join(map(str, own))
         raise ConfigError(
-            f"--step {step}: the run in {folder} has checkpoints at steps {steps}; choose one of them"
-            f"{others(folder)}"
+            f"--step {step}: the run in {folder} has checkpoints at steps {steps}; choose one of them{others(folder)}"
         )
     return own.get(step)
 
