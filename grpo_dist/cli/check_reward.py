@@ -122,7 +122,7 @@ def _shown(
 
 def _summary(config: RunConfig, scores: Sequence[float], num_failed: int, *, given: bool) -> Iterator[str]:
     span = f", scores from {min(scores):g} to {max(scores):g}" if scores else ""
-    yield f"\nresponses: {len(scores)} scored, {num_failed} failed{span}"
+    yield f"\n{len(scores) + num_failed} responses: {len(scores)} scored, {num_failed} failed{span}"
     if scores and max(scores) <= 0 and not given:
         form = "a ground truth alone may lack the form that the function looks for, such as '#### 42' or '\\boxed{42}'"
         yield f"no own answer earned more than 0: {form}; try one with --answer"
