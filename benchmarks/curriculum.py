@@ -24,7 +24,17 @@ from grpo_dist.tracking.metric_names import ZERO_VARIANCE, validation_accuracy
 CHOICES = {"uniform": "", "filter_groups": "algorithm.filter_groups.enable", "curriculum": "data.curriculum.enable"}
 GOAL, MOST_STEPS, PROMPTS, BATCH, N = 0.9, 150, 64, 8, 16
 LR = "actor_rollout_ref.actor.optim.lr"  # half the built-in job's, so that the prompts are seen several times
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # of Student's distribution, by the number of runs
+T_95 = {
+    2: 12.71,
+    3: 4.30,
+    4: 3.18,
+    5: 2.78,
+    6: 2.57,
+    7: 2.45,
+    8: 2.36,
+    9: 2.31,
+    10: 2.26,
+}  # of Student's distribution, by the number of runs
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -81,7 +91,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of the mean of 2 to 5 values."""
+    """Half the width of the 95 % interval of the mean of 2 to 10 values."""
     return T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 

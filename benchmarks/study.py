@@ -102,7 +102,7 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summary(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit: str, limit: float) -> list[dict]:
-    """For each task and arm: seeds, measures with intervals, and whether the first arm is told from it."""
+    """For each task and arm: seeds, measures with intervals, whether it separates from the first arm, what it used."""
     table, first = [], next(iter(study["arms"]))
     for task, arm in product(study["tasks"], study["arms"]):
         found, base = (
@@ -114,9 +114,13 @@ def summary(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit
             pairs = [values[seed] - at(base[seed], name, unit, limit) for seed in values if seed in base]
             low, high = bootstrap([*values.values()])
             row |= {name: statistics.mean(values.values()) if values else NAN, f"{name} low": low, f"{name} high": high}
-            row |= {f"{name} less {first}": statistics.mean(pairs) if pairs else NAN}
-            told = len(pairs) > 1 and abs(statistics.mean(pairs)) > curriculum.half_interval(pairs)
-            row |= {f"{name} separates": "yes" if told else "no"}
+            less = statistics.mean(pairs) if pairs else NAN
+            half = curriculum.half_interval(pairs) if len(pairs) > 1 else NAN
+            row |= {f"{name} less {first}": less, f"{name} +-": half}
+            row |= {f"{name} separates": "yes" if abs(less) > half else "no"}
+        for other in (each for each in UNITS if each != unit):
+            used = [at(curve, other, unit, limit) for curve in found.values()]
+            row[other] = statistics.mean(used) if used else NAN
         table.append(row)
     return table
 

@@ -6,7 +6,7 @@ A chart is a row of `CHARTS`. One that no run has metrics for is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -164,7 +164,9 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         all_lines=True,
     )
     charts = [_curves(chart, runs) for chart in (CHARTS[0], parts, held_out, *CHARTS[1:])]
-    charts += [_timing(run, runs) for run in runs] + [_idle(runs)]
+    colors, title = _phase_colors(runs), "Where a step's seconds go"
+    charts += [_timing(run, colors, f"{title}: {run.name}" if len(runs) > 1 else title) for run in runs]
+    charts.append(_idle(runs))
     return [chart for chart in charts if chart["figure"]["data"]]
 
 
@@ -228,10 +230,18 @@ def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
     ]
 
 
-def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
-    phases = _seconds(run)
-    of_all = sorted({name for each in runs for name in _seconds(each)})
-    colors = dict(zip(of_all, cycle(_PHASE_COLORS), strict=False))  # those of a phase are the same in all runs
+def _phase_colors(runs: Sequence[RunFolder]) -> dict[str, str]:
+    """The colour of each phase, the same in all runs."""
+    names = {name for run in runs for row in run.rows for name in row if name.startswith(metric_names.TIMING)}
+    return dict(zip(sorted(names - {metric_names.STEP_TIME}), cycle(_PHASE_COLORS), strict=False))
+
+
+def _timing(run: RunFolder, colors: Mapping[str, str], title: str) -> dict[str, Any]:
+    phases: dict[str, float] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            if name in colors and math.isfinite(value):
+                phases[name] = phases.get(name, 0.0) + value
     data = []
     for name in sorted(phases, key=lambda name: -phases[name]):
         points = [(int(row["step"]), row[name]) for row in run.rows if name in row]
@@ -245,21 +255,10 @@ def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
                 "hovertemplate": "%{y:.2f} s",
             }
         )
-    title = f"Where a step's seconds go{f': {run.name}' if len(runs) > 1 else ''}"
     note = (
         "Phases that run at the same time stand on top of each other too: a column may be higher than the step is long."
     )
     return _shown(Chart(title, "seconds", (), note, tab="time"), data, barmode="stack")
-
-
-def _seconds(run: RunFolder) -> dict[str, float]:
-    """The seconds of each phase over all steps."""
-    phases: dict[str, float] = {}
-    for row in run.rows:
-        for name, value in row.items():
-            if name.startswith(metric_names.TIMING) and name != metric_names.STEP_TIME and math.isfinite(value):
-                phases[name] = phases.get(name, 0.0) + value
-    return phases
 
 
 def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ def test_what_separates() -> None:
     assert (a["seeds"], a["pass@1"], b["pass@1"]) == (2, pytest.approx(0.4), pytest.approx(0.6))
     assert (a["pass@1 low"], a["pass@1 high"]) == (pytest.approx(0.3), pytest.approx(0.5))
     assert (b["pass@1 less a"], b["pass@1 separates"]) == (pytest.approx(0.2), "yes")
+    assert (b["pass@1 +-"], b["steps"]) == (pytest.approx(0.0), pytest.approx(3.0))
     other = [*RESULTS[:2], result("b", 1, (30, 0.2), (50, 0.2)), result("b", 2, (30, 0.7), (50, 0.7))]
     assert study.summary(SMALL, other, "tokens", 30.0)[1]["pass@1 separates"] == "no"
     alike = [*RESULTS[:2], result("b", 1, (30, 0.4), (50, 0.4)), result("b", 2, (30, 0.51), (50, 0.51))]

@@ -17,6 +17,7 @@ from tests.report.runs import write_run, write_step
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 EVIL = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 ROWS = [
     {"step": step, "critic/score/mean": step / 9, "actor/kl_loss": 2.0, "timing_s/step": 1.0, "timing_s/gen": 0.5}
     for step in range(1, 9)
@@ -166,4 +167,4 @@ def test_the_pictures_of_the_docs(browser: Any, run: Path, tmp_path: Path) -> No
     files = take(browser, run, tmp_path)
     assert [file.name for file in files] == ["report_curves.png", "report_rollouts.png"]
     assert files[0].read_bytes() != files[1].read_bytes()
-    assert all((Path("docs/images") / file.name).is_file() for file in files)
+    assert all((IMAGES / file.name).is_file() for file in files)

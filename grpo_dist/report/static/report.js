@@ -81,11 +81,14 @@ function drawHead() {
 }
 
 function showTab() {
-  const asked = location.hash.slice(1);
-  tab = TABS.includes(asked) && !(asked === "rollouts" && !overview.steps.length) ? asked : TABS[0];
-  $("to-rollouts").hidden = !overview.steps.length;
-  for (const name of TABS) $(name).hidden = name !== tab;
-  for (const link of document.querySelectorAll("nav a")) link.setAttribute("aria-current", link.hash === `#${tab}` ? "page" : "false");
+  const shown = TABS.filter((name) => name !== "rollouts" || overview.steps.length), asked = location.hash.slice(1);
+  tab = shown.includes(asked) ? asked : TABS[0];
+  for (const name of TABS) {
+    const link = document.querySelector(`nav a[href="#${name}"]`);
+    link.hidden = !shown.includes(name);
+    link.setAttribute("aria-current", name === tab ? "page" : "false");
+    $(name).hidden = name !== tab;
+  }
   drawCharts();
 }
 
