@@ -5,7 +5,7 @@ usage: python -m benchmarks.drafts [--model FOLDER] [--prompts 4] [--n 8] [--tok
 
 Two engines, each in a process of its own, sample n responses to each prompt at once; each epoch has other seeds.
 One drafts; its table knows the responses of the epochs before. Tail: the steps with at most a quarter of all sequences
-left. `same` says whether both have sampled the same tokens and log-probs.
+left. `same` is the share of responses with the same tokens, and `nats` the largest difference of their log-probs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record, throughput
+from benchmarks import record
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.runtime.cluster import prepare
 
+# Most answers are short and some are long, so that a batch has a tail.
 QUESTIONS = (
-    "A baker makes 12 loaves an hour. How many loaves does he make in 7 hours? Think step by step.",
-    "Anna has 45 euros. She buys 3 books for 9 euros each. How much is left? Think step by step.",
-    "A train goes 60 km in an hour. How far does it go in 2.5 hours? Think step by step.",
-    "Tom is 4 years older than Kim, who is 9. How old are both together? Think step by step.",
+    "A baker makes 12 loaves an hour. How many loaves does he make in 7 hours?",
+    "What is 45 - 27? Answer with the number only.",
+    "How far does a train go in 2 hours at 60 km an hour? Answer with the number only.",
+    "Name a colour. Answer with one word.",
 )
 TAIL_SHARE = 4
 
@@ -90,7 +91,8 @@ def row(epoch: int, plain: Any, drafted: Any, sequences: int, accepted: float) -
     def tail(each: list[tuple[int, float]]) -> list[float]:
         return [length for running, length in each if running <= sequences / TAIL_SHARE]
 
-    same = all((a.token_ids, a.log_probs) == (b.token_ids, b.log_probs) for a, b in zip(responses, others, strict=True))
+    pairs = [(a, b) for a, b in zip(responses, others, strict=True) if a.token_ids == b.token_ids]
+    differences = [abs(p - q) for a, b in pairs for p, q in zip(a.log_probs, b.log_probs, strict=True)]
     return {
         "epoch": epoch,
         "tokens": sum(len(response.token_ids) for response in responses),
@@ -103,13 +105,15 @@ def row(epoch: int, plain: Any, drafted: Any, sequences: int, accepted: float) -
         "tail fewer": len(tail(steps)) / max(len(tail(steps_drafted)), 1),
         "tail faster": sum(tail(steps)) / max(sum(tail(steps_drafted)), 1e-9),
         "faster": seconds / seconds_drafted,
-        "same": same,
+        "same": len(pairs) / len(responses),
+        "nats": max(differences, default=0.0),
     }
 
 
 def main() -> None:
     """Measure, print and write."""
-    address = prepare("local")
+    address = prepare("local")  # before Ray is imported
+    from benchmarks import throughput
     from grpo_dist.runtime.connection import connect
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,10 +143,11 @@ def main() -> None:
     rows, before = [], {"drafted": 0, "accepted": 0}
     for epoch in range(asked.epochs):
         sampling = SamplingSettings(asked.n, asked.temperature, 1.0, -1, asked.tokens, seed=1000 * epoch)
-        plain_run, drafted_run = (engine.call(0, "sample", "sample", prompts, sampling) for engine in engines)
+        turns = (1, 0) if epoch % 2 else (0, 1)
+        runs = {turn: engines[turn].call(0, "sample", "sample", prompts, sampling) for turn in turns}
         counts = engines[1].call(0, "counts", "counts")
         share = (counts["accepted"] - before["accepted"]) / max(counts["drafted"] - before["drafted"], 1)
-        rows.append(row(epoch + 1, plain_run, drafted_run, asked.prompts * asked.n, share))
+        rows.append(row(epoch + 1, runs[0], runs[1], asked.prompts * asked.n, share))
         before = counts
     result["drafts"] = rows
     name = f"{asked.prompts} prompts x {asked.n}, at most {asked.tokens} tokens, {asked.dtype}"

@@ -29,7 +29,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from grpo_dist.engines.base import DraftCounts
-from grpo_dist.engines.vllm.draft_length import DraftLength
+from grpo_dist.engines.vllm.draft_length import BOUNDS, DraftLength
 from grpo_dist.engines.vllm.draft_table import CONTEXTS, DraftTables
 
 NO_TOKEN = -1
@@ -123,11 +123,15 @@ def _of_requests(sampling: SamplingMetadata, rows: Sequence[int], behind: Sequen
 # --- drafts --------------------------------------------------------------------------------------------------------
 @dataclass
 class _Request:
-    """A running request: its prompt's hash; the prompt's end and the tokens behind it; how many were drafted last."""
+    """A running request.
+
+    Attributes:
+        prompt: hash of its prompt.
+        counted: how many of its tokens its prompt's table knows.
+    """
 
     prompt: int
-    tokens: list[int]
-    drafted: int = 0
+    counted: int
 
 
 class Drafter:
@@ -142,9 +146,12 @@ class Drafter:
     def __init__(self, vllm_config: Any) -> None:
         self.counts, self.runner, self.began = DraftCounts(), None, 0.0
         self._most_tokens = vllm_config.model_config.max_model_len
-        self._tables, self._length = DraftTables(), DraftLength(vllm_config.speculative_config.num_speculative_tokens)
+        self._most = vllm_config.speculative_config.num_speculative_tokens
+        self._tables, self._length = DraftTables(), DraftLength()
         self._requests: dict[str, _Request] = {}
-        self._last, self._ended = 0, 0.0  # length of the drafts under way, and the end of the last step
+        self._drafted: dict[str, int] = {}  # tokens of each request of the step under way
+        self._running: set[str] = set()
+        self._ended = 0.0  # of the last step
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is none."""
@@ -158,52 +165,60 @@ class Drafter:
     ) -> list[list[int]]:
         """Return drafts for each request of the batch, after a step that has sampled these tokens for it."""
         batch: Any = None if self.runner is None else self.runner.input_batch
-        if batch is None:
-            return [[] for _ in sampled_token_ids]
-        self._requests = {name: self._requests[name] for name in batch.req_ids if name in self._requests}
-        self._note(batch.req_ids, sampled_token_ids)
-        running = []
-        for i, (name, new) in enumerate(zip(batch.req_ids, sampled_token_ids, strict=False)):
-            if new:
-                text = token_ids_cpu[i, : num_tokens_no_spec[i]]
-                running.append((i, self._take_in(name, text, int(batch.num_prompt_tokens[i]), new)))
-        self._last = self._length.choose(len(running)) if running and not _has_state(batch) else 0
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        for i, request in running if self._last else ():
-            room = self._most_tokens - int(num_tokens_no_spec[i]) - 1
-            drafts[i] = self._tables.of(request.prompt).draft(request.tokens, min(self._last, room))
-            request.drafted = len(drafts[i])
+        if batch is None:
+            return drafts
+        names = batch.req_ids
+        self._note(names, sampled_token_ids)
+        rows = [] if _has_state(batch) else [i for i, new in enumerate(sampled_token_ids) if new]
+        found = self._look_up(rows, names, token_ids_cpu, num_tokens_no_spec, batch.num_prompt_tokens)
+        lengths = self._length.choose([chances for _, chances in found])
+        for i, (text, _), length in zip(rows, found, lengths, strict=True):
+            drafts[i] = text[:length]
+        self._drafted = {name: len(draft) for name, draft in zip(names, drafts, strict=False) if draft}
         self._ended = time.monotonic()
         return drafts
 
+    def _look_up(
+        self, rows: Sequence[int], names: Sequence[str], tokens: np.ndarray, ends: np.ndarray, prompt_ends: np.ndarray
+    ) -> list[tuple[list[int], list[float]]]:
+        """What may follow in some rows, with chances, once their new tokens are counted; nothing when time is up."""
+        found: list[tuple[list[int], list[float]]] = [([], [])] * len(rows)
+        until = time.monotonic() + self._length.seconds_to_look(len(rows))
+        for place, i in enumerate(rows):
+            if time.monotonic() >= until:
+                break
+            name, end = names[i], int(ends[i])
+            if name not in self._requests:  # or it was pushed out of the batch, and has come back
+                prompt = int(prompt_ends[i])
+                self._requests[name] = _Request(hash(tokens[i, :prompt].tobytes()), prompt)
+            request = self._requests[name]
+            begin = max(request.counted - CONTEXTS[0], 0)
+            text = tokens[i, begin:end].tolist()
+            self._tables.add(request.prompt, text, request.counted - begin)
+            request.counted = end
+            room = min(self._most, self._most_tokens - end - 1)
+            found[place] = self._tables.of(request.prompt).draft(text, room, BOUNDS[-1])
+        return found
+
     def _note(self, names: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
         """Count what the step has given, and what it took if no prompt was computed in it."""
-        known = [(self._requests.get(name), len(new)) for name, new in zip(names, sampled, strict=False)]
-        drafted = sum(request.drafted for request, _ in known if request is not None)
-        tokens = sum(count for _, count in known)
-        accepted = sum(count - 1 for request, count in known if request is not None and request.drafted and count)
-        before = self.counts
+        before, drafted = self._running, sum(self._drafted.values())
+        running = {name for name, new in zip(names, sampled, strict=False) if new}
+        given = {name: len(new) for name, new in zip(names, sampled, strict=False)} if drafted else {}
         self.counts = DraftCounts(
-            before.drafted + drafted, before.accepted + accepted, before.tokens + tokens, self._tables.num_bytes
+            self.counts.drafted + drafted,
+            self.counts.accepted + sum(max(given.get(name, 1) - 1, 0) for name in self._drafted),
+            self.counts.tokens + sum(map(len, sampled)),
+            self._tables.num_bytes,
         )
-        if known and all(request is not None for request, _ in known):
+        if running and len(running) == len(names) and running <= before:
             now = time.monotonic()
             step = now - self.began
             between = min(self.began - self._ended, step)  # the engine may have been held
-            self._length.note(len(known), self._last if drafted else 0, tokens, step + between)
-        for request, _ in known:
-            if request is not None:
-                request.drafted = 0
-
-    def _take_in(self, name: str, text: np.ndarray, prompt_tokens: int, new: Sequence[int]) -> _Request:
-        if name not in self._requests:  # or it was pushed out of the batch, and has come back
-            before = text[max(prompt_tokens - CONTEXTS[0], 0) : len(text) - len(new)]
-            self._requests[name] = _Request(hash(text[:prompt_tokens].tobytes()), before.tolist())
-        request = self._requests[name]
-        start = len(request.tokens)
-        request.tokens.extend(new)
-        self._tables.add(request.prompt, request.tokens, start)
-        return request
+            self._length.note(len(running) + drafted, drafted > 0, step + between)
+        if running != before:
+            self._running, self._requests = running, {n: r for n, r in self._requests.items() if n in running}
 
 
 def _has_state(batch: Any) -> bool:

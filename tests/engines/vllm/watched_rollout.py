@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import ray
 
 from grpo_dist.engines.base import DraftCounts
 from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm import exact_drafts
 from grpo_dist.engines.vllm.draft_length import DraftLength
 from grpo_dist.roles.rollout import RolloutWorker
 
@@ -26,7 +28,9 @@ class WatchedRolloutWorker(RolloutWorker):
 
     async def start_drafting(self, settings: EngineSettings) -> None:
         """Start an engine that always drafts as much as it may, however long its steps take."""
-        DraftLength.choose = lambda self, sequences: self.most  # type: ignore[method-assign]
+        exact_drafts.BOUNDS = (0.0,)
+        DraftLength.seconds_to_look = lambda self, sequences: math.inf  # type: ignore[method-assign]
+        DraftLength.choose = lambda self, chances: [*map(len, chances)]  # type: ignore[method-assign]
         await self.start(settings)
 
     async def draft_counts(self) -> DraftCounts:
