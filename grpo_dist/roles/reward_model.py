@@ -22,7 +22,6 @@ from grpo_dist.config.schema_models import ProcessRewardConfig, RewardModelConfi
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.classifier import with_score_token
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
@@ -192,6 +191,8 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
         "prompts": Ragged.from_rows([prompt for prompt, _ in parts], torch.int32),
         "responses": Ragged.from_rows([response for _, response in parts], torch.int32),
     }
+    from grpo_dist.engines.train.classifier import with_score_token  # slow, and the driver does without
+
     return with_score_token(DataProto.from_dict(columns, {"uid": list(uids)}))
 
 

@@ -4,8 +4,8 @@ vLLM's speculative decoding accepts drafts by rejection sampling (arXiv:2211.171
 distribution, and are others than those of the same seeds without drafts. Here each place is sampled as it is without
 drafts, with the generator of the request, and the first place whose token is not the draft is the last one that counts.
 A generator has then drawn once for each token of the response, as ever. Where the model's outputs do not depend on how
-many tokens a step computes (float32 on CPU) responses and log-probs are the same to the bit; elsewhere they are what
-they are in any other batch.
+many tokens a step computes responses and log-probs are the same to the bit; elsewhere they are what they are in any
+other batch.
 
 vLLM's ways in: `speculative_config` with `method=custom_class` makes `Drafter`, which is a documented interface. The
 sampler that checks drafts is an attribute of the older model runner, `rejection_sampler`, called with (metadata of the
