@@ -73,7 +73,10 @@ def main() -> None:
     found = record.begun()
     runs: Runs = {dtype: {OURS: [], THEIRS: []} for dtype in arguments.dtype}
     with tempfile.TemporaryDirectory() as folder:
-        work = builtin() if arguments.work == "builtin" else model(arguments.folder.absolute(), Path(folder))
+        if arguments.work == "builtin":
+            work = builtin()
+        else:
+            work = model(arguments.folder.absolute(), Path(folder), arguments.micro_batch)
         for seed in range(1, arguments.rounds + 1):
             for dtype, sides in runs.items():
                 print(f"round {seed} of {arguments.rounds}, {dtype}", file=sys.stderr)
@@ -101,6 +104,7 @@ def _arguments() -> argparse.Namespace:
         each = works.add_parser(name)
         if name == "model":
             each.add_argument("folder", type=Path, metavar="FOLDER")
+            each.add_argument("--micro-batch", type=int, default=8, help="sequences of one, on both sides")
         each.add_argument("--dtype", default="fp32,bf16" if has_bf16() else "fp32", help="fp32, bf16 or both")
         each.add_argument("--rounds", type=int, default=rounds)
         each.add_argument("--trl-python", type=Path)
@@ -121,7 +125,7 @@ def builtin() -> Work:
     return Work("the built-in job", overrides, _questions("train"), _questions("validation"), trl)
 
 
-def model(path: Path, folder: Path, *, prompts: int = 8, steps: int = 3) -> Work:
+def model(path: Path, folder: Path, micro_batch: int, *, prompts: int = 8, steps: int = 3) -> Work:
     """A model of the user's, on questions of the built-in task."""
     train = _questions("train")[: prompts * steps]
     data = folder / "train.jsonl"
@@ -138,6 +142,7 @@ def model(path: Path, folder: Path, *, prompts: int = 8, steps: int = 3) -> Work
         "custom_reward_function.name=distinct",
         f"data.train_batch_size={prompts}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro_batch}",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.ignore_eos=true",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
@@ -145,7 +150,7 @@ def model(path: Path, folder: Path, *, prompts: int = 8, steps: int = 3) -> Work
         "data.max_response_length=64",
         f"trainer.total_training_steps={steps}",
     ]
-    trl = {"reward": "distinct", "full_length": True, "micro_batch": 8}
+    trl = {"reward": "distinct", "full_length": True, "micro_batch": micro_batch}
     return Work(f"{path.name}, every response at its full length", overrides, train, [], trl)
 
 

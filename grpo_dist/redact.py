@@ -28,7 +28,7 @@ _LAST_WORDS = {
     "images index input label labels map message messages metric name output parallel partition primary prompt query "
     "question rejected response reward row score sequence sort source state target text tool tools truth uid value "
     "video",
-    "token": "additional assistant audio bad boi bos by call class cls decoder each end eoi eom eos eot fim first good "
+    "token": "additional assistant audio bad batched boi bos by call class cls decoder each end eoi eom eos eot fim first good "
     "image label last mask max mean middle min new newline next num pad per pooling prefix prev sep separator special "
     "split start step stop suffix sum system think thinking tool unk user video",
     **dict.fromkeys(("auth", "jwt", "pat", "pw", "sig", "signature"), ""),

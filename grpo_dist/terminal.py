@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import sys
 from typing import Any, TextIO
@@ -10,6 +12,13 @@ from typing import Any, TextIO
 # Control characters but newline and tab, line separators of Unicode, marks that turn the direction of the text that
 # follows, and halves of surrogate pairs, which no stream can write.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def quiet_libraries() -> None:
+    """Silence what libraries say of each other when they are imported. To be called before that."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def printable(text: str) -> str:

@@ -43,3 +43,4 @@ if sys.argv[1] == "gpu" and (problem := compiler_problem()):
     print(problem, file=sys.stderr)
 PY
 echo "$build" > "$stamp"
+echo "installed in .venv; for a shell: . .venv/bin/activate"

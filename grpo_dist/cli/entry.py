@@ -14,7 +14,7 @@ import grpo_dist
 from grpo_dist.errors import GrpoDistError, did_you_mean
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact_text
-from grpo_dist.terminal import show
+from grpo_dist.terminal import quiet_libraries, show
 
 # By command: its main function, which takes the arguments and returns the exit code, and what it is for.
 ENTRIES: dict[str, tuple[str, str]] = {
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in ENTRIES:
         show(_no_such_command(name), sys.stderr)
         return 2
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before a command imports torch
+    quiet_libraries()
     try:
         return int(load_attribute(ENTRIES[name][0], key="command")(rest))
     except GrpoDistError as error:

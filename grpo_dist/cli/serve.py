@@ -11,6 +11,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.trained import TrainedModel, engine_for, find_trained
@@ -23,8 +24,8 @@ from grpo_dist.terminal import show
 PORT = 8000
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Serve until SIGINT or SIGTERM."""
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Serve until SIGINT or SIGTERM, which ends the process."""
     own, more = split(arguments)
     options = _parser().parse_intermixed_args(own)
     token = options.api_key or os.environ.get(KEY_VARIABLE, "")
@@ -33,7 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     asyncio.run(_serve(model, options, listening, token, more))
-    return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # at an orderly end, modules that vLLM has imported list what they leak
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -76,9 +76,10 @@ def tokenize_prompts(
             token_ids = _truncate(token_ids, max_prompt_length, truncation, prompt.location)
         tokenized.append(TokenizedPrompt(prompt, np.asarray(token_ids, dtype=np.int32)))
     if prompts and not tokenized:
+        first = len(prompt_ids(prompts[0], tokenizer, apply_chat_template_kwargs))
         raise DataError(
             f"data.max_prompt_length={max_prompt_length}: all {len(overlong)} prompts are longer, none is "
-            f"left (the first is {prompts[0].location}); raise it, or cut them: "
+            f"left (the first, {prompts[0].location}, has {first} tokens); raise it, or cut them: "
             f"data.filter_overlong_prompts=false data.truncation=left"
         )
     return tokenized, overlong

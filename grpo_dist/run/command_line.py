@@ -20,7 +20,7 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
 from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.redact import redact_text, without_environment
-from grpo_dist.terminal import show
+from grpo_dist.terminal import quiet_libraries, show
 
 QUIET, FULL = "--quiet", "--full"
 """Short for `trainer.console=false`; and a dry run that shows the whole config."""
@@ -29,6 +29,7 @@ QUIET, FULL = "--quiet", "--full"
 def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
     """Run a command with these overrides, or those of the command line; returns the exit code."""
     overrides = sys.argv[1:] if arguments is None else arguments
+    quiet_libraries()
     if {"-h", "--help"} & set(overrides):
         show(usage(command) + "\n")
         return 0
