@@ -21,9 +21,9 @@ def test_secret_keys(key):
     "key",
     ["ppo_max_token_len_per_gpu", "tokenizer", "token_level_rewards", "max_tokens", "eos_token",
      "loss_agg_mode", "passes", "prompt_key", "author", "skip_tokenizer_init", "max_token_len", "pad_token_id",
-     "padToken", "image_token", "max_num_batched_token", "num_key_value_heads", "keys", "keyword", "tokens", "monkey", "api_key_env",
+     "padToken", "image_token", "num_key_value_heads", "keys", "keyword", "tokens", "monkey", "api_key_env",
      "headers_env", "pattern", "signal", "design", "", "authors", "token_file", "spec_tokens",
-     "dbo_decode_token_threshold"],
+     "dbo_decode_token_threshold", "max_num_batched_token"],
 )  # fmt: skip
 def test_ordinary_keys_stay(key):
     assert redact({key: "token-mean"}) == {key: "token-mean"}
