@@ -29,8 +29,8 @@ _LAST_WORDS = {
     "question rejected response reward row score sequence sort source state target text tool tools truth uid value "
     "video",
     "token": "additional assistant audio bad batched boi bos by call class cls decoder each end eoi eom eos eot fim "
-    "first good image label last mask max mean middle min new newline next num pad per pooling prefix prev sep separator "
-    "special split start step stop suffix sum system think thinking tool unk user video",
+    "first good image label last mask max mean middle min new newline next num pad per pooling prefix prev sep "
+    "separator special split start step stop suffix sum system think thinking tool unk user video",
     **dict.fromkeys(("auth", "jwt", "pat", "pw", "sig", "signature"), ""),
 }
 _ORDINARY = {last: frozenset(words.split()) for last, words in _LAST_WORDS.items()}
