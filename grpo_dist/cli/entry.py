@@ -35,6 +35,9 @@ ENTRIES: dict[str, tuple[str, str]] = {
 }
 
 
+quiet_libraries()  # here, because processes that a command spawns import this module too
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that these arguments, or those of the command line, name; returns the exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
@@ -45,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in ENTRIES:
         show(_no_such_command(name), sys.stderr)
         return 2
-    quiet_libraries()
     try:
         return int(load_attribute(ENTRIES[name][0], key="command")(rest))
     except GrpoDistError as error:

@@ -123,5 +123,7 @@ def _flags(config: JobConfig) -> dict[str, str]:
     """The commands that use this run's model, with the flag by which they take code that its config names."""
     if not isinstance(config, RunConfig):
         return {}
-    takes: dict[str, Any] = {"serve": ENGINE} | ({"eval": (*ENGINE, *REWARD)} if config.data.val_files else {})
+    takes: dict[str, Any] = {"generate": ENGINE, "serve": ENGINE}
+    if config.data.val_files:
+        takes["eval"] = (*ENGINE, *REWARD)
     return {command: f" {FLAG}" if code_of_run(config, keys) else "" for command, keys in takes.items()}

@@ -61,7 +61,7 @@ def format_summary(
     if history:
         lines.append(_entry("look at it", f"grpo-dist report {folder}"))
     if hf_model is not None and any(metric_names.REWARD in row for row in trained):
-        commands = {"eval": ("compare it", " --base"), "serve": ("serve it", "")}
+        commands = {"eval": ("compare it", " --base"), "generate": ("chat with it", ""), "serve": ("serve it", "")}
         lines += [
             _entry(label, f"grpo-dist {name} {folder}{rest}{flags[name]}")
             for name, (label, rest) in commands.items()

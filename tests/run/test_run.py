@@ -26,11 +26,11 @@ def test_the_summary_shows_the_flag_that_its_commands_need(tmp_path: Path) -> No
     (tmp_path / "reward.py").write_text("def compute_score(**row):\n    return 0.0\n")
     own = f"custom_reward_function.path={tmp_path}/reward.py"
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
-    needed = {(): [], (own,): ["eval"], (engine,): ["eval", "serve"]}
+    needed = {(): [], (own,): ["eval"], (engine,): ["eval", "generate", "serve"]}
     for overrides, commands in needed.items():
-        expected = {"serve": "", "eval": ""} | dict.fromkeys(commands, " --trust-run-code")
+        expected = {"generate": "", "serve": "", "eval": ""} | dict.fromkeys(commands, " --trust-run-code")
         assert run._flags(load_config([*overrides])[0]) == expected
-    assert run._flags(load_config(["data.val_files=null", "trainer.test_freq=-1"])[0]) == {"serve": ""}
+    assert run._flags(load_config(["data.val_files=null", "trainer.test_freq=-1"])[0]) == {"generate": "", "serve": ""}
     assert run._flags(load_command([], SFT)[0]) == {}
 
 

@@ -29,7 +29,7 @@ def entry(text, label):
 
 
 def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None, job=None, why="", first_step=0):
-    flags = {"eval": "", "serve": ""} if flags is None else flags
+    flags = dict.fromkeys(("eval", "generate", "serve"), "") if flags is None else flags
     more = {"hf_model": hf_model, "flags": flags, "job": job, "first_step": first_step}
     return format_summary(history, run_dir=tmp_path, seconds=seconds, why=why, **more)
 
@@ -74,9 +74,10 @@ def test_before_after_and_best(tmp_path):
 def test_it_ends_with_what_to_do_next(tmp_path):
     folder = tmp_path / "my run"
     text = summary([row(1, 0.3)], folder, Path("/models/final"))
-    assert [line.strip().split("  ")[-1].strip() for line in text.splitlines()[-3:]] == [
+    assert [line.strip().split("  ")[-1].strip() for line in text.splitlines()[-4:]] == [
         f"grpo-dist report '{folder}'",
         f"grpo-dist eval '{folder}' --base",
+        f"grpo-dist generate '{folder}'",
         f"grpo-dist serve '{folder}'",
     ]
     of_own_code = summary([row(1, 0.3)], folder, Path("/models/final"), flags={"eval": " --trust-run-code"})
