@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -117,7 +118,7 @@ def summary(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit
             less = statistics.mean(pairs) if pairs else NAN
             half = curriculum.half_interval(pairs) if len(pairs) > 1 else NAN
             row |= {f"{name} less {first}": less, f"{name} +-": half}
-            row |= {f"{name} separates": "yes" if abs(less) > half else "no"}
+            row |= {f"{name} separates": "one seed" if math.isnan(half) else "yes" if abs(less) > half else "no"}
         for other in (each for each in UNITS if each != unit):
             used = [at(curve, other, unit, limit) for curve in found.values()]
             row[other] = statistics.mean(used) if used else NAN

@@ -133,7 +133,9 @@ def read_header(file: Path, setting: str) -> Shapes:
         raise DataError(f"{setting}: {file.name}: damaged: {str(error)[:200]}; copy or download it again") from None
 
 
-def read_object(file: Path, setting: str, remedy: str = "use a Hugging Face model folder") -> dict[str, Any]:
+def read_object(
+    file: Path, setting: str, remedy: str = "use a Hugging Face folder, or builtin:tiny-qwen3"
+) -> dict[str, Any]:
     """Read a JSON file that must contain an object; `remedy` is for a folder without it."""
     if not file.is_file():
         raise DataError(f"{setting}: no {file.name} in the folder; {remedy}")
