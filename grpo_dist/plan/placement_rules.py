@@ -252,8 +252,9 @@ def parts_that_wait(config: RunConfig) -> Iterator[str]:
     if place.device == "cpu" or place.shares_gpu or config.trainer.samples_during_updates:
         return
     why = (
-        "the engines' GPUs wait while the actor trains, its own while they sample; set the first to all, with which "
-        "all GPUs do both in turn (verl's layout), or the second to 1"
+        "this runs, but the engines' GPUs wait while the actor trains, and the actor's while the engines sample. All "
+        "GPUs do both in turn, as in verl, with cluster.colocate=all "
+        "actor_rollout_ref.rollout.free_cache_engine=true; or set trainer.max_staleness=1"
     )
     yield f"<cluster.colocate>, <trainer.max_staleness>: {why}"
 
