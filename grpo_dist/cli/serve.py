@@ -34,9 +34,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     asyncio.run(_serve(model, options, listening, token, more))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # at an orderly end, modules that vLLM has imported list what they leak
+    os._exit(0)  # at an orderly end, modules that vLLM has imported list what they leak; `show` has flushed
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -26,6 +26,7 @@ from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import scored_branches, with_branches
+from grpo_dist.protocol.score_token import with_score_token
 from grpo_dist.roles.gang import FrozenGroup
 from grpo_dist.roles.policy import PolicySettings, on_device, passes
 from grpo_dist.roles.supervised import SupervisedGroup, SupervisedWorker
@@ -191,8 +192,6 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
         "prompts": Ragged.from_rows([prompt for prompt, _ in parts], torch.int32),
         "responses": Ragged.from_rows([response for _, response in parts], torch.int32),
     }
-    from grpo_dist.engines.train.classifier import with_score_token  # slow, and the driver does without
-
     return with_score_token(DataProto.from_dict(columns, {"uid": list(uids)}))
 
 

@@ -21,8 +21,6 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.forward import CHECKED_TOKENS, PolicyForward
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import ConfigError
-from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.fields import NO_LABEL
 
 HEAD = "score"
 OUTPUT_LAYER = "lm_head"  # of a causal LM
@@ -135,11 +133,6 @@ def new_head(config: Any, settings: ModelSettings, names: Collection[str]) -> di
     return {f"{HEAD}.weight": drawn / (hidden + 1 if settings.small_new_head else math.sqrt(hidden + 1))}
 
 
-# The token that is appended to a sequence whose score is wanted. No other token sees it, so any id of the vocabulary
-# does.
-SCORE_TOKEN = 0
-
-
 class Values(NamedTuple):
     """(M,) float32 values of the M response tokens: the head's output at the token before each of them; of a head with
     two outputs, bad and good, the log odds of good: the second less the first.
@@ -188,31 +181,3 @@ class ValueForward(PolicyForward):
     def compared_alone(self, row: MicroBatch) -> Tensor:
         """See `PolicyForward.compared_alone`."""
         return self.compared(row)[-CHECKED_TOKENS:]
-
-
-def with_score_token(data: DataProto) -> DataProto:
-    """Rows of which a model with one output gives the score: each response gets one more token.
-
-    The score of a sequence is the value at its last token, and a label says what the value at its token should be.
-    Values are read at the token before, so both belong to the token that follows: labels move one token on.
-
-    Args:
-        data: `prompts` and `responses` (which may be empty), and where there are some `labels` and `uid`.
-
-    Returns:
-        These columns, and `response_mask`: 1 on the tokens with a label; without labels on the appended token. Without
-        rows the columns may be missing.
-    """
-    if not len(data):
-        return data
-    responses = [torch.cat([row, row.new_full((1,), SCORE_TOKEN)]) for row in data["responses"].rows()]
-    columns = {"prompts": data["prompts"], "responses": Ragged.from_rows(responses, torch.int32)}
-    if "labels" in data.batch:
-        rows = [torch.cat([row.new_full((1,), NO_LABEL), row]) for row in data["labels"].rows()]
-        columns["labels"] = Ragged.from_rows(rows, torch.int8)
-        mask = [row != NO_LABEL for row in rows]
-    else:
-        mask = [torch.arange(len(row)) == len(row) - 1 for row in responses]
-    columns["response_mask"] = Ragged.from_rows(mask, torch.int8)
-    uid = {name: column for name, column in data.non_tensor_batch.items() if name == "uid"}
-    return DataProto.from_dict(columns, uid)

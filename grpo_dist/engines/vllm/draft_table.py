@@ -113,9 +113,10 @@ class DraftTables:
 
     def of(self, prompt: int) -> DraftTable:
         """Return the table of a prompt, given by its hash; an empty one of a new prompt."""
-        table = self._tables.setdefault(prompt, DraftTable(self._chances))
+        if prompt not in self._tables:
+            self._tables[prompt] = DraftTable(self._chances)
         self._tables.move_to_end(prompt)
-        return table
+        return self._tables[prompt]
 
     def add(self, prompt: int, tokens: list[int], start: int) -> None:
         """Count tokens of a response, see `DraftTable.add`; `tokens` begins with the end of the prompt."""

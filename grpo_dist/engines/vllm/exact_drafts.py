@@ -205,10 +205,10 @@ class Drafter:
         """Count what the step has given, and what it took if no prompt was computed in it."""
         before, drafted = self._running, sum(self._drafted.values())
         running = {name for name, new in zip(names, sampled, strict=False) if new}
-        given = {name: len(new) for name, new in zip(names, sampled, strict=False)} if drafted else {}
         self.counts = DraftCounts(
             self.counts.drafted + drafted,
-            self.counts.accepted + sum(max(given.get(name, 1) - 1, 0) for name in self._drafted),
+            self.counts.accepted
+            + sum(len(new) - 1 for name, new in zip(names, sampled, strict=False) if new and name in self._drafted),
             self.counts.tokens + sum(map(len, sampled)),
             self._tables.num_bytes,
         )

@@ -23,6 +23,7 @@ from typing import Any
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.hosts import stay_on_loopback
 from grpo_dist.supervisor import end_with_parent
+from grpo_dist.terminal import quiet_libraries
 
 
 def quiet_environment(device: str) -> None:
@@ -38,7 +39,6 @@ def quiet_environment(device: str) -> None:
         "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "8192",  # in a request; more ends the core, which takes 128 words
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore",
     }
     cpu = {
@@ -49,6 +49,7 @@ def quiet_environment(device: str) -> None:
     }
     for name, value in (quiet | (cpu if device == "cpu" else {})).items():
         os.environ.setdefault(name, value)
+    quiet_libraries()
     logging.getLogger("vllm").setLevel(logging.ERROR)
 
 

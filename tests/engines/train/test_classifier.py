@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import model_loading
-from grpo_dist.engines.train.classifier import SCORE_TOKEN, ValueForward, with_score_token
+from grpo_dist.engines.train.classifier import ValueForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.score_token import with_score_token
 from tests.messages import says
 from tests.models import random_batch, random_classifier, random_model
 from tests.ranks import run_ranks
@@ -102,7 +103,6 @@ def test_what_a_new_head_does_not_mend(tmp_path: Path) -> None:
     says(run_ranks(1, refused, settings(path))[0], f"{KEY}={path}", "extra.weight")
 
 
-TWO_ROWS = {"prompts": [[4, 5], [4, 5]], "responses": [[7, 8], []]}
 FAMILIES = ("Qwen3", "Llama", "Gemma2", "Olmo2", "Qwen3Moe")
 
 
@@ -136,25 +136,6 @@ def test_the_last_value_is_the_score_of_a_sequence_classifier(tmp_path: Path, fa
     for layout in ("padded", "packed", "shared"):
         ((found, report),) = run_ranks(1, values, path, layout, 1, with_score_token(data))
         assert [row[-1] for row in found] == pytest.approx(expected, abs=2e-5), report
-
-
-def test_a_score_token_behind_every_response() -> None:
-    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
-    made = with_score_token(DataProto.from_dict(columns, {"uid": ["a", "a"]}))
-    assert [row.tolist() for row in made["prompts"].rows()] == TWO_ROWS["prompts"]
-    assert [row.tolist() for row in made["responses"].rows()] == [[7, 8, SCORE_TOKEN], [SCORE_TOKEN]]
-    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 0, 1], [1]]
-    assert list(made["uid"]) == ["a", "a"]
-    assert "uid" not in with_score_token(DataProto(columns)).columns()
-    assert len(with_score_token(DataProto())) == 0, "a rank without rows"
-
-
-def test_labels_move_to_the_token_at_which_their_value_is_read() -> None:
-    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
-    labels = Ragged.from_rows([[0, 1], []], torch.int8)
-    made = with_score_token(DataProto({**columns, "labels": labels}))
-    assert [row.tolist() for row in made["labels"].rows()] == [[-1, 0, 1], [-1]]
-    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 1, 1], [0]]
 
 
 def test_values_are_those_of_the_token_before_on_any_number_of_ranks(tmp_path: Path) -> None:

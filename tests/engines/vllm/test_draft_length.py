@@ -43,16 +43,18 @@ def test_drafts_that_cost_nothing_are_as_long_as_they_may_be() -> None:
 
 
 def test_drafts_that_cost_more_than_they_give_are_tried_seldom() -> None:
-    """A token costs as much beside others as alone, and half of the drafts are right."""
+    """A token costs as much beside others as alone, and half of the drafts are right: each unknown number of tokens is
+    tried as often as makes it known, and the shortest drafts in one step of TRY_EVERY."""
     drafted = used(DraftLength(), [powers(0.5, 8)] * 64, float, 128 * 10)
-    assert Counter(drafted)[0] > 1280 - 6 * KNOWN - 10
+    tried = {64: KNOWN + 9, 128: KNOWN, 192: KNOWN}
+    assert Counter(drafted) == {0: 1280 - sum(tried.values()), **tried}
     assert drafted[-1] == 0
 
 
 def test_the_length_between_is_found() -> None:
     """0.75 s and 0.25 s a token, 0.7 of the drafts right: tokens a second 1, 1.36, 1.46, 1.45, 1.39, ..."""
     drafted = used(DraftLength(), [powers(0.7, 8)], lambda computed: 0.75 + computed / 4, 1000)
-    assert Counter(drafted[100:]).most_common(1)[0][0] in (2, 3)
+    assert Counter(drafted[100:]).most_common(1)[0][0] == 2
 
 
 def test_sequences_are_drafted_by_their_own_chances() -> None:
