@@ -22,6 +22,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Read when it is used, which is after the set-up.
+ONE_MACHINE = $(shell grep -q '^gpu' .venv/.setup && echo single_gpu || echo cpu)
 CODE := $(wildcard grpo_dist tests scripts benchmarks examples conformance)
 
 export PYTHON DEVICE CUDA
@@ -39,8 +41,7 @@ constraints: setup
 	@bash scripts/constraints.sh
 
 quickstart: setup
-	$(BIN)/python -m grpo_dist.main algorithm.adv_estimator=grpo \
-	  cluster=$$(grep -q '^gpu' .venv/.setup && echo single_gpu || echo cpu)
+	$(BIN)/python -m grpo_dist.main algorithm.adv_estimator=grpo cluster=$(ONE_MACHINE)
 
 smollm2: setup
 	bash examples/run_smollm2_cpu.sh

@@ -3,7 +3,16 @@
 usage: python -m benchmarks.study STUDY.yaml FILE.jsonl [--seeds 1 2 ...] [--at-once 2] [--budget tokens=60000]
                                   [--picture FILE.png]
 
-STUDY.yaml says what is compared (benchmarks/studies). Each run is a process of its own and adds a line to FILE. Runs
+STUDY.yaml says what is compared; benchmarks/studies has three. Its keys:
+
+    budget    {tokens: 200000}: where runs are compared; tokens, steps or seconds
+    seeds     [1, 2, 3]
+    measures  {NAME: PATTERN}: metrics of validations, whose mean is taken where several match
+    tasks     {NAME: {}}: what the config says, or {NAME: {mixed_sums: 256}}: so many sums of mixed lengths as rows
+    config    keys of every run, as on the command line
+    arms      {NAME: KEYS}: what differs; others are compared with the first
+
+All arms' keys are checked before the first run. Each run is a process of its own and adds a line to FILE. Runs
 that are there are not made again, so that a study goes on where it was stopped. A run ends with its first validation at
 or behind the budget; what it has reached is read off at the budget, on a straight line between the validations around
 it. Intervals are those of the mean over seeds, 95 %, by bootstrap. An arm separates from the first where Student's 95 %
@@ -31,6 +40,9 @@ from typing import Any
 import yaml
 
 from benchmarks import curriculum, record
+from grpo_dist.config.load import load_command
+from grpo_dist.errors import ConfigError
+from grpo_dist.plan.commands import GRPO
 from grpo_dist.tracking.metric_names import STEP_TIME
 
 UNITS = ("tokens", "steps", "seconds")
@@ -42,6 +54,15 @@ def cells(study: Mapping[str, Any], seeds: Sequence[int]) -> Iterator[Cell]:
     """All runs of a study, seed by seed, so that what is there after a while compares all arms."""
     for seed, task, arm in product(seeds, study["tasks"], study["arms"]):
         yield task, arm, seed
+
+
+def check(study: Mapping[str, Any]) -> None:
+    """End with a message if an arm is no config."""
+    for arm, keys in study["arms"].items():
+        try:
+            load_command([*{**study.get("config", {}), **keys}.items()], GRPO)
+        except ConfigError as error:
+            raise SystemExit(f"arm {arm}: {error}") from None
 
 
 def measured(metrics: Mapping[str, float], measures: Mapping[str, str]) -> dict[str, float]:
@@ -181,6 +202,7 @@ def main() -> None:
     if arguments.cell:
         print(json.dumps(run(study, tuple(arguments.cell), budget)))
         return
+    check(study)
     results = [json.loads(line) for line in arguments.file.read_text().splitlines()] if arguments.file.exists() else []
     there = {(result["task"], result["arm"], result["seed"]) for result in results}
     seeds = study["seeds"] if arguments.seeds is None else arguments.seeds

@@ -33,7 +33,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ray=ray
 [[ -x .venv/bin/ray && -z $(command -v ray) ]] && ray=.venv/bin/ray
 
+address=${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}
+if ! answer=$("$ray" job list --address "$address" 2>&1); then
+  echo "RAY_API_SERVER_ADDRESS=$address: no cluster takes jobs there: $(tail -n 1 <<<"$answer")" >&2
+  echo "start one with: ray start --head; or set the address of its dashboard" >&2
+  exit 2
+fi
+
 exec "$ray" job submit \
-  --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" \
+  --address "$address" \
   --working-dir . \
   -- "${JOB_PYTHON:-python}" -m grpo_dist.main "$@"

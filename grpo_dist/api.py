@@ -24,6 +24,7 @@ from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
 from grpo_dist.errors import ConfigError, DataError, RewardError
 from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.plan import format_summary
 from grpo_dist.plugins.function_files import function_name, write_function
 from grpo_dist.run.command_line import changed_keys, dry_run
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
@@ -132,8 +133,7 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
         return TrainingResult(run_dir, None, [])
     from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
 
-    for note in notes:
-        say(checked, f"note: {note}")
+    say(checked, format_summary(checked, notes))
 
     def on_step(step: int, metrics: dict[str, float]) -> bool:
         return any([callback(step, dict(metrics)) for callback in callbacks])  # all are called

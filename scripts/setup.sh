@@ -23,6 +23,7 @@ PY
 stamp=.venv/.setup
 build="$device cuda${CUDA:-13} $(cat pyproject.toml scripts/setup.sh scripts/packages.sh "constraints/$device.txt" | sha256sum)"
 if [[ -f $stamp && $(<"$stamp") == "$build" ]]; then exit 0; fi
+echo "setting up .venv for DEVICE=$device: downloads and installs of about two minutes on a fast line"
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
 [[ -x .venv/bin/uv ]] || .venv/bin/python -m pip install --quiet --disable-pip-version-check uv
 export VIRTUAL_ENV=$PWD/.venv UV=$PWD/.venv/bin/uv

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     write_output(target, whole)
     left_out = len(runs[0].rollout_steps) - len(steps)
     more = f"; responses of {len(steps)} steps, {left_out} left out (--responses, --serve)" if left_out else ""
+    for run in runs:
+        show(f"{run.name}: " + "; ".join(f"{label} {text}" for label, text in page.facts(run)[1:]) + "\n")
     show(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from grpo_dist.assets import expanded
 from grpo_dist.config.field_types import not_one_of
 from grpo_dist.config.keys import free_form_keys, is_free_form, leaf_keys, nearest_keys, unknown_key
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, did_you_mean
 from grpo_dist.redact import redact, redact_text
 
 MOST_LINE_TEXT = 1500  # characters of one problem
@@ -55,7 +56,12 @@ def shown(value: Any) -> str:
 def missing_path(key: str, path: str, kind: str) -> Problem:
     """A file or folder that a key names, and that is not there."""
     where = "" if expanded(path).is_absolute() else f" (looked in {Path.cwd()})"
-    return Problem(f"{key}={path}: no such {kind}{where}", (key,), missing_file=True)
+    try:
+        beside = os.listdir(expanded(path).parent)
+    except OSError:  # the folder is missing too, or may not be read
+        beside = []
+    hint = did_you_mean(Path(path).name, beside)
+    return Problem(f"{key}={path}: no such {kind}{where}{hint}", (key,), missing_file=True)
 
 
 def between_keys(texts: Callable[[Config], Iterator[str]]) -> Callable[[Config], Iterator[Problem]]:

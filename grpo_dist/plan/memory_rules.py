@@ -86,19 +86,33 @@ def memory_notes(config: JobConfig) -> Iterator[Problem]:
 
 def _on_gpus(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool) -> Iterator[str]:
     """Yield what is more than a GPU has: at the worst moment of roles that share one, or of a role alone."""
-    sharing, asked = placement(config).sharing, config.cluster.gpu_memory_gib
+    asked = config.cluster.gpu_memory_gib
     has = f"a GPU of this machine has {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
-    groups = [[role for role in roles if role.role in sharing], *([role] for role in roles if role.role not in sharing)]
-    for group in filter(None, groups):
-        moments = [_moment(config, role, group, gib, certain=certain) for role in group]
-        worst = largest(*moments, *([] if certain else [_sync(config, group)]))
-        yield from _over(f"a GPU with {' and '.join(role.role for role in group)} holds", worst, gib, has)
+    for names, worst in worst_moments(config, roles, gib, certain=certain):
+        yield from _over(f"a GPU with {names} holds", worst, gib, has)
     for role in roles:
         if role.share:
             of = f"{_ROLLOUT}.gpu_memory_utilization={role.share:g} of {has} is {role.share * gib:.3g} GiB"
             yield from _over(
                 f"a {role.role} process needs", role.states if certain else role.parts, role.share * gib, of
             )
+
+
+def worst_moments(
+    config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool = False
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield what a GPU holds when it holds most, in GiB by purpose, for roles that share one and for each role alone.
+
+    Args:
+        gib: memory of one GPU, GiB, of which an engine takes its share.
+        certain: see `memory_problems`.
+    """
+    sharing = placement(config).sharing
+    groups = [[role for role in roles if role.role in sharing], *([role] for role in roles if role.role not in sharing)]
+    for group in filter(None, groups):
+        moments = [_moment(config, role, group, gib, certain=certain) for role in group]
+        worst = largest(*moments, *([] if certain else [_sync(config, group)]))
+        yield " and ".join(role.role for role in group), worst
 
 
 def _moment(

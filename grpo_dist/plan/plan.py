@@ -10,6 +10,7 @@ from grpo_dist.config.problems import shown, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate
+from grpo_dist.plan.memory_rules import worst_moments
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.node_layout import node_layout
 from grpo_dist.plan.placement import Placement, placement
@@ -258,6 +259,12 @@ def _memory_rows(config: JobConfig) -> Rows:
     missing = [role for role, size in sizes.items() if size and role not in estimated]
     rows += [(role, "unknown: its config.json is not on this machine") for role in missing]
     rows += [(f"{role.role}, CPU memory", _added(role.host)) for role in memory]
+    if (gib := config.cluster.gpu_memory_gib) is not None and config.device == "cuda":
+        totals = [(names, sum(worst.values())) for names, worst in worst_moments(config, memory, gib)]
+        rows += [
+            (f"a GPU with {names}", f"{total:.1f} of {gib:g} GiB{', too much' if total > gib else ''}")
+            for names, total in totals
+        ]
     if isinstance(config, RunConfig) and (tokens := kv_cache_tokens(config, model)) is not None:
         rows.append(("KV cache", f"{tokens:,} tokens per engine"))
     return rows

@@ -26,7 +26,7 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
     run = runs[0]
     return {
         "title": " against ".join(shown.name for shown in runs),
-        "facts": _facts(run),
+        "facts": facts(run),
         "problems": [problem for shown in runs for problem in shown.problems],
         "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
         "charts": charts(runs),
@@ -60,31 +60,33 @@ def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
         )
     made = f"grpo_dist {grpo_dist.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     template = _static("report.html")
-    values = {"title": html.escape(runs[0].name), "made": html.escape(made), "data": blobs, **parts}
+    plain = "".join(f"<dt>{html.escape(label)}</dt><dd>{html.escape(text)}</dd>" for label, text in facts(runs[0]))
+    values = {"title": html.escape(runs[0].name), "made": html.escape(made), "facts": plain, "data": blobs, **parts}
     before, *rest = template.split("{{ ")  # what is put in is never searched for places
     return before + "".join(values[name] + text for name, _, text in (part.partition(" }}") for part in rest))
 
 
-def _facts(run: RunFolder) -> list[tuple[str, str]]:
+def facts(run: RunFolder) -> list[tuple[str, str]]:
+    """What the report says first of a run, as (label, text): its steps, time, validation and reward, first and last."""
     trained = [row for row in run.rows if metric_names.STEP_TIME in row]
-    facts = [("folder", str(run.path.absolute())), ("steps", str(max((int(r["step"]) for r in run.rows), default=0)))]
+    lines = [("folder", str(run.path.absolute())), ("steps", str(max((int(r["step"]) for r in run.rows), default=0)))]
     seconds = sum(row[metric_names.STEP_TIME] for row in trained)
     if trained:
-        facts.append(("training time", f"{format_seconds(seconds)}, {format_seconds(seconds / len(trained))} a step"))
+        lines.append(("training time", f"{format_seconds(seconds)}, {format_seconds(seconds / len(trained))} a step"))
     stop_at = section(section(run.config, "trainer"), "stop_at")
     if stop_at and run.rows and (why := metric_names.why_it_ends(StopAtConfig.model_validate(stop_at), run.rows[-1])):
-        facts.append(("ended", why))
+        lines.append(("ended", why))
     for name in run.validation:
         values = [row[name] for row in run.rows if name in row]
         arrow = f"{values[0]:.3g} → {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"
-        facts.append((name.removeprefix(metric_names.VALIDATION), arrow))
+        lines.append((name.removeprefix(metric_names.VALIDATION), arrow))
     rewards = [row[metric_names.REWARD] for row in trained if metric_names.REWARD in row]
     if rewards:
-        facts.append(("reward", f"{rewards[0]:.3g} → {rewards[-1]:.3g}"))
+        lines.append(("reward", f"{rewards[0]:.3g} → {rewards[-1]:.3g}"))
     model = section(section(run.config, "actor_rollout_ref") or run.config, "model")
     if model.get("path"):
-        facts.append(("model", str(model["path"])))
-    return facts
+        lines.append(("model", str(model["path"])))
+    return lines
 
 
 def _packed(value: Any) -> str:

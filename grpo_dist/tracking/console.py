@@ -162,4 +162,5 @@ def _notable(name: str, share: float, limit: float) -> dict[str, str]:
 
 def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
     """One line per step: `step 3/40  reward 0.41  kl 0.0012  val 0.35  length 31.2  1834 tok/s  4.1 s (gen 1.9)`."""
-    return "  ".join((f"step {step}/{total_steps}", *describe(metrics).values()))
+    head = f"step {step}/{total_steps}{' (before training)' if step == 0 else ''}"
+    return "  ".join((head, *describe(metrics).values()))

@@ -146,7 +146,7 @@ def _part_lines(trained: Sequence[Row]) -> list[str]:
     for row in trained:
         for name, value in metric_names.reward_parts(row).items():
             curves.setdefault(name, []).append(value)
-    lines = [_entry(f"  {name}", f"{curve[0]:.3g} -> {curve[-1]:.3g}") for name, curve in curves.items()]
+    lines = [_entry(f"reward part {name}", f"{curve[0]:.3g} -> {curve[-1]:.3g}") for name, curve in curves.items()]
     rewards = [row[metric_names.REWARD] for row in trained if metric_names.REWARD in row]
     still = [f"{name} at {curve[-1]:.3g}" for name, curve in curves.items() if len(curve) > 1 and len({*curve}) == 1]
     if len(rewards) > 1 and rewards[-1] > rewards[0] and still and len(still) < len(curves):
@@ -173,7 +173,7 @@ def _timing_lines(trained: Sequence[Row]) -> list[str]:
         f"    {phase:<{_LABEL_WIDTH - 2}}{value / len(timed):>8.2f} s{value / total:>7.0%}"
         for phase, value in [*ordered, ("step", total)]
     ]
-    overlap = "; phases overlap" if rest / total < -_NOTABLE_SHARE else ""
+    overlap = "; phases run at the same time, so their sum is more" if rest / total < -_NOTABLE_SHARE else ""
     return [f"  time per step (mean of {len(timed)}{overlap})", *rows]
 
 
@@ -214,11 +214,11 @@ def who_waited(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
         busy = sum(1 - idle.pop(role, 1.0) for role in place.sharing)
         idle = {"actor": max(0.0, 1 - busy), **idle}
     shares = ", ".join(f"{names.get(role, f'{role} ranks')} {share:.0%}" for role, share in idle.items())
-    start = f"From step {int(judged[0]['step'])} on these were idle: {shares} of the time"
+    start = f"Idle from step {int(judged[0]['step'])} on: {shares} of the time"
     if place.device == "cpu":
-        return f"{start}; all of them share the processor's cores, so no split would shorten the step."
+        return f"{start}; all of them share the processor's cores, so other numbers of processes would not shorten the step."
     if place.shares_gpu:
-        return f"{start}; they take turns on the same GPUs (cluster.colocate=all), so no split would shorten the step."
+        return f"{start}; they take turns on the same GPUs (cluster.colocate=all), so other numbers of processes would not shorten the step."
     return f"{start}; {_advice(config, idle['actor'], idle['rollout'])}."
 
 

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from benchmarks import study
-from grpo_dist.plan.commands import load_config
 
 STUDIES = sorted((Path(study.__file__).parent / "studies").glob("*.yaml"))
 SMALL: dict[str, Any] = {
@@ -92,13 +91,9 @@ def test_runs_that_are_there_are_not_made_again(tmp_path: Path, monkeypatch: pyt
 def test_every_arm_is_a_run(path: Path) -> None:
     found = yaml.safe_load(path.read_text())
     assert set(found["budget"]) <= set(study.UNITS)
-    for arm in found["arms"].values():
-        keys = {**found.get("config", {}), **arm}
-        written = {
-            key: yaml.safe_dump(value, default_flow_style=True, width=1000).partition("\n")[0]
-            for key, value in keys.items()
-        }
-        load_config([f"{key}={value}" for key, value in written.items()])
+    study.check(found)
+    with pytest.raises(SystemExit, match="arm odd: .*algorithm.gama"):
+        study.check({**found, "arms": {**found["arms"], "odd": {"algorithm.gama": 0.5}}})
 
 
 def test_a_run_that_fails_is_told_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

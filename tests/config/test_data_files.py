@@ -65,6 +65,16 @@ def test_what_is_wrong(name, parts, missing):
     assert problem.missing_file == missing
 
 
+def test_a_missing_file_is_answered_with_the_one_beside_it_that_is_meant(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    problem = parse_data_file("data.train_files", f"{tmp_path}/trian.parquet")
+    assert isinstance(problem, Problem)
+    says(problem.text, "'train.parquet'")
+    unlike = parse_data_file("data.train_files", f"{tmp_path}/0.jsonl")
+    assert isinstance(unlike, Problem)
+    assert "train.parquet" not in unlike.text
+
+
 def test_a_missing_library_is_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
     problem = parse_data_file("data.train_files", "hf:openai/gsm8k")

@@ -1,6 +1,7 @@
 """The plan: batch arithmetic by hand, memory of models whose size is known, the printed text."""
 
 import json
+import re
 
 import pytest
 import transformers
@@ -124,6 +125,17 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     *_, ref = memory_estimate(config, QWEN3_8B)
     assert ref.parts["weights"] == pytest.approx(count * 2 / GIB)
     assert kv_cache_tokens(config, QWEN3_8B) is None
+
+
+def test_what_a_gpu_holds_in_all():
+    """With the actor's worst moment, and the share of an engine; "too much" where that is more than there is."""
+    eight = ["model=qwen3_8b", "cluster=node8", "data=arithmetic", "trainer.dry_run=config"]
+    text = format_plan(*load(*eight, "cluster.gpu_memory_gib=80"))
+    assert (shared := re.search(r"a GPU with actor and ref  +([\d.]+) of 80 GiB\n", text))
+    assert 40 < float(shared[1]) < 80
+    assert re.search(r"a GPU with rollout  +64.0 of 80 GiB\n", text), "0.8 of it"
+    assert "GiB, too much" in format_plan(*load(*eight, "cluster.gpu_memory_gib=40"))
+    assert "a GPU with" not in format_plan(*load(*eight)), "of a size that nobody has said"
 
 
 def test_kv_cache_of_a_given_size():

@@ -76,7 +76,7 @@ def test_what_keeps_a_run_from_learning_is_in_its_line():
     line = "step 3/40  reward 0.41  zero-variance 75%  kl 0.0012  val 0.35  val clipped 100%  length 31.2  clipped 45%"
     assert format_line(3, 40, stuck) == f"{line}  1834 tok/s  4.1 s (gen 1.9, update 1.6)"
     assert format_line(3, 40, usual) == LINE
-    assert format_line(0, 40, {"val-aux/a/truncated/mean": 0.5}) == "step 0/40  val clipped 50%"
+    assert format_line(0, 40, {"val-aux/a/truncated/mean": 0.5}) == "step 0/40 (before training)  val clipped 50%"
 
 
 def test_the_bar_forgets_what_no_longer_matters():
@@ -94,7 +94,7 @@ def test_the_bar_forgets_what_no_longer_matters():
 
 
 def test_line_holds_what_there_is():
-    assert format_line(0, 40, {"val-core/a/acc/mean@1": 0.123456}) == "step 0/40  val 0.123"
+    assert format_line(0, 40, {"val-core/a/acc/mean@1": 0.123456}) == "step 0/40 (before training)  val 0.123"
     assert format_line(1, 40, {"actor/ppo_kl": 0.00021}) == "step 1/40  ppo_kl 0.00021"
     assert format_line(1, 40, {"timing_s/step": 2.0}) == "step 1/40  2.0 s"
     assert format_line(1, 40, {"critic/score/mean": float("nan")}) == "step 1/40  reward nan"

@@ -42,7 +42,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 LAYOUT_NAMES = {
     "padded": "padded sequences",
     "packed": "packed sequences",
-    "shared": "shared prompts",
+    "shared": "shared prompts",  # each is computed once for all its responses
     "alone": "one sequence at a time",  # only a fallback: for models whose log-probs depend on the other sequences
 }
 
@@ -268,7 +268,7 @@ class PolicyForward:
         text += ", compiled" if self.compiler is not None and self.compiler.on else ""
         if reasons:
             text += f" ({'; '.join(reasons)})"
-        return f"{text}; {self.computes} equal those of each sequence alone within {difference:.1g}{self.unit}"
+        return f"{text}; checked: {self.computes} differ by {difference:.1g}{self.unit} from those of one sequence at a time"
 
     def _backward_fault(self, micro_batch: MicroBatch) -> str:
         """Why the backward pass of the layout's attention is wrong; "" if it is right, or not needed."""
