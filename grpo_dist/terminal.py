@@ -6,7 +6,10 @@ import json
 import logging
 import os
 import re
+import shlex
+import shutil
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 # Control characters but newline and tab, line separators of Unicode, marks that turn the direction of the text that
@@ -37,6 +40,14 @@ def as_shown(text: str, stream: TextIO) -> str:
     """Return a text without control characters, and with `?` for what the stream's encoding lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return printable(text).encode(encoding, "replace").decode(encoding)
+
+
+def as_typed(program: str) -> str:
+    """Return how a program of this environment is called here: by its name where PATH has it, else by its path."""
+    own = Path(sys.executable).parent / program
+    if shutil.which(program) is not None or not own.exists():
+        return program
+    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
 
 
 def json_line(row: Any) -> str:

@@ -1,4 +1,4 @@
-"""The memory plan against torch's tracker: named models, GPUs and settings. docs/performance.md has some of these figures.
+"""The memory plan against torch's tracker: named models, GPUs and settings. docs/performance.md has some figures.
 
 python -m tests.memory_cells [part of a name]
 """

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.generate import side_by_side
 from grpo_dist.errors import DataError
-from grpo_dist.terminal import json_line, printable, show
+from grpo_dist.terminal import as_typed, json_line, printable, show
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
 
@@ -66,3 +68,19 @@ def test_messages_of_runs_and_errors_that_quote_rows(
     assert main(["help"]) == 2
     sample = {"step": 1, "uid": "\x1b", "input": "\x1b", "output": "\x1b", "gts": "\x1b", "score": 1.0}
     assert "\x1b" not in stream.getvalue() + capsys.readouterr().err + format_samples([sample])
+
+
+def test_a_program_is_called_by_its_name_where_path_has_it_and_else_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "of us" / "bin" / "grpo-dist"
+    own.parent.mkdir(parents=True)
+    own.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(own.with_name("python")))
+    monkeypatch.setenv("PATH", "")
+    assert as_typed("grpo-dist") == f"'{own}'"
+    monkeypatch.chdir(tmp_path)
+    assert as_typed("grpo-dist") == "'of us/bin/grpo-dist'"
+    assert as_typed("tensorboard") == "tensorboard", "this environment has none"
+    monkeypatch.setenv("PATH", str(own.parent))
+    assert as_typed("grpo-dist") == "grpo-dist"

@@ -20,7 +20,7 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
 from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.redact import redact_text, without_environment
-from grpo_dist.terminal import quiet_libraries, show
+from grpo_dist.terminal import as_typed, quiet_libraries, show
 
 QUIET, FULL = "--quiet", "--full"
 """Short for `trainer.console=false`; and a dry run that shows the whole config."""
@@ -95,7 +95,7 @@ def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Pa
     run_dir = Path(config.trainer.default_local_dir).absolute()
     of_this_run = checkpoint is not None and checkpoint.parent.absolute() == run_dir
     kept = [key for key in overrides if not (of_this_run and key.startswith(start))]
-    text = redact_text(shlex.join(["grpo-dist", command.name, *kept]))
+    text = redact_text(f"{as_typed('grpo-dist')} {shlex.join([command.name, *kept])}")
     where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
     show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)
 

@@ -175,7 +175,9 @@ def _tell_memory(config: JobConfig, roles: Roles) -> None:
     except WorkerError as error:  # the run is done: it does not need them any more
         say(config, f"peak memory is not known: {error}")
         return
-    peaks = [f"{name.rpartition('/')[2]} {size:.2f}{' on its GPU' * ('_gpu_' in name)}" for name, size in memory.items()]
+    peaks = [
+        f"{name.rpartition('/')[2]} {size:.2f}{' on its GPU' * ('_gpu_' in name)}" for name, size in memory.items()
+    ]
     say(config, f"most memory that a process of each role held, GiB: {', '.join(peaks)}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.placement import placement
+from grpo_dist.terminal import as_typed
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.metric_names import IDLE, STEP_TIME
 
@@ -56,14 +57,16 @@ def format_summary(
     if hf_model is not None:
         lines.append(_entry("model (Hugging Face)", str(hf_model)))
     if (run_dir / "tensorboard").is_dir():
-        lines.append(_entry("curves", f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"))
-    folder = shlex.quote(str(run_dir))
+        lines.append(
+            _entry("curves", f"{as_typed('tensorboard')} --logdir {shlex.quote(str(run_dir / 'tensorboard'))}")
+        )
+    folder, program = shlex.quote(str(run_dir)), as_typed("grpo-dist")
     if history:
-        lines.append(_entry("look at it", f"grpo-dist report {folder}"))
+        lines.append(_entry("look at it", f"{program} report {folder}"))
     if hf_model is not None and any(metric_names.REWARD in row for row in trained):
         commands = {"eval": ("compare it", " --base"), "generate": ("chat with it", ""), "serve": ("serve it", "")}
         lines += [
-            _entry(label, f"grpo-dist {name} {folder}{rest}{flags[name]}")
+            _entry(label, f"{program} {name} {folder}{rest}{flags[name]}")
             for name, (label, rest) in commands.items()
             if name in flags
         ]
@@ -130,7 +133,8 @@ def _training_lines(trained: Sequence[Row]) -> list[str]:
             drawn = label != "response length" and len(values) > 1
             curve = f"  {sparkline(values, _SPARKLINE_WIDTH)}" if drawn else ""
             lines.append(_entry(label, f"{values[0]:.3g} -> {values[-1]:.3g}{curve}"))
-    lines += _part_lines(trained)
+        if label == "reward":
+            lines += _part_lines(trained)
     timed = [row for row in trained if metric_names.THROUGHPUT in row and metric_names.STEP_TIME in row]
     total = sum(row[metric_names.STEP_TIME] for row in timed)
     if total > 0:
@@ -146,7 +150,7 @@ def _part_lines(trained: Sequence[Row]) -> list[str]:
     for row in trained:
         for name, value in metric_names.reward_parts(row).items():
             curves.setdefault(name, []).append(value)
-    lines = [_entry(f"reward part {name}", f"{curve[0]:.3g} -> {curve[-1]:.3g}") for name, curve in curves.items()]
+    lines = [_entry(f"  {name}", f"{curve[0]:.3g} -> {curve[-1]:.3g}") for name, curve in curves.items()]
     rewards = [row[metric_names.REWARD] for row in trained if metric_names.REWARD in row]
     still = [f"{name} at {curve[-1]:.3g}" for name, curve in curves.items() if len(curve) > 1 and len({*curve}) == 1]
     if len(rewards) > 1 and rewards[-1] > rewards[0] and still and len(still) < len(curves):
@@ -173,7 +177,7 @@ def _timing_lines(trained: Sequence[Row]) -> list[str]:
         f"    {phase:<{_LABEL_WIDTH - 2}}{value / len(timed):>8.2f} s{value / total:>7.0%}"
         for phase, value in [*ordered, ("step", total)]
     ]
-    overlap = "; phases run at the same time, so their sum is more" if rest / total < -_NOTABLE_SHARE else ""
+    overlap = "; their sum is more, since phases overlap" if rest / total < -_NOTABLE_SHARE else ""
     return [f"  time per step (mean of {len(timed)}{overlap})", *rows]
 
 
@@ -216,9 +220,9 @@ def who_waited(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
     shares = ", ".join(f"{names.get(role, f'{role} ranks')} {share:.0%}" for role, share in idle.items())
     start = f"Idle from step {int(judged[0]['step'])} on: {shares} of the time"
     if place.device == "cpu":
-        return f"{start}; all of them share the processor's cores, so other numbers of processes would not shorten the step."
+        return f"{start}; they share the processor's cores, so no split of them would shorten the step."
     if place.shares_gpu:
-        return f"{start}; they take turns on the same GPUs (cluster.colocate=all), so other numbers of processes would not shorten the step."
+        return f"{start}; they take turns on the same GPUs (cluster.colocate=all), so no split would help."
     return f"{start}; {_advice(config, idle['actor'], idle['rollout'])}."
 
 

@@ -14,6 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from grpo_dist.terminal import as_typed
 from grpo_dist.tracking.base import RunInfo, Tracker
 from grpo_dist.tracking.samples import SAMPLES, Sample, as_markdown
 
@@ -41,7 +42,7 @@ class TensorBoardTracker(Tracker):
         first_step = 0 if run.resumed_step is None else run.resumed_step + 1
         self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
         self._writer.flush()
-        self.note = f"curves: tensorboard --logdir {shlex.quote(str(folder))}"
+        self.note = f"curves: {as_typed('tensorboard')} --logdir {shlex.quote(str(folder))}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one event with one scalar per metric."""

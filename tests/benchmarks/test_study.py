@@ -92,7 +92,7 @@ def test_every_arm_is_a_run(path: Path) -> None:
     found = yaml.safe_load(path.read_text())
     assert set(found["budget"]) <= set(study.UNITS)
     study.check(found)
-    with pytest.raises(SystemExit, match="arm odd: .*algorithm.gama"):
+    with pytest.raises(SystemExit, match=r"arm odd: (.|\n)*algorithm\.gama"):
         study.check({**found, "arms": {**found["arms"], "odd": {"algorithm.gama": 0.5}}})
 
 

@@ -247,7 +247,7 @@ def test_missing_files_stop_a_run_and_a_dry_run_of_this_machine_but_not_one_of_t
     says(refused(*overrides, "trainer.dry_run=true"), "data.train_files=gone.parquet", Path.cwd())
     config, notes = load_config([*overrides, "trainer.dry_run=config"])
     assert config.trainer.n_gpus_per_node == 8
-    says(notes, "on this machine", "data.train_files=gone.parquet")
+    says(notes, "here", "data.train_files=gone.parquet")
 
 
 def test_round_trip():

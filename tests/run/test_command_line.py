@@ -18,6 +18,7 @@ from grpo_dist.main import reward_model, sft
 from grpo_dist.plan.commands import REWARD_MODEL
 from grpo_dist.run import command_line
 from grpo_dist.run import run as run_module
+from grpo_dist.terminal import as_typed
 from tests.messages import says
 
 COMMANDS = pytest.mark.parametrize("command", [main.main, reward_model, sft], ids=["main", "reward_model", "sft"])
@@ -119,7 +120,7 @@ def test_a_run_that_was_stopped_names_its_checkpoint_and_the_command_that_goes_o
     told = capsys.readouterr().err
     says(told, stopped.checkpoint)
     command = shlex.split(told.partition("to go on:")[2])
-    assert command == ["grpo-dist", "reward-model", *given[:2]], "disable would start anew"
+    assert command == [as_typed("grpo-dist"), "reward-model", *given[:2]], "disable would start anew"
 
 
 def test_a_run_that_was_stopped_before_its_first_step_goes_on_from_the_checkpoint_it_was_given(

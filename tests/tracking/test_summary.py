@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.plan.commands import load_config
+from grpo_dist.terminal import as_typed
 from grpo_dist.tracking.summary import format_seconds, format_summary, sparkline, who_waited
 from tests.messages import says
 
@@ -75,10 +76,8 @@ def test_it_ends_with_what_to_do_next(tmp_path):
     folder = tmp_path / "my run"
     text = summary([row(1, 0.3)], folder, Path("/models/final"))
     assert [line.strip().split("  ")[-1].strip() for line in text.splitlines()[-4:]] == [
-        f"grpo-dist report '{folder}'",
-        f"grpo-dist eval '{folder}' --base",
-        f"grpo-dist generate '{folder}'",
-        f"grpo-dist serve '{folder}'",
+        f"{as_typed('grpo-dist')} {command}"
+        for command in (f"report '{folder}'", f"eval '{folder}' --base", f"generate '{folder}'", f"serve '{folder}'")
     ]
     of_own_code = summary([row(1, 0.3)], folder, Path("/models/final"), flags={"eval": " --trust-run-code"})
     assert f"grpo-dist eval '{folder}' --base --trust-run-code" in of_own_code
@@ -172,7 +171,7 @@ def test_it_says_which_role_waited(tmp_path):
     idle = {"perf/idle/actor": 0.5, "perf/idle/rollout": 0.25}
     history = [row(step, 0.3, **idle) for step in (1, 2, 3)]
     config, _ = load_config([])
-    assert "From step 3 on" in summary(history, tmp_path, job=config)
+    assert "from step 3 on" in summary(history, tmp_path, job=config)
     assert "idle" not in summary(history, tmp_path), "a job of one role"
 
 

@@ -268,7 +268,8 @@ class PolicyForward:
         text += ", compiled" if self.compiler is not None and self.compiler.on else ""
         if reasons:
             text += f" ({'; '.join(reasons)})"
-        return f"{text}; checked: {self.computes} differ by {difference:.1g}{self.unit} from those of one sequence at a time"
+        apart = f"{self.computes} differ by {difference:.1g}{self.unit}"
+        return f"{text}; checked: {apart} from those of one sequence at a time"
 
     def _backward_fault(self, micro_batch: MicroBatch) -> str:
         """Why the backward pass of the layout's attention is wrong; "" if it is right, or not needed."""
