@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
-FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+from scripts.notebooks import FOLDER, executed, without_paths
+
+
+def trains(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that trains."""
+    for mark in (pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)):
+        test = mark(test)
+    return test
 
 
 def outputs(notebook: Any, kind: str) -> list[Any]:
@@ -25,26 +31,32 @@ def printed(notebook: Any) -> str:
     return "".join(output.get("text", "") for cell in cells for output in cell.outputs)
 
 
-def executed(name: str, folder: Path) -> Any:
-    notebook = nbformat.read(FOLDER / name, as_version=4)
-    nbformat.validate(notebook)
-    NotebookClient(
-        notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
-    return notebook
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_they_are_kept_with_what_they_show(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert len(outputs(notebook, "image/png")) == 1
+    assert "Traceback" not in printed(notebook)
+    assert not re.search(r"[\s'=(]/\w+/\w", printed(notebook)), "a path of the machine that it ran on"
 
 
+def test_paths_are_those_of_the_folder(tmp_path: Path) -> None:
+    cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=f"{tmp_path}/run, {tmp_path}")])
+    assert '"run, ."' in without_paths(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
+
+
+@trains
 def test_quickstart(tmp_path: Path) -> None:
-    notebook = executed("quickstart.ipynb", tmp_path)
+    notebook = executed(FOLDER / "quickstart.ipynb", tmp_path)
     rewards = [float(value) for value in re.findall(r"step \d+: reward ([\d.]+)", printed(notebook))]
     assert len(rewards) == 15
     assert sum(rewards[-3:]) > sum(rewards[:3])
     assert len(outputs(notebook, "image/png")) == 1
 
 
+@trains
 @pytest.mark.long
 def test_own_reward(tmp_path: Path) -> None:
-    notebook = executed("own_reward.ipynb", tmp_path)
+    notebook = executed(FOLDER / "own_reward.ipynb", tmp_path)
     assert len(outputs(notebook, "image/png")) == 1
     assert any("15 training steps" in text for text in outputs(notebook, "text/plain"))
     assert len(re.findall(r"^ *-?\d\.\d{3}  ", printed(notebook), re.MULTILINE)) == 4, "responses with their scores"
