@@ -12,11 +12,12 @@ STUDY.yaml says what is compared; benchmarks/studies has three. Its keys:
     config    keys of every run, as on the command line
     arms      {NAME: KEYS}: what differs; others are compared with the first
 
-All arms' keys are checked before the first run. Each run is a process of its own and adds a line to FILE. Runs
-that are there are not made again, so that a study goes on where it was stopped. A run ends with its first validation at
-or behind the budget; what it has reached is read off at the budget, on a straight line between the validations around
-it. Intervals are those of the mean over seeds, 95 %, by bootstrap. An arm separates from the first where Student's 95 %
-interval of their difference, seed by seed, does not hold 0: a bootstrap of so few seeds is too narrow to decide by.
+All arms' keys, and code of your own that they name, are checked before the first run. Each run is a process of its
+own and adds a line to FILE. Runs that are there are not made again, so that a study goes on where it was stopped. A
+run ends with its first validation at or behind the budget; what it has reached is read off at the budget, on a
+straight line between the validations around it. Intervals are those of the mean over seeds, 95 %, by bootstrap. An
+arm separates from the first where Student's 95 % interval of their difference, seed by seed, does not hold 0: a
+bootstrap of so few seeds is too narrow to decide by.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ from typing import Any
 import yaml
 
 from benchmarks import curriculum, record
+from grpo_dist.checks.own_code import check_code
+from grpo_dist.checks.result import Checks
 from grpo_dist.config.load import load_command
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.tracking.metric_names import STEP_TIME
 
@@ -57,10 +60,13 @@ def cells(study: Mapping[str, Any], seeds: Sequence[int]) -> Iterator[Cell]:
 
 
 def check(study: Mapping[str, Any]) -> None:
-    """End with a message if an arm is no config."""
+    """End with a message if an arm is no config, or names code that is not there or does not work."""
     for arm, keys in study["arms"].items():
         try:
-            load_command([*{**study.get("config", {}), **keys}.items()], GRPO)
+            config, _ = load_command([*{**study.get("config", {}), **keys}.items()], GRPO)
+            checks = Checks()
+            check_code(config, checks, lambda line: None)
+            checks.end()
         except ConfigError as error:
             raise SystemExit(f"arm {arm}: {error}") from None
 
@@ -94,6 +100,7 @@ def run(study: Mapping[str, Any], cell: Cell, budget: tuple[str, float]) -> dict
         config = {**study.get("config", {}), **study["arms"][arm]}
         config |= {"trainer.seed": seed, "trainer.default_local_dir": folder, "trainer.save_freq": -1}
         config |= {
+            "trainer.console": False,
             "trainer.export_hf_model": False,
             "trainer.log_rollouts": False,
             "ray_kwargs.ray_init.address": "local",
@@ -101,7 +108,7 @@ def run(study: Mapping[str, Any], cell: Cell, budget: tuple[str, float]) -> dict
         rows = curriculum.rows(study["tasks"][task]["mixed_sums"]) if "mixed_sums" in study["tasks"][task] else None
         grpo_dist.train(train_dataset=rows, config=config, callbacks=[on_step])
     if not curve or curve[-1][unit] < limit:
-        raise SystemExit(f"{task}, {arm}, seed {seed}: ended before {limit:g} {unit}, or was never validated")
+        raise SystemExit(f"{_named(cell)}: ended before {limit:g} {unit}, or was never validated")
     return {"task": task, "arm": arm, "seed": seed, "minutes": (time.monotonic() - started) / 60, "curve": curve}
 
 
@@ -174,6 +181,11 @@ def draw(study: Mapping[str, Any], results: Sequence[Mapping[str, Any]], unit: s
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
+def _named(cell: Sequence[Any]) -> str:
+    task, arm, seed = cell
+    return f"{task}, {arm}, seed {seed}"
+
+
 def _in_a_process(arguments: argparse.Namespace, cell: Cell, budget: tuple[str, float]) -> dict[str, Any] | None:
     """The result of a run; None: it has failed, and its process has said why."""
     command = [sys.executable, "-m", "benchmarks.study", str(arguments.study), str(arguments.file)]
@@ -200,7 +212,10 @@ def main() -> None:
         parser.error(f"--budget {unit}: a run is measured in {', '.join(UNITS)}")
     budget = unit, float(amount)
     if arguments.cell:
-        print(json.dumps(run(study, tuple(arguments.cell), budget)))
+        try:
+            print(json.dumps(run(study, tuple(arguments.cell), budget)))
+        except (GrpoDistError, KeyboardInterrupt) as error:
+            sys.exit(f"{_named(arguments.cell)}: {error}")
         return
     check(study)
     results = [json.loads(line) for line in arguments.file.read_text().splitlines()] if arguments.file.exists() else []
@@ -214,6 +229,7 @@ def main() -> None:
             if result is None:
                 failed.append(cell)
                 continue
+            print(f"{_named(cell)}: done, {result['minutes']:.1f} minutes", file=sys.stderr)
             results.append(result)
             file.write(json.dumps(result) + "\n")
             file.flush()
@@ -225,4 +241,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command makes the runs that are missing")

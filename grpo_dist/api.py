@@ -95,6 +95,12 @@ def train(
             f"model={what}: a folder, a hub name or an option of the config group model is meant, since the model is "
             "loaded in other processes; write yours with save_pretrained(FOLDER), with its tokenizer, and give FOLDER"
         )
+    for callback in callbacks:
+        if not callable(callback):
+            raise ConfigError(
+                f"callbacks={type(callback).__name__}: a callback is a function of a step's number and metrics that "
+                "returns true to end the run with this step; TRL's TrainerCallback is not taken"
+            )
     given = dict(config or {})
     model_key = "model" if model is not None and _is_option(model) else "actor_rollout_ref.model.path"
     set_by = {
@@ -168,6 +174,8 @@ def _file(rows: Rows, folder: Path, key: str) -> str:
         return str(rows)
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame, which iterates over its columns
         rows = rows.to_dict("records")
+    if isinstance(rows, Mapping):
+        raise DataError(f"{key}: a dict of data sets ({', '.join(map(str, rows))}); give one of them")
     listed = cast(Iterable[Any], rows)
     place, name = folder / "rows", key.removeprefix("data.").removesuffix("_files")
     place.mkdir(parents=True, exist_ok=True)

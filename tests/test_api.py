@@ -127,6 +127,14 @@ def test_a_row_that_is_no_row_is_named(given: dict[str, Any]) -> None:
     says(refused, "data.train_files", "row 2", "object")
 
 
+def test_what_trl_has_and_is_not_taken_is_answered(given: dict[str, Any]) -> None:
+    with refuses(ConfigError, "callbacks=Stop", "TrainerCallback"):
+        grpo_dist.train(callbacks=[type("Stop", (), {})()])
+    with refuses(DataError, "data.val_files", "easy", "hard"):
+        grpo_dist.train(eval_dataset={"easy": ROWS, "hard": ROWS})  # type: ignore[arg-type]
+    assert given == {}
+
+
 @pytest.mark.parametrize(
     ("config", "parts"),
     [

@@ -56,7 +56,8 @@ def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -
     needs = RowNeeds(ground_truth=False)
     with checks:
         needs = import_reward(config)
-        tell(f"reward: {_reward_names(config) if needs.asked else 'given by the agent loop'}")
+        found = f"{_reward_names(config)} (found, not called; grpo-dist check-reward calls it on a few rows)"
+        tell(f"reward: {found if needs.asked else 'given by the agent loop'}")
     return needs
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from grpo_dist.cli.entry import ENTRIES, overview
 from grpo_dist.config.command import AnyCommand, Key, all_keys, default_options, group_lines, set_by_groups
-from grpo_dist.config.keys import nearest_keys
+from grpo_dist.config.keys import ELSEWHERE, meant_by, nearest_keys, what_to_write
 from grpo_dist.config.problems import shown
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import COMMANDS
@@ -52,14 +52,21 @@ def explain(word: str, command: str) -> str:
     if word in config.group_options():
         return "\n".join([f"{word}=OPTION is a group: it changes the defaults", *group_lines(config, word), ""])
     keys = all_keys(config)
-    names = matches(word, config, keys)
-    if not names:
+    names = [*(meant_by(word, config.schema) or ()), *matches(word, config, keys)]
+    names = list(dict.fromkeys(name.partition("=")[0] for name in names))
+    elsewhere = (
+        f"{word} is no key here; {what_to_write(word, config.schema)}\n"
+        if word in ELSEWHERE and word not in keys
+        else ""
+    )
+    if not names and not elsewhere:
         others = [name for name, other in COMMANDS.items() if word in all_keys(other)]
         hint = (
             f"; see grpo-dist help {others[0]} {word}" if others else f"; grpo-dist help {command} lists where keys are"
         )
         raise ConfigError(f"{word}: grpo-dist {command} has no such key, and none that resembles it{hint}")
-    lines = [line for name in names[:MOST_EXPLAINED] for line in _entry(keys[name], config)]
+    lines = [elsewhere] if elsewhere else []
+    lines += [line for name in names[:MOST_EXPLAINED] for line in _entry(keys[name], config)]
     if more := names[MOST_EXPLAINED:]:
         left = f" and {len(more) - MOST_NAMED} more" if len(more) > MOST_NAMED else ""
         lines += [f"see also {', '.join(more[:MOST_NAMED])}{left}", ""]

@@ -82,7 +82,7 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
     """Return the known keys that `key` most likely means, best first; empty if none is similar."""
     matcher = difflib.SequenceMatcher(autojunk=False)
     last = key.rpartition(".")[2]
-    if (meant := _meant(last, schema)) is not None:
+    if (meant := meant_by(last, schema)) is not None:
         return [written.partition("=")[0] for written in meant]
 
     def similarity(known: str) -> float:
@@ -110,14 +110,14 @@ def unknown_key(key: str, schema: type[JobConfig] = RunConfig) -> str:
 def what_to_write(key: str, schema: type[JobConfig] = RunConfig) -> str:
     """Return the advice of a message in the place of an unknown key."""
     last = key.rpartition(".")[2]
-    meant = _meant(last, schema)
+    meant = meant_by(last, schema)
     hints, why = (nearest_keys(key, schema), "") if meant is None else (meant, ELSEWHERE[last].why)
     if not hints:
         return why or "--help says where all keys are listed"
     return f"did you mean {' or '.join(hints)}?{f' ({why})' if why else ''}"
 
 
-def _meant(name: str, schema: type[JobConfig]) -> list[str] | None:
+def meant_by(name: str, schema: type[JobConfig]) -> list[str] | None:
     """Return the KEY or KEY=VALUE to write for a name of other libraries; []: nothing; None: it is not known here."""
     entry = ELSEWHERE.get(name)
     if entry is None:

@@ -66,7 +66,7 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     # A rule about a key that is itself wrong would report the default in its place.
     broken = [problem for problem in broken if not suspects.intersection(problem.keys)]
     if config is not None and config.trainer.dry_run == "config":
-        line.notes += [f"a run here would end: {problem.text}" for problem in broken if problem.missing_file]
+        line.notes[:0] = [f"a run here would end: {problem.text}" for problem in broken if problem.missing_file]
         broken = [problem for problem in broken if not problem.missing_file]
     line.problems += broken
     if line.problems or config is None:

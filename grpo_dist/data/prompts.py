@@ -9,6 +9,7 @@ scores, `data_source` and `reward_model` may be missing, as in TRL's tldr rows.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,8 @@ from grpo_dist.errors import DataError
 
 # Data source of rows without one, where a model scores.
 NO_DATA_SOURCE = "data"
+# A text that is no prompt, but what JSON makes of one.
+_MESSAGES_AS_JSON = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,8 @@ def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[st
         DataError: they are not; the message begins with `where`.
     """
     if isinstance(value, str):
+        if _MESSAGES_AS_JSON.match(value):
+            raise DataError(f"{where} is the JSON text of a list of messages; write the list itself: {shown(value)}")
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} must be a non-empty list of messages, or a string, got {shown(value)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.assets import expanded
 from grpo_dist.config.problems import between_keys
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
@@ -51,6 +52,9 @@ def job_notes(config: JobConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield "<trainer.resume_from_path>, <trainer.resume_mode>: the run does not resume from there"
+    if trainer.nnodes > 1 and not expanded(trainer.default_local_dir).is_absolute():
+        why = "the workers of other machines write there too; set an absolute path on a disk that all machines share"
+        yield f"<trainer.nnodes>, <trainer.default_local_dir>: {why}"
     if trainer.keep_best_metric is not None and trainer.save_freq > 0 and trainer.save_freq % trainer.test_freq:
         why = "only checkpoints of validated steps can be the best, and some steps are saved without validation"
         yield f"<trainer.keep_best_metric>, <trainer.save_freq>, <trainer.test_freq>: {why}"

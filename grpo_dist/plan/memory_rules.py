@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_dist.config.problems import Problem
+from grpo_dist.config.keys import flatten
+from grpo_dist.config.problems import Problem, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import CUDA_GIB, GRAPHS_GIB, NCCL_GIB, RoleMemory, largest, memory_estimate
@@ -68,13 +69,27 @@ def memory_problems(
     ways = _SUPERVISED_STATES if supervised else _STATES
     if not certain:
         ways = (*(_SUPERVISED_PASSES if supervised else _PASSES), *ways)
+    ways = tuple(_not_yet_set(config, ways))
     texts = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib, certain=certain)]
     if host_gib is not None and (config.device == "cpu" or not certain):
         texts += _in_machines(config, roles, host_gib, certain=certain)
     for text in texts:
-        advice = f"what makes room, in this order: {', '.join(ways)}"
+        helpful = [way for way in ways if "rollout" in text or not way.startswith(_ROLLOUT)]
+        advice = f"what makes room, in this order: {', '.join(helpful)}"
         estimate = "" if certain else "by the estimate "
         yield Problem(f"{model.setting}: {estimate}{text}; {advice}", (model.key, *_GPUS[:2], "cluster.gpu_memory_gib"))
+
+
+def _not_yet_set(config: JobConfig, ways: tuple[str, ...]) -> Iterator[str]:
+    """Yield the keys that may still be set: not those that have the value, or whose limit the passes do not use."""
+    settings = dict(flatten(config.model_dump(mode="json")))
+    unused = (
+        f"{_ACTOR}.ppo_{'micro_batch_size' if settings.get(f'{_ACTOR}.use_dynamic_bsz') else 'max_token_len'}_per_gpu"
+    )
+    for way in ways:
+        key, _, value = way.partition("=")
+        if way != unused and (not value or shown(settings.get(key)) != value):
+            yield way
 
 
 def memory_notes(config: JobConfig) -> Iterator[Problem]:
@@ -82,6 +97,9 @@ def memory_notes(config: JobConfig) -> Iterator[Problem]:
     if config.trainer.dry_run == "config":
         model, gib = model_config_at_hand(config.model_path), config.cluster.gpu_memory_gib
         yield from memory_problems(config, model, gib, None, certain=False)
+        if gib is None and config.device == "cuda":
+            key = "cluster.gpu_memory_gib"
+            yield Problem(f"{key}=null: whether the run fits is not known; set it (a GPU of 80 GB: {key}=79.1)", (key,))
 
 
 def _on_gpus(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool) -> Iterator[str]:

@@ -259,12 +259,14 @@ def _memory_rows(config: JobConfig) -> Rows:
     missing = [role for role, size in sizes.items() if size and role not in estimated]
     rows += [(role, "unknown: its config.json is not on this machine") for role in missing]
     rows += [(f"{role.role}, CPU memory", _added(role.host)) for role in memory]
-    if (gib := config.cluster.gpu_memory_gib) is not None and config.device == "cuda":
-        totals = [(names, sum(worst.values())) for names, worst in worst_moments(config, memory, gib)]
-        rows += [
-            (f"a GPU with {names}", f"{total:.1f} of {gib:g} GiB{', too much' if total > gib else ''}")
-            for names, total in totals
-        ]
+    if config.device == "cuda":
+        gib = config.cluster.gpu_memory_gib
+        for names, worst in worst_moments(config, memory, gib or 0.0):
+            if gib is not None:
+                total = sum(worst.values())
+                rows.append((f"a GPU with {names}", f"{total:.1f} of {gib:g} GiB{', too much' if total > gib else ''}"))
+            elif "rollout" not in names:
+                rows.append((f"a GPU with {names}", f"{sum(worst.values()):.1f} GiB"))
     if isinstance(config, RunConfig) and (tokens := kv_cache_tokens(config, model)) is not None:
         rows.append(("KV cache", f"{tokens:,} tokens per engine"))
     return rows

@@ -82,15 +82,30 @@ def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
                 yield missing_path(key, path, "config.json in the folder")
 
 
-def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
-    """Python files named by the config are there."""
+def _own_code(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield key, value, and file or module of each function and class that the config names."""
     custom = config.custom_reward_function
     functions = [custom.path] if custom.listed is None else [entry.get("path") for entry in custom.listed]
     named = [("custom_reward_function.path", path) for path in functions]
     for key, name in [*named, *((key, value_of(config, key)) for key in _CODE)]:
-        source = parse_code(str(name or "")).source
-        if source and (source.endswith(".py") or "/" in source) and not is_file(source):
+        if source := parse_code(str(name or "")).source:
+            yield key, str(name), source
+
+
+def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
+    """Python files named by the config are there."""
+    for key, _, source in _own_code(config):
+        if (source.endswith(".py") or "/" in source) and not is_file(source):
             yield missing_path(key, source, "file")
+
+
+def code_is_not_tried(config: RunConfig) -> Iterator[Problem]:
+    """Note that a dry run of the config does not look into code."""
+    if config.trainer.dry_run == "config" and (
+        own := {key: name for key, name, _ in _own_code(config) if ":" in name or name.endswith(".py")}
+    ):
+        named = ", ".join(f"{key}={name}" for key, name in own.items())
+        yield Problem(f"{named}: not read and not tried; trainer.dry_run=true does that", tuple(own))
 
 
 def packages_are_installed(config: JobConfig) -> Iterator[Problem]:
@@ -187,7 +202,15 @@ RULES: tuple[Rule, ...] = (
     custom_code_exists,
     packages_are_installed,
 )
-NOTES: tuple[Rule, ...] = (run_notes, parts_that_wait, engine_notes, experts_stay_frozen, memory_notes, job_notes)
+NOTES: tuple[Rule, ...] = (
+    run_notes,
+    parts_that_wait,
+    engine_notes,
+    experts_stay_frozen,
+    code_is_not_tried,
+    memory_notes,
+    job_notes,
+)
 
 
 @between_keys

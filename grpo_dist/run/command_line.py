@@ -19,6 +19,7 @@ from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
 from grpo_dist.plan.plan import format_plan, format_summary
+from grpo_dist.plan.roles import table_of
 from grpo_dist.redact import redact_text, without_environment
 from grpo_dist.terminal import as_typed, quiet_libraries, show
 
@@ -64,10 +65,15 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
 
 
 def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:
-    """The keys whose values are not the command's defaults, as key=value."""
+    """The keys whose values are not the command's defaults, as key=value; none of roles that the run lacks."""
+    lacking = tuple(f"{row.section}." for row in table_of(config).values() if row.section and not row.present(config))
     plain = command.schema.model_validate(default_values(command)).model_dump(mode="json")
     before, now = dict(flatten(plain)), dict(flatten(recorded(config, config.model_dump(mode="json"))))
-    return [f"{key}={shown(value)}" for key, value in now.items() if before.get(key) != value]
+    return [
+        f"{key}={shown(value)}"
+        for key, value in now.items()
+        if before.get(key) != value and not key.startswith(lacking)
+    ]
 
 
 def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:

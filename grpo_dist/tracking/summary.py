@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +51,7 @@ def format_summary(
     now = sum(row["step"] >= first_step for row in trained)
     when = f"{f', the last {now} of them' if now < len(trained) else ''} in {format_seconds(seconds)}"
     lines = [f"Run finished: {steps}{when}{f'; {why}' if why else ''}"]
-    lines += [*_validation_lines(history), *_training_lines(trained), *_timing_lines(trained)]
+    lines += [*_validation_lines(history), *_training_lines(trained), *_equal_lines(trained), *_timing_lines(trained)]
     if job is not None and (sentence := who_waited(trained, job)):
         lines.append(f"  {sentence}")
     lines.append(_entry("metrics", str(run_dir / "metrics.jsonl")))
@@ -158,6 +159,19 @@ def _part_lines(trained: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _equal_lines(trained: Sequence[Row]) -> list[str]:
+    """Tell where there was nothing to learn from."""
+    shares = [row[metric_names.ZERO_VARIANCE] for row in trained if metric_names.ZERO_VARIANCE in row]
+    if not shares or statistics.median(shares) < NOTHING_TO_LEARN:
+        return []
+    text = (
+        "prompts that it answers rightly now and then, a larger rollout.n, or a reward for partial success would help"
+    )
+    return [
+        f"  in {statistics.mean(shares):.0%} of the groups all responses scored the same, which trains nothing: {text}"
+    ]
+
+
 def _timing_lines(trained: Sequence[Row]) -> list[str]:
     timed = [row for row in trained if metric_names.STEP_TIME in row]
     total = sum(row[metric_names.STEP_TIME] for row in timed)
@@ -191,6 +205,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 WARM_UP = 2  # steps with compilation and first allocations, which are not judged
+NOTHING_TO_LEARN = 0.9  # from this share of groups with equal scores on
 NOTABLE = 0.2  # from this share on a role waits, and from this difference on a split is uneven
 ACTOR_SIZE, ENGINES_SIZE = "cluster.actor_world_size", "cluster.rollout_world_size"
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import study
+from tests.messages import refuses
 
 STUDIES = sorted((Path(study.__file__).parent / "studies").glob("*.yaml"))
 SMALL: dict[str, Any] = {
@@ -92,8 +93,18 @@ def test_every_arm_is_a_run(path: Path) -> None:
     found = yaml.safe_load(path.read_text())
     assert set(found["budget"]) <= set(study.UNITS)
     study.check(found)
-    with pytest.raises(SystemExit, match=r"arm odd: (.|\n)*algorithm\.gama"):
+    with refuses(SystemExit, "odd", "algorithm.gama"):
         study.check({**found, "arms": {**found["arms"], "odd": {"algorithm.gama": 0.5}}})
+
+
+def test_code_of_an_arm_is_tried_before_the_first_run(tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text("def mine(batch, config):\n    return batch.on_tokens(batch.scores)\n")
+    arms = {"wrong": {"algorithm.adv_estimator": f"{code}:mine"}}
+    with refuses(SystemExit, "wrong", "algorithm.adv_estimator", "(advantages, returns)"):
+        study.check({**SMALL, "arms": arms})
+    with refuses(SystemExit, "misspelled", "mien", "'mine'"):
+        study.check({**SMALL, "arms": {"misspelled": {"algorithm.adv_estimator": f"{code}:mien"}}})
 
 
 def test_a_run_that_fails_is_told_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

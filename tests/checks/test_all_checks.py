@@ -109,7 +109,7 @@ def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: P
     mine = (f"{REWARD}=mine.py", "custom_reward_function.name=score", "algorithm.adv_estimator=mine.py:advantage")
     loop = f"{ROLLOUT}.agent.default_agent_loop=mine.py:Loop"
     lines, _ = dry_run(*LENGTHS, f"data.train_files={file}", f"{PATH}={model}", *mine, loop)
-    assert "reward: mine.py" in lines
+    says(lines, "reward: mine.py", "check-reward")
     says(lines, f"algorithm.adv_estimator={tmp_path}/mine.py:advantage", "tried")
     says(lines, "prompts", 2, 0)
 
@@ -120,7 +120,7 @@ def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Pat
     taught = ("recipe=distill", *LENGTHS, "data.train_files=prompts.jsonl")
     lines, _ = dry_run(*taught, f"{TEACHER}={model}")
     says(lines, f"teacher: {model}", "qwen3", "35 tensors")
-    assert "reward: grpo_dist.rewards.optional" in lines
+    says(lines, "reward: grpo_dist.rewards.optional")
     words = json.loads((model / "tokenizer.json").read_text())
     words["model"]["vocab"] = {token: 255 - number for token, number in words["model"]["vocab"].items()}
     (model / "tokenizer.json").write_text(json.dumps(words))

@@ -119,7 +119,7 @@ LOGGER = "trainer.logger=[console,wandb]"
 # What people write who come from TRL, OpenRLHF or elsewhere -> what the message tells them to write.
 TYPED = {
     "reward_funcs=[mine]": "custom_reward_function.path=reward.py",
-    "reward_weights=[1,2]": "grpo_dist.rewards.weighted",
+    "reward_weights=[1,2]": "custom_reward_function.weights",
     "batch_size=64": "data.train_batch_size",
     "run_name=first": "trainer.experiment_name",
     "lora=true": f"{MODEL}.lora_rank=32",

@@ -218,6 +218,7 @@ def test_folder_empty_file_no_files_and_broken_files(tmp_path: Path) -> None:
         (row(prompt=[{"role": "user"}]), ["content", "message 1", "text", "NoneType"]),
         (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["text", "list"]),
         (row(prompt="  "), ["prompt", "empty"]),
+        (row(prompt=json.dumps([{"role": "user", "content": "1+1=?"}])), ["prompt", "JSON", "list"]),
         (row(reward_model=None), ["'reward_model'"]),
         (row(reward_model="2"), ["reward_model", "str '2'"]),
         (row(reward_model={"style": "rule"}), ["reward_model", "ground_truth"]),

@@ -56,13 +56,26 @@ def test_states_are_refused_and_a_peak_is_noted(folder) -> None:
     places = [text.index(key) for key in keys]
     assert places == sorted(places)
     assert "checkpointing" not in text, "it makes no states smaller"
+    keeps = (*run, f"{MODEL}.enable_gradient_checkpointing=false")
+    assert noted(*run, f"{GPU}={peak * 0.99}").count("checkpointing") == 0, "it is on"
+    assert noted(*keeps, f"{GPU}={peak * 0.99}").count("checkpointing=true") == 1
     text = noted(*run, f"{GPU}={peak * 0.99}")
     says(text, f"{MODEL}.path", f"actor's CUDA {context:g}", f"{peak:.3g} GiB", f"{GPU}={peak * 0.99:g}")
-    keys = ("enable_gradient_checkpointing=true", "ppo_micro_batch_size_per_gpu", "optimizer_offload=true", *keys)
+    keys = ("ppo_micro_batch_size_per_gpu", "optimizer_offload=true", *keys)
     places = [text.index(key) for key in keys]
     assert places == sorted(places)
     assert noted(*run, f"{GPU}={states * 1.01}"), "the smallest that is not refused"
     assert noted(*run, f"{GPU}={peak * 1.01}") == ""
+
+
+def test_what_is_set_or_is_not_of_these_roles_makes_no_room(folder) -> None:
+    run = (*ALONE, folder("Qwen3-8B"), f"{GPU}=35")
+    says(noted(*run), "ppo_micro_batch_size_per_gpu")
+    assert "gpu_memory_utilization" not in noted(*run), "no engine is there"
+    assert "ppo_max_token_len_per_gpu" not in noted(*run), "passes hold rows"
+    text = noted(*run, f"{ACTOR}.use_dynamic_bsz=true")
+    says(text, "ppo_max_token_len_per_gpu")
+    assert "ppo_micro_batch_size_per_gpu" not in text
 
 
 def test_without_a_gpu_there_is_nothing_to_say(folder) -> None:

@@ -135,7 +135,9 @@ def test_what_a_gpu_holds_in_all():
     assert 40 < float(shared[1]) < 80
     assert re.search(r"a GPU with rollout  +64.0 of 80 GiB\n", text), "0.8 of it"
     assert "GiB, too much" in format_plan(*load(*eight, "cluster.gpu_memory_gib=40"))
-    assert "a GPU with" not in format_plan(*load(*eight)), "of a size that nobody has said"
+    unknown = format_plan(*load(*eight))
+    assert re.search(rf"a GPU with actor and ref  +{shared[1]} GiB\n", unknown), "of a size that nobody has said"
+    says(unknown, "cluster.gpu_memory_gib=null", "cluster.gpu_memory_gib=79.1")
 
 
 def test_kv_cache_of_a_given_size():

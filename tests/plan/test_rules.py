@@ -170,6 +170,19 @@ def test_missing_files_are_problems_in_a_run_and_notes_in_a_dry_run_of_the_confi
         says(notes(*missing, "trainer.dry_run=config"), f"{key}=", what)
 
 
+def test_a_dry_run_of_the_config_says_that_it_does_not_try_code(tmp_path):
+    (tmp_path / "mine.py").touch()
+    named = f"algorithm.adv_estimator={tmp_path}/mine.py:mine"
+    says(notes(named, "data=arithmetic", "trainer.dry_run=config"), named, "trainer.dry_run=true")
+    assert named not in notes(named, "data=arithmetic")
+    assert "trainer.dry_run=true" not in notes("data=arithmetic", "trainer.dry_run=config")
+    told = notes("cluster=multi_node", "data=arithmetic")
+    says(told, "trainer.nnodes=2", "trainer.default_local_dir=outputs/grpo_dist/run")
+    assert "default_local_dir" not in notes(
+        "cluster=multi_node", "data=arithmetic", f"trainer.default_local_dir={tmp_path}"
+    )
+
+
 def test_all_missing_files_of_a_list(tmp_path):
     there = tmp_path / "a.jsonl"
     there.write_text("")

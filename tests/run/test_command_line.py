@@ -54,6 +54,16 @@ def test_a_dry_run_of_the_config_checks_nothing_of_this_machine(
     assert "checked on this machine" not in out
 
 
+def test_a_dry_run_shows_no_keys_of_roles_that_the_run_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ["actor_rollout_ref.actor.optim.lr=0.001", "trainer.dry_run=config"]
+    assert main.main([*shown, "critic.optim.lr=0.01"]) == 0
+    out = capsys.readouterr().out
+    says(out, shown[0])
+    assert "critic." not in out
+    assert main.main([*shown, "critic.optim.lr=0.01", "recipe=ppo"]) == 0
+    says(capsys.readouterr().out, "critic.optim.lr=0.01")
+
+
 def test_a_key_of_one_command_is_not_taken_by_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert reward_model(["actor_rollout_ref.rollout.n=8", "model.lora_rank=8"]) == 2
     says(capsys.readouterr().err, "actor_rollout_ref.rollout.n:", "model.lora_rank:")

@@ -51,6 +51,17 @@ def test_parts_of_the_reward_and_one_that_stood_still(tmp_path):
     assert "right at" not in summary(history, tmp_path)
 
 
+def test_groups_of_equal_scores_train_nothing(tmp_path):
+    def told(*shares):
+        history = [row(step, 0.0, **{"critic/zero_variance_groups": share}) for step, share in enumerate(shares, 1)]
+        return [line for line in summary(history, tmp_path).splitlines() if "rollout.n" in line]
+
+    (sentence,) = told(1.0, 0.95, 0.75)
+    says(sentence, "90%")
+    assert not told(1.0, 0.85, 0.75)
+    assert not told()
+
+
 def test_after_a_resume_it_is_of_the_whole_run(tmp_path):
     history = [row(step, 0.1 * step) for step in range(1, 7)]
     text = summary(history, tmp_path, first_step=5)
