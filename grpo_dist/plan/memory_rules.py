@@ -69,12 +69,12 @@ def memory_problems(
     ways = _SUPERVISED_STATES if supervised else _STATES
     if not certain:
         ways = (*(_SUPERVISED_PASSES if supervised else _PASSES), *ways)
-    ways = tuple(_not_yet_set(config, ways))
+    left = [*_not_yet_set(config, ways)]
     texts = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib, certain=certain)]
     if host_gib is not None and (config.device == "cpu" or not certain):
         texts += _in_machines(config, roles, host_gib, certain=certain)
     for text in texts:
-        helpful = [way for way in ways if "rollout" in text or not way.startswith(_ROLLOUT)]
+        helpful = [way for way in left if "rollout" in text or not way.startswith(_ROLLOUT)]
         advice = f"what makes room, in this order: {', '.join(helpful)}"
         estimate = "" if certain else "by the estimate "
         yield Problem(f"{model.setting}: {estimate}{text}; {advice}", (model.key, *_GPUS[:2], "cluster.gpu_memory_gib"))
