@@ -113,7 +113,9 @@ def run(study: Mapping[str, Any], cell: Cell, budget: tuple[str, float]) -> dict
 
 
 def at(curve: Sequence[Mapping[str, float]], name: str, unit: str, limit: float) -> float:
-    """Return a measure when so much was used, between two validations on a straight line; nan: the run ended before."""
+    """Return a measure when so much was used, between two validations on a straight line; nan: none are around it."""
+    if exact := [point[name] for point in curve if point[unit] == limit]:
+        return exact[0]
     for before, after in pairwise(curve):
         if before[unit] <= limit <= after[unit]:
             share = (limit - before[unit]) / (after[unit] - before[unit])

@@ -1,11 +1,14 @@
 """Runs the notebooks and writes them back with what they show: `python -m scripts.notebooks [NAME.ipynb ...]`.
 
-They run in an empty folder, whose path is taken out of what they print, as are the times of their cells.
+They run in an empty folder, whose path is taken out of what they print. What goes to stderr, such as the progress of a
+run, is not kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,14 +27,18 @@ def executed(path: Path, folder: Path) -> Any:
     """
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as in an activated environment
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=500, kernel_name="python3", record_timing=False, resources=resources).execute()
     return notebook
 
 
-def without_paths(notebook: Any, folder: Path) -> str:
-    """Return the notebook's text with relative paths of what lies in the folder."""
+def as_kept(notebook: Any, folder: Path) -> str:
+    """Return the text of the notebook without stderr, and with relative paths of what lies in the folder."""
     notebook.metadata.pop("language_info", None)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return nbformat.writes(notebook).replace(f"{folder}/", "").replace(str(folder), ".") + "\n"
 
 
@@ -41,7 +48,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME.ipynb")
     for name in parser.parse_args().names or [path.name for path in sorted(FOLDER.glob("*.ipynb"))]:
         with tempfile.TemporaryDirectory() as folder:
-            text = without_paths(executed(FOLDER / name, Path(folder)), Path(folder))
+            text = as_kept(executed(FOLDER / name, Path(folder)), Path(folder))
         (FOLDER / name).write_text(text, encoding="utf-8")
 
 

@@ -41,6 +41,7 @@ def test_a_measure_is_read_off_between_validations() -> None:
     assert [study.at(curve, "pass@1", "tokens", x) for x in (20, 30, 40)] == pytest.approx([0.2, 0.3, 0.4])
     assert study.at(curve, "pass@1", "steps", 2.5) == pytest.approx(0.25)
     assert math.isnan(study.at(curve, "pass@1", "tokens", 41)), "the run ended before"
+    assert study.at(curve[:1], "pass@1", "tokens", 20) == 0.2, "one validation, right there"
 
 
 def test_what_separates() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from scripts.notebooks import FOLDER, executed, without_paths
+from scripts.notebooks import FOLDER, as_kept, executed
 
 
 def trains(test: Callable[..., None]) -> Callable[..., None]:
@@ -39,9 +39,13 @@ def test_they_are_kept_with_what_they_show(path: Path) -> None:
     assert not re.search(r"[\s'=(]/\w+/\w", printed(notebook)), "a path of the machine that it ran on"
 
 
-def test_paths_are_those_of_the_folder(tmp_path: Path) -> None:
-    cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=f"{tmp_path}/run, {tmp_path}")])
-    assert '"run, ."' in without_paths(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
+def test_paths_of_the_machine_and_progress_are_not_kept(tmp_path: Path) -> None:
+    told = nbformat.v4.new_output("stream", text=f"{tmp_path}/run, {tmp_path}")
+    progress = nbformat.v4.new_output("stream", name="stderr", text="step 1")
+    cells = [nbformat.v4.new_markdown_cell("# A"), nbformat.v4.new_code_cell(outputs=[told, progress])]
+    kept = as_kept(nbformat.v4.new_notebook(cells=cells), tmp_path)
+    assert '"run, ."' in kept
+    assert "step 1" not in kept
 
 
 @trains
