@@ -27,6 +27,7 @@ from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.plan import format_summary
 from grpo_dist.plugins.function_files import function_name, write_function
 from grpo_dist.run.command_line import changed_keys, dry_run
+from grpo_dist.terminal import quiet_libraries
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.tracking.metric_names import REWARD
 from grpo_dist.trainer.record import EXPORTED, say
@@ -132,6 +133,7 @@ def _is_option(model: str | Path) -> bool:
 
 
 def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingResult:
+    quiet_libraries()
     checked, notes = load_command([*given.items()], GRPO)
     run_dir = checked.trainer.record_dir.absolute()
     if checked.trainer.dry_run:

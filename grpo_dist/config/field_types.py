@@ -113,9 +113,20 @@ def _none_or_more(value: Any) -> Any:
     return () if value is None else _one_or_more(value)
 
 
+# TRL's loss_type -> actor.loss_agg_mode.
+TRL_LOSS_TYPES = {
+    "grpo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "bnpo": "token-mean",
+    "dapo": "token-mean",
+}
+
+
 def not_one_of(value: Any, names: Sequence[str]) -> str:
-    """The error message for a value that is not one of `names`; suggests the closest one."""
-    return f"not one of {', '.join(names)}{did_you_mean(str(value), names)}"
+    """The error message for a value that is not one of `names`; suggests the one of TRL's meaning, or the closest."""
+    meant = TRL_LOSS_TYPES.get(str(value))
+    hint = f"; TRL's {value} is {meant} here" if meant in names else did_you_mean(str(value), names)
+    return f"not one of {', '.join(names)}{hint}"
 
 
 def builtin_or_custom(names: Sequence[str]) -> AfterValidator:

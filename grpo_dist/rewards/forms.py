@@ -17,7 +17,7 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,6 +197,10 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
     try:
         returned = function.function(**arguments, **function.reward_kwargs)
         scores = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        if not isinstance(scores, Iterable):
+            raise TypeError(
+                f"must return a list with a score for each of {len(samples)} responses, returned {scores!r}"
+            )
         values = list(itertools.islice(scores, len(samples) + 1))  # a generator need not have an end
         if len(values) != len(samples):
             number = f"{len(values)}" if len(values) < len(samples) else "more"

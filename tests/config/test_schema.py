@@ -283,3 +283,10 @@ def test_config_is_read_only():
     config = load()
     with refuses(ValueError, "seed", "frozen"):
         config.trainer.seed = 2
+
+
+def test_trls_loss_types_are_answered_with_the_aggregation_that_they_are():
+    """Named twice: among all, and as what is meant."""
+    for written, meant in (("grpo", "seq-mean-token-mean"), ("dr_grpo", "seq-mean-token-sum-norm")):
+        told = refused(f"{ACTOR}.loss_agg_mode={written}")
+        assert told.count(f"{meant};") + told.count(f"{meant},") + told.count(f"{meant} ") == 2, told

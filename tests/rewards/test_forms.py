@@ -132,7 +132,8 @@ def test_one_response_fails_alone() -> None:
     ("returned", "words"),
     [
         ([1.0], ["1 scores", "2 responses"]),
-        (None, ["'NoneType'"]),
+        (None, ["list", "2 responses", "None"]),
+        (0.5, ["list", "2 responses", 0.5]),
         ([float("nan"), 1.0], ["finite", "nan"]),
         ([{"acc": 1}, 1.0], ["without 'score'"]),
     ],
