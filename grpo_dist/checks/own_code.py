@@ -56,8 +56,9 @@ def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -
     needs = RowNeeds(ground_truth=False)
     with checks:
         needs = import_reward(config)
-        found = f"{_reward_names(config)} (found, not called; grpo-dist check-reward calls it on a few rows)"
-        tell(f"reward: {found if needs.asked else 'given by the agent loop'}")
+        own = config.custom_reward_function.path is not None
+        uncalled = " (found, not called; grpo-dist check-reward calls it on a few rows)" if own else ""
+        tell(f"reward: {_reward_names(config) + uncalled if needs.asked else 'given by the agent loop'}")
     return needs
 
 

@@ -26,6 +26,8 @@ from grpo_dist.rewards import check_data_sources
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
 
+MOST_SHOWN = 300  # characters of a prompt
+
 
 @dataclass
 class Prompts:
@@ -91,6 +93,10 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     needs = needs or RowNeeds()
     _check_template(config, model, tokenizer)
     train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer, needs)
+    if config.trainer.dry_run and train:
+        text = tokenizer.decode(train[0].token_ids)
+        left = f"... ({len(text):,} characters)" if len(text) > MOST_SHOWN else ""
+        notes.append(f"data.train_files: the first prompt, as the model reads it: {text[:MOST_SHOWN]!r}{left}")
     validation: list[TokenizedPrompt] = []
     if data.val_files:
         validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer, needs)

@@ -48,6 +48,15 @@ def test_overlong_prompts_that_are_left_out_are_counted_and_named(tmp_path: Path
     assert note.count(file) == 5
 
 
+def test_a_dry_run_shows_the_first_prompt_as_the_model_reads_it(tmp_path: Path) -> None:
+    _, (note,) = load(tmp_path, "trainer.dry_run=true", contents=["1+1=?", "2+2=?"])
+    says(note, "data.train_files")
+    assert r"<|im_start|>user\n1+1=?<|im_end|>" in note
+    _, (note,) = load(tmp_path, "trainer.dry_run=true", "data.max_prompt_length=448", contents=["1+" * 200, "2+2=?"])
+    assert len(note) < 450
+    assert load(tmp_path, contents=["1+1=?", "2+2=?"])[1] == []
+
+
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
 def test_prompts_that_are_cut_are_counted_and_named(tmp_path: Path, truncation: str) -> None:
     overrides = ("data.filter_overlong_prompts=false", f"data.truncation={truncation}")
