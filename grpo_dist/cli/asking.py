@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -127,8 +128,9 @@ async def asking(
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
-    engine = rollout_engine(settings.rollout.name)(settings)
+    engine, began = rollout_engine(settings.rollout.name)(settings), time.monotonic()
     await engine.start()
+    show(f"engine ready after {time.monotonic() - began:.0f} s\n", sys.stderr)
     try:
         yield Asker(model, engine, tokenizer, sampling, limits)
     finally:
