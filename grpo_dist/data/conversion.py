@@ -78,7 +78,10 @@ def hub_examples(name: str, config: str, split: str) -> Iterable[tuple[str, Row]
     try:
         examples = datasets.load_dataset(name, config, split=split)
     except Exception as error:
-        raise DataError(f"cannot load {name} from the hub ({type(error).__name__}: {error}); {advice}") from error
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f"cannot load {name} from the hub ({why}); {advice}; HF_HUB_OFFLINE=1 spares retries"
+        ) from error
     return [(f"{name} {split}, row {number}", dict(example)) for number, example in enumerate(examples, 1)]
 
 
