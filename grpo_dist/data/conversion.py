@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_dist.assets import expanded
 from grpo_dist.data.files import locate_rows
-from grpo_dist.errors import DataError
+from grpo_dist.errors import DataError, in_a_line
 
 LOCAL_KEY = "--local_dataset_path"
 KINDS = ("jsonl", "json", "parquet")
@@ -78,10 +78,8 @@ def hub_examples(name: str, config: str, split: str) -> Iterable[tuple[str, Row]
     try:
         examples = datasets.load_dataset(name, config, split=split)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"cannot load {name} from the hub ({why}); {advice}; HF_HUB_OFFLINE=1 spares retries"
-        ) from error
+        told = f"cannot load {name} from the hub ({in_a_line(error)}); {advice}; HF_HUB_OFFLINE=1 spares retries"
+        raise DataError(told) from error
     return [(f"{name} {split}, row {number}", dict(example)) for number, example in enumerate(examples, 1)]
 
 
