@@ -306,7 +306,8 @@ def test_instructions_resolve(tmp_path: Path, smollm2: Path) -> None:
 def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
     """With a `ray` that notes its arguments and runs the job's command here."""
     ray = tmp_path / "ray"
-    ray.write_text('#!/bin/bash\nprintf "%s " ray "$@"; echo; while [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
+    notes = 'printf "%s " ray "$@"; echo; [ "$2" = submit ] || exit 0'
+    ray.write_text(f'#!/bin/bash\n{notes}; while [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
     ray.chmod(0o755)
     done = run_script(
         EXAMPLES / "ray_job_submit.sh",
@@ -319,6 +320,17 @@ def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ray job submit --address http://head:8265 --working-dir . -- " in done.stdout
     assert re.search(r"machines +2 with 8 GPUs each", done.stdout)
+
+
+def test_ray_job_submit_without_a_cluster_says_what_to_set(tmp_path: Path) -> None:
+    ray = tmp_path / "ray"
+    ray.write_text("#!/bin/bash\necho Traceback; echo refused; exit 1\n")
+    ray.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run_script(EXAMPLES / "ray_job_submit.sh", cwd=tmp_path, PATH=path, RAY_API_SERVER_ADDRESS="http://head:1")
+    assert done.returncode == 2
+    says(done.stderr, "RAY_API_SERVER_ADDRESS=http://head:1", "refused", "ray start --head")
+    assert "Traceback" not in done.stderr
 
 
 def test_smollm2_maker_refuses_a_folder_in_use(tmp_path: Path) -> None:
