@@ -69,12 +69,11 @@ def memory_problems(
     ways = _SUPERVISED_STATES if supervised else _STATES
     if not certain:
         ways = (*(_SUPERVISED_PASSES if supervised else _PASSES), *ways)
-    left = [*_not_yet_set(config, ways)]
     texts = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib, certain=certain)]
     if host_gib is not None and (config.device == "cpu" or not certain):
         texts += _in_machines(config, roles, host_gib, certain=certain)
     for text in texts:
-        helpful = [way for way in left if "rollout" in text or not way.startswith(_ROLLOUT)]
+        helpful = [way for way in _not_yet_set(config, ways) if "rollout" in text or not way.startswith(_ROLLOUT)]
         advice = f"what makes room, in this order: {', '.join(helpful)}"
         estimate = "" if certain else "by the estimate "
         yield Problem(f"{model.setting}: {estimate}{text}; {advice}", (model.key, *_GPUS[:2], "cluster.gpu_memory_gib"))
@@ -83,9 +82,8 @@ def memory_problems(
 def _not_yet_set(config: JobConfig, ways: tuple[str, ...]) -> Iterator[str]:
     """Yield the keys that may still be set: not those that have the value, or whose limit the passes do not use."""
     settings = dict(flatten(config.model_dump(mode="json")))
-    unused = (
-        f"{_ACTOR}.ppo_{'micro_batch_size' if settings.get(f'{_ACTOR}.use_dynamic_bsz') else 'max_token_len'}_per_gpu"
-    )
+    by_tokens = settings.get(f"{_ACTOR}.use_dynamic_bsz")
+    unused = f"{_ACTOR}.{'ppo_micro_batch_size_per_gpu' if by_tokens else 'ppo_max_token_len_per_gpu'}"
     for way in ways:
         key, _, value = way.partition("=")
         if way != unused and (not value or shown(settings.get(key)) != value):

@@ -262,11 +262,11 @@ def _memory_rows(config: JobConfig) -> Rows:
     if config.device == "cuda":
         gib = config.cluster.gpu_memory_gib
         for names, worst in worst_moments(config, memory, gib or 0.0):
+            total = sum(worst.values())
             if gib is not None:
-                total = sum(worst.values())
                 rows.append((f"a GPU with {names}", f"{total:.1f} of {gib:g} GiB{', too much' if total > gib else ''}"))
-            elif "rollout" not in names:
-                rows.append((f"a GPU with {names}", f"{sum(worst.values()):.1f} GiB"))
+            elif "rollout" not in names:  # an engine's share is not known
+                rows.append((f"a GPU with {names}", f"{total:.1f} GiB"))
     if isinstance(config, RunConfig) and (tokens := kv_cache_tokens(config, model)) is not None:
         rows.append(("KV cache", f"{tokens:,} tokens per engine"))
     return rows

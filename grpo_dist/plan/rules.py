@@ -101,11 +101,10 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
 
 def code_is_not_tried(config: RunConfig) -> Iterator[Problem]:
     """Note that a dry run of the config does not look into code."""
-    if config.trainer.dry_run == "config" and (
-        own := {key: name for key, name, _ in _own_code(config) if ":" in name or name.endswith(".py")}
-    ):
-        named = ", ".join(f"{key}={name}" for key, name in own.items())
-        yield Problem(f"{named}: not read and not tried; trainer.dry_run=true does that", tuple(own))
+    own = [(key, name) for key, name, _ in _own_code(config) if ":" in name or name.endswith(".py")]
+    if own and config.trainer.dry_run == "config":
+        named = ", ".join(f"{key}={name}" for key, name in own)
+        yield Problem(f"{named}: not read and not tried; trainer.dry_run=true does that", tuple(key for key, _ in own))
 
 
 def packages_are_installed(config: JobConfig) -> Iterator[Problem]:

@@ -18,8 +18,12 @@ def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
         write_step(run, step, ["#### 1", "2"], [1.0, 0.0])
     assert main(["report", str(run), "--compare", str(other), "--responses", "4"]) == 0
-    says(capsys.readouterr().out, run / "report.html", "--responses")
-    data = data_in((run / "report.html").read_text())
+    out = capsys.readouterr().out
+    says(out, run / "report.html", "--responses")
+    assert [line.split("; ")[0].split(": ")[1] for line in out.splitlines()[:2]] == ["steps 3", "steps 1"], "each run"
+    written = (run / "report.html").read_text()
+    assert "<dt>steps</dt><dd>3</dd>" in written.partition("<noscript>")[2].partition("</noscript>")[0]
+    data = data_in(written)
     assert data.keys() == {"overview", "step-1", "step-3"}
     assert data["step-3"]["pieces"]
     assert len(data["overview"]["charts"][0]["figure"]["data"]) == 2

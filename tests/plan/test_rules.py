@@ -175,6 +175,9 @@ def test_a_dry_run_of_the_config_says_that_it_does_not_try_code(tmp_path):
     named = f"algorithm.adv_estimator={tmp_path}/mine.py:mine"
     says(notes(named, "data=arithmetic", "trainer.dry_run=config"), named, "trainer.dry_run=true")
     assert named not in notes(named, "data=arithmetic")
+    functions = [f"{tmp_path}/mine.py:{name}" for name in ("right", "short")]
+    listed = f"custom_reward_function.path=[{','.join(functions)}]"
+    says(notes(listed, "data=arithmetic", "trainer.dry_run=config"), *functions)
     assert "trainer.dry_run=true" not in notes("data=arithmetic", "trainer.dry_run=config")
     told = notes("cluster=multi_node", "data=arithmetic")
     says(told, "trainer.nnodes=2", "trainer.default_local_dir=outputs/grpo_dist/run")
