@@ -1,6 +1,7 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
-# make test         set up and run all tests
-# make test-long    what takes too long for `make test`, but for the next two
+# make test         set up and run the first tier of tests: every door, role and formula (12 minutes on two cores)
+# make test-deep    the second tier: products of parameters, faults, whole runs (30 minutes)
+# make test-long    what takes too long for both, but for the next two
 # make chaos        kill and stop every role at every moment of a run; resume on other ranks (40 minutes)
 # make test-browser the run report in Chromium, which it installs (Debian or Ubuntu, as root)
 # make cluster      train on 2 and 3 machines, emulated on this one (Linux, root)
@@ -28,7 +29,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples conformance)
 
 export PYTHON DEVICE CUDA
 
-.PHONY: help constraints setup quickstart smollm2 test test-long test-browser chaos cluster gpu-check bench bench-baseline
+.PHONY: help constraints setup quickstart smollm2 test test-deep test-long test-browser chaos cluster gpu-check bench bench-baseline
 .PHONY: docs dist check format clean
 
 help:
@@ -48,8 +49,12 @@ smollm2: setup
 
 # Tests that start a cluster or time something run alone.
 test: setup
-	$(BIN)/python -m pytest -n 2 -m "not ray and not slow and not long"
-	$(BIN)/python -m pytest -m "(ray or slow) and not long"
+	$(BIN)/python -m pytest -n 2 -m "not ray and not slow and not long and not deep"
+	$(BIN)/python -m pytest -m "(ray or slow) and not long and not deep"
+
+test-deep: setup
+	$(BIN)/python -m pytest -n 2 -m "deep and not ray and not slow and not long"
+	$(BIN)/python -m pytest -m "deep and (ray or slow) and not long"
 
 test-long: setup
 	$(BIN)/python -m pytest -m long --ignore=tests/chaos --ignore=tests/cluster
@@ -62,7 +67,7 @@ test-browser: setup
 chaos: setup
 	$(BIN)/python -m pytest -m long tests/chaos -s
 
-# All of them, also those of `make test`. -rs: why a machine cannot do it.
+# All of them, also those of `make test-deep`. -rs: why a machine cannot do it.
 cluster: setup
 	$(BIN)/python -m pytest -m "long or not long" tests/cluster -rs
 
@@ -82,7 +87,7 @@ check: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long"
+	$(BIN)/python -m pytest -n 2 -m "not ray and not slow and not long and not deep"
 
 # mkdocs-material advertises on every build, but for this variable.
 docs: setup

@@ -21,6 +21,12 @@ set_local_environment()
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPU, also where there are GPUs
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Paths within the project count from its root: a test has the same name in every checkout."""
+    root = f"{Path(__file__).parents[1]}/"
+    return str(val).removeprefix(root) if isinstance(val, str | Path) and str(val).startswith(root) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine function, on an event loop of its own."""

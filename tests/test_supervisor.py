@@ -71,6 +71,7 @@ def starting(tmp_path: Path) -> Iterator[tuple[str, str, int]]:
     os.close(end)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["child", "session", "daemon"])
 @pytest.mark.parametrize("end", ["returns", "hangs", "exits", "kills its group"])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import grpo_dist
+from tests.sources import parsed
 
 PACKAGE = Path(grpo_dist.__file__).parent
 SOURCES = [PACKAGE / "trainer" / name for name in ("trainer.py", "loop.py")]
@@ -17,10 +18,10 @@ HEADER = "| stage | method | needs | adds |"
 Stage = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
 
-def stages_in_code(source: str) -> list[Stage]:
+def stages_in_code(source: str | Path) -> list[Stage]:
     """The decorated methods, in order."""
     found: list[Stage] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         for decorator in node.decorator_list if isinstance(node, ast.AsyncFunctionDef) else ():
             if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "stage":
                 keywords = [keyword for keyword in decorator.keywords if keyword.arg in ("needs", "adds")]
@@ -44,7 +45,7 @@ def stages_in_table(text: str) -> list[Stage]:
 
 
 def test_the_table_is_the_code() -> None:
-    in_code = [stage for source in SOURCES for stage in stages_in_code(source.read_text())]
+    in_code = [stage for source in SOURCES for stage in stages_in_code(source)]
     assert len(in_code) >= 7
     assert stages_in_table(DOCUMENT.read_text()) == in_code
 
@@ -52,7 +53,7 @@ def test_the_table_is_the_code() -> None:
 def test_the_columns_are_in_the_contract() -> None:
     from grpo_dist.protocol.fields import FIELDS
 
-    for _, _, needs, adds in stages_in_code(SOURCES[0].read_text()):
+    for _, _, needs, adds in stages_in_code(SOURCES[0]):
         assert {*needs, *adds} <= FIELDS.keys()
 
 

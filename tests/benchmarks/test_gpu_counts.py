@@ -94,6 +94,7 @@ def test_pause() -> None:
     assert not counter.phases
 
 
+@pytest.mark.deep
 def test_operations_of_an_update(found: dict[str, dict[str, float]]) -> None:
     hidden, inner, layers = TINY["hidden_size"], TINY["intermediate_size"], TINY["num_hidden_layers"]
     heads, kv_heads, width = TINY["num_attention_heads"], TINY["num_key_value_heads"], TINY["head_dim"]

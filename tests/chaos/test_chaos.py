@@ -39,6 +39,7 @@ def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
     assert outcome.weights == undisturbed.weights
 
 
+@pytest.mark.deep
 def test_a_run_survives_faults_of_several_roles(main_run: Outcome, tmp_path: Path) -> None:
     """And is told what happened: which role, which stage. The driver is pre-empted in the last step of an epoch, saves
     on SIGTERM and loses nothing. Steps with faults are profiled, and again when they are done again.

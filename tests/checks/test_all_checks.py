@@ -374,6 +374,7 @@ def test_check_model_names_the_key(model: Path) -> None:
         policy_folder(config)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

@@ -34,6 +34,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
     return command
 
 
+@pytest.mark.deep
 def test_every_model_of_a_run_is_built(dry_run: Command, tmp_path: Path) -> None:
     said = dry_run()
     says(said, f"{MODEL}.path", f"{COUNT:,}")

@@ -113,6 +113,7 @@ def test_an_estimator_of_components_is_left_to_the_run(tmp_path: Path) -> None:
     assert attempt(f"{ESTIMATOR}={name}") == []
 
 
+@pytest.mark.deep
 def test_all_that_is_wrong_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a run as by a dry run."""
     monkeypatch.chdir(tmp_path)

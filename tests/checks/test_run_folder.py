@@ -156,6 +156,7 @@ def test_a_run_that_was_stopped_before_its_model_was_written_is_not_finished(tmp
     assert EXPORTED not in nothing_to_train(without, LAST)
 
 
+@pytest.mark.deep
 @COMMANDS
 def test_a_run_that_has_reached_its_value_is_finished_until_the_value_is_raised(
     command: AnyCommand, tmp_path: Path

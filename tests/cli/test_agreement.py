@@ -38,6 +38,7 @@ def found(random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactor
     return json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.deep
 @pytest.mark.ray  # by itself: real engines
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named_where_it_is(found: dict[str, Any], fault: str) -> None:
@@ -45,6 +46,7 @@ def test_a_fault_is_named_where_it_is(found: dict[str, Any], fault: str) -> None
     assert found[fault]["kl"] > 1e3 * max(found["mended"]["kl"], 1e-12)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_ends_that_agree_get_a_certificate(found: dict[str, Any]) -> None:
     for name in ("mended", "mended theta"):
@@ -72,6 +74,7 @@ def test_ends_that_agree_get_a_certificate(found: dict[str, Any]) -> None:
     says(told["out"], "--limit 0.01", "experts.json", f"{told['num_tokens']} tokens")
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_of_a_run_its_checkpoint_is_compared_with_the_adapter_at_both_ends(found: dict[str, Any]) -> None:
     told = found["run"]

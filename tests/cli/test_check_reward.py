@@ -65,6 +65,7 @@ def test_a_failure_is_told_with_its_traceback_and_ends_with_1(
     assert "Traceback" not in shown.err
 
 
+@pytest.mark.deep
 def test_answers_that_are_given(own: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-reward", "--row", "1", "--answer", "An apple", *own, "--answer=a pear"]) == 0
     told = capsys.readouterr().out

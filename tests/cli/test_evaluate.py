@@ -138,8 +138,17 @@ LIMIT = "data.max_prompt_length=64"
 LIMITS = [
     ([LIMIT], [0, 2], "left out"),
     ([LIMIT, "data.filter_overlong_prompts=false", "data.truncation=left"], [0, 1, 2], "data.truncation=left"),
-    ([LIMIT, "data.filter_overlong_prompts=false", "data.truncation=middle"], [0, 1, 2], "data.truncation=middle"),
-    ([LIMIT, "data.val_max_samples=2"], [0], "left out"),
+    *(
+        pytest.param(*row, marks=pytest.mark.deep)
+        for row in (
+            (
+                [LIMIT, "data.filter_overlong_prompts=false", "data.truncation=middle"],
+                [0, 1, 2],
+                "data.truncation=middle",
+            ),
+            ([LIMIT, "data.val_max_samples=2"], [0], "left out"),
+        )
+    ),
     (["data.max_prompt_length=200"], [0, 1, 2], ""),
 ]
 

@@ -23,6 +23,7 @@ from grpo_dist.trainer.checkpoint.identity import is_model_of
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from tests.messages import says
 from tests.ranks import run_ranks
+from tests.tiers import first
 from tests.trainer.checkpoints import run_state
 from tests.worker_settings import lora, model_settings
 
@@ -67,7 +68,7 @@ def checkpoint(run_dir: Path, case: str) -> Path:
     return run_dir / "at_the_end"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first(CASES, "grpo by LoRA"))
 def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     whole = checkpoint(run_dir, case)

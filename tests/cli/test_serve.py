@@ -134,6 +134,7 @@ def greedy(folder: Path, messages: list[dict[str, str]], most: int) -> str:
     return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+@pytest.mark.deep
 @pytest.mark.ray  # by itself: a real engine
 def test_a_server_from_its_start_to_its_end(served: Served) -> None:
     says(served.told, served.url, "policy", "curl", "$VLLM_API_KEY")

@@ -32,6 +32,7 @@ from tests.messages import refuses, says
 from tests.trainer.checkpoints import exported_model, run_state
 
 
+@pytest.mark.deep
 def test_a_run_is_asked_as_it_validates(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     whole = checkpoint(run_dir, "grpo")
@@ -180,6 +181,7 @@ def test_the_last_one_is_the_one_that_the_pointer_names(tmp_path: Path, exports:
                 find_trained(str(run_dir), step=step)
 
 
+@pytest.mark.deep
 def test_a_copy_is_the_same_run(tmp_path: Path, exports: list[str]) -> None:
     """Whatever times its files have: here the model is the oldest."""
     run_dir, copy = tmp_path / "run", tmp_path / "copy"
@@ -213,6 +215,7 @@ def test_a_model_without_a_checkpoint_is_of_the_run_that_wrote_it(tmp_path: Path
     assert find_trained(str(run_dir)).name == "run step 4"
 
 
+@pytest.mark.deep
 def test_a_model_of_an_older_version_is_not_taken_for_a_checkpoints(tmp_path: Path, exports: list[str]) -> None:
     run_dir = tmp_path / "run"
     exported_model(run_dir / "huggingface", a_run(run_dir, 1, [4]), 4, run_dir / "global_step_4")

@@ -20,6 +20,7 @@ from grpo_dist.trainer.record import EXPORTED, write_config
 from grpo_dist.trainer.recorded_step import read_recorded
 from tests.cli.scripted import ENGINE, SCRIPT
 from tests.messages import refuses, says
+from tests.tiers import first
 from tests.trainer.checkpoints import exported_model, run_state
 
 TRUST = "actor_rollout_ref.model.trust_remote_code=true"
@@ -57,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     return make
 
 
-@pytest.mark.parametrize("command", ["generate", "eval", "serve"])
+@pytest.mark.parametrize("command", first(["generate", "eval", "serve"], "eval"))
 def test_the_engine_takes_nothing_unasked(command: str, folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = folder(TRUST, f"{VLLM}.block_size=32", "actor_rollout_ref.rollout.name=evil.py:Engine")
     more = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}[command]
@@ -88,6 +89,7 @@ def test_scores_need_trust_or_a_function_of_the_users_own(folder: Folder, capsys
     assert Path(MARK).exists()
 
 
+@pytest.mark.deep
 def test_an_export_loads_the_models_own_code_only_with_trust(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +102,7 @@ def test_an_export_loads_the_models_own_code_only_with_trust(
     assert TRUST not in capsys.readouterr().err
 
 
+@pytest.mark.deep
 def test_a_replay_runs_no_function_unasked(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
     monkeypatch.setattr("grpo_dist.trainer.recorded_step.read_parquet", read.append)

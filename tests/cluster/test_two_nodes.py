@@ -12,7 +12,7 @@ from tests.cluster.conftest import SETTINGS, STEPS
 from tests.cluster.ray_nodes import Cluster, classes, cluster
 from tests.messages import says
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.deep]
 TOKEN = "hf_" + "n0tReallyAS3cret" * 2
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,7 @@ def is_accepted(key: str, value: Any) -> bool:
 ACCEPTED = {key: [value for value in VALUES if is_accepted(key, value)] for key in leaf_keys()}
 
 
+@pytest.mark.deep
 @given(st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_schema_to_yaml_to_schema_is_the_identity(data: st.DataObject) -> None:

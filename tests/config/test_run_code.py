@@ -11,6 +11,7 @@ from grpo_dist.config.run_code import ENGINE, FLAG, MODEL, REWARD, UPDATE, code_
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import GRPO
 from tests.messages import refuses
+from tests.tiers import first
 
 KEYS = (*ENGINE, *REWARD, *UPDATE)
 PATH, KWARGS = REWARD
@@ -62,11 +63,13 @@ def found(saved: list[str], overrides: list[str] | None = None) -> list[str]:
     return [line.partition("=")[0] for line in code_of_run(config, KEYS, given)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("overrides", OF_THE_PACKAGE, ids=" ".join)
 def test_what_is_in_the_package_is_not(overrides: list[str]) -> None:
     assert found(overrides) == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("key", CODE)
 def test_code_is_found_unless_the_command_line_says_the_same(key: str) -> None:
     assert found(CODE[key]) == [key]
@@ -76,12 +79,13 @@ def test_code_is_found_unless_the_command_line_says_the_same(key: str) -> None:
     assert [line.partition("=")[0] for line in code_of_run(config, KEYS)] == [key]
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", first(PATHS, PATHS[0]))
 def test_reward_functions_that_are_not_of_the_package(path: str) -> None:
     assert found([f"{PATH}={path}"]) == [PATH]
     assert found([f"{PATH}={path}"], [f"{PATH}=reward.py"]) == [], "the user's own is asked instead"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("text", ARGUMENTS)
 def test_what_a_function_of_the_package_is_to_load_or_ask(text: str) -> None:
     saved = [f"{PATH}={SUM}", f"{KWARGS}={text}"]

@@ -92,7 +92,7 @@ def test_groups_set_known_keys_only(command, path):
     assert path.read_text().splitlines()[1].startswith("# ")
 
 
-@pytest.mark.parametrize("path", [each.values[1] for each in GROUP_FILES], ids=str)
+@pytest.mark.parametrize("path", [each.values[1] for each in GROUP_FILES])
 def test_every_key_of_a_group_has_a_comment_above(path):
     assert uncommented(path.read_text()) == []
 

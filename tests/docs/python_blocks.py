@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tests.sources import parsed
+
 
 def run_in_order(sources: Mapping[int, str], page: str) -> dict[str, Any]:
     """Run blocks in one namespace, as a reader of the page would who types one after the other.
@@ -33,7 +35,7 @@ def resolve_imports(source: str) -> None:
         SyntaxError: it is no Python.
         ImportError, AttributeError: a name is not there.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "grpo_dist":
             module = importlib.import_module(node.module or "")
             for alias in node.names:

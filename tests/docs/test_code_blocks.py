@@ -25,6 +25,7 @@ from grpo_dist.tracking.rollouts import is_recorded
 from tests.docs.code_blocks import Block, blocks, faults
 from tests.docs.python_blocks import resolve_imports, run_in_order, undefined_names
 from tests.messages import refuses, says
+from tests.tiers import first
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -64,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", first(PAGES, "README.md"))
 def test_blocks_have_a_language_and_what_is_no_python_can_be_read(page: str) -> None:
     found = [f"{page}:{block.line}: {fault}" for block in blocks(PAGES[page].read_text()) for fault in faults(block)]
     assert found == []

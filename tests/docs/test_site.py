@@ -15,6 +15,7 @@ import pytest
 
 from tests.architecture.test_public_api import PUBLIC
 from tests.docs.code_blocks import blocks
+from tests.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "grpo_dist"
@@ -52,7 +53,7 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
     """The package's modules by name."""
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        yield name, ast.parse(path.read_text())
+        yield name, parsed(path)
 
 
 def listed(tree: ast.Module) -> set[str]:
@@ -71,11 +72,12 @@ def defined(tree: ast.Module) -> set[str]:
 
 def imported(source: str) -> set[str]:
     """What code imports of the package, but for the package itself."""
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+    found = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom) and node.module]
     names = {f"{node.module}.{alias.name}" for node in found for alias in node.names}
     return {name for name in names if name.startswith("grpo_dist.")}
 
 
+@pytest.mark.deep
 def test_every_listed_name_is_in_the_reference(site: Path) -> None:
     wanted = {f"{name}.{each}" for name, tree in modules() if name not in OF_OTHERS for each in listed(tree)}
     assert wanted >= {f"{package}.{name}" for package in PUBLIC for name in PUBLIC[package] if name[0] != "_"}
@@ -83,6 +85,7 @@ def test_every_listed_name_is_in_the_reference(site: Path) -> None:
     assert {name for name in wanted - documented(site) if not name.rpartition(".")[2].isupper()} == set()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("package", WHOLE)
 def test_every_function_of_these_packages_is_in_the_reference(site: Path, package: str) -> None:
     """Where it is defined, or as a name of the package that lists it."""
@@ -95,6 +98,7 @@ def test_every_function_of_these_packages_is_in_the_reference(site: Path, packag
     assert {f"{name}.{each}" for name, each in wanted if f"{name}.{each}" not in known and each not in named} == set()
 
 
+@pytest.mark.deep
 def test_what_pages_import_and_name_is_in_the_reference(site: Path) -> None:
     pages = [page.read_text() for page in [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")]]
     named = {name.replace(":", ".") for page in pages for name in DOTTED.findall(page)} - COMMANDS
@@ -107,7 +111,7 @@ def test_what_pages_import_and_name_is_in_the_reference(site: Path) -> None:
 
 
 def test_public_names_are_found() -> None:
-    tree = ast.parse("__all__ = ['f', '__version__']\ndef f(): ...\ndef _g(): ...\nclass A:\n    def h(self): ...\n")
+    tree = parsed("__all__ = ['f', '__version__']\ndef f(): ...\ndef _g(): ...\nclass A:\n    def h(self): ...\n")
     assert listed(tree) == {"f"}
     assert defined(tree) == {"f", "A"}
     assert imported("import os\nfrom grpo_dist.data import Prompt, load_prompts\nfrom os import path") == {
@@ -116,6 +120,7 @@ def test_public_names_are_found() -> None:
     }
 
 
+@pytest.mark.deep
 def test_links_to_sources_lead_to_the_repository_and_formulas_are_drawn(site: Path) -> None:
     page = (site / "clusters.html").read_text()
     assert 'href="https://github.com/grpo-dist/grpo_dist/blob/main/examples/cluster/slurm.sh"' in page
@@ -124,6 +129,7 @@ def test_links_to_sources_lead_to_the_repository_and_formulas_are_drawn(site: Pa
     assert "arithmatex" not in page
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("link", ["../gone.py", "gone.md", "#gone"])
 def test_a_broken_link_fails(tmp_path: Path, link: str) -> None:
     (tmp_path / "docs").mkdir()

@@ -15,7 +15,7 @@ from grpo_dist.trainer.recorded_step import read_recorded
 from grpo_dist.trainer.replay import metric_difference, reupdate
 from tests.messages import says
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.deep]
 
 ROOT = Path(__file__).parents[2]
 GAME = """

@@ -177,6 +177,7 @@ def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> 
     return found
 
 
+@pytest.mark.deep
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
     rows, weights = undisturbed
     assert rows[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6), "before its first step the policy is the reference"
@@ -191,6 +192,7 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
         assert shared == {name: expected[name] for name in shared}
 
 
+@pytest.mark.deep
 def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturbed: tuple) -> None:
     prompts = load_run_prompts(lab.config, policy_folder(lab.config))[0].train
     groups = [sample(lab, prompts[i], step=1) for i in range(8)]
@@ -204,6 +206,7 @@ def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturb
         np.testing.assert_allclose(other, usual, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.deep
 def test_sampler_policy_and_reference_have_the_same_temperature(undisturbed: tuple) -> None:
     """At another one than 1, probabilities differ by far more where one of them leaves it out."""
     rows, _ = undisturbed
@@ -211,6 +214,7 @@ def test_sampler_policy_and_reference_have_the_same_temperature(undisturbed: tup
     assert abs(rows[0]["actor/kl_loss"]) < 1e-6, "actor and reference, which still have the same weights"
 
 
+@pytest.mark.deep
 def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
     """It has answered one group by then, which is scored after its death, and is at work on others."""
 
@@ -248,6 +252,7 @@ class Deadly(ObjectStoreTransport):
         return await super().sync(actor, rollout, ranks, version=version, dtype=dtype)
 
 
+@pytest.mark.deep
 def test_a_reward_model_killed_while_it_scores_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
     """Its weights come from the folder again, and the pass is repeated."""
 
@@ -312,6 +317,7 @@ def validating_run(lab: Lab, folder: Path, *overrides: str) -> tuple[dict[int, d
     return metrics, {path.name: path.read_text() for path in (folder / "validation").iterdir()}
 
 
+@pytest.mark.deep
 def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab, tmp_path: Path) -> None:
     """By sampled responses, scores of a reward model too, and in the same files. One step ahead, where the policy
     depends on the moment of each sync, no token of it comes from other weights either: the run would end.
@@ -327,6 +333,7 @@ def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab
     assert [len(said) for said in ahead.values()] == [len(said) for said in metrics.values()]
 
 
+@pytest.mark.deep
 def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:
     """Real engines take new weights while they sample for the next step."""
     scorer = f"reward_model.model.path={lab.config.reward_model.model.path}"

@@ -22,7 +22,13 @@ from grpo_dist.tasks import arithmetic
 from tests.messages import says
 from tests.trainer.metrics_page import PAGE, undocumented
 
-pytestmark = [pytest.mark.usefixtures("shared_ray"), pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.usefixtures("shared_ray"),
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.deep,
+]
 
 STEPS, VALIDATED = 4, 20
 SETTINGS = (

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ray  # the run needs it
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 
+@pytest.mark.deep
 def test_eval_gives_the_figures_that_the_run_gave(main_run: Outcome) -> None:
     """The run has validated its first and its last policy; the base model is its first."""
     command = [sys.executable, "-m", "grpo_dist", "eval", str(main_run.run_dir), "--base", "--json"]
@@ -33,6 +34,7 @@ def test_eval_gives_the_figures_that_the_run_gave(main_run: Outcome) -> None:
     assert base["prompts"] == 16
 
 
+@pytest.mark.deep
 def test_steps_of_a_run_are_computed_again(main_run: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     """The first, by the model's own weights, and a later one by those of a checkpoint: two optimizer steps each."""
     for step in (1, STEPS):
@@ -61,6 +63,7 @@ def change(run_dir: Path, name: str, place: int, value: float) -> DataProto:
     return data
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["score", "advantages"])
 def test_the_first_number_that_differs_is_named(name: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = int(read_parquet(copied / "rollouts" / "2.parquet")["responses"].lengths[0])
@@ -71,6 +74,7 @@ def test_the_first_number_that_differs_is_named(name: str, copied: Path, capsys:
     says(capsys.readouterr().out, name, 17, f"response 1 ({data['uid'][1]})", *filter(None, [token]))
 
 
+@pytest.mark.deep
 def test_another_reward_function(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It turns the scores around: all differ, and so do all advantages that are not 0."""
     data = read_parquet(copied / "rollouts" / "2.parquet")
@@ -93,6 +97,7 @@ def test_another_reward_function(copied: Path, tmp_path: Path, capsys: pytest.Ca
     )
 
 
+@pytest.mark.deep
 def test_steps_that_cannot_be_replayed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(copied), "5"]) == 2
     says(capsys.readouterr().err, "step 5", copied / "rollouts" / "5.parquet", 2)

@@ -186,6 +186,7 @@ def taught(rank: int, path: str, data: DataProto, names: Sequence[str]) -> list[
     return found
 
 
+@pytest.mark.deep
 def test_what_a_policy_teaches_itself_is_the_plain_formulas_in_any_layout_and_on_two_ranks(
     random_models: dict[str, str],
 ) -> None:

@@ -28,7 +28,7 @@ from tests.processes import spawned, start_together
 from tests.roles.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, actor_settings
 from tests.worker_settings import engine_settings
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 TRANSPORTS = ("broadcast", "object_store")  # by rank of the engine
 

@@ -13,6 +13,8 @@ from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.deep
+
 FAILED = [1, 6, 8, 9, 10, 11]  # of three groups of four: one, one and all
 LEFT = [row for row in range(12) if row not in FAILED]
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")

@@ -136,6 +136,7 @@ def pair(paths: dict[str, str]) -> list[dict[str, Any]]:
     return run_ranks(2, all_ways, paths, shards, TWO_RANKS)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", TWO_RANKS)
 def test_two_ranks_give_the_same(alone: dict[str, Any], pair: list[dict[str, Any]], family: str, way: str) -> None:

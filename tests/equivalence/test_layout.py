@@ -11,6 +11,7 @@ import torch
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
+from tests.tiers import covering
 
 # Every aggregation mode; with them the exact KL, importance weights and selected tokens take their turns.
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -93,18 +94,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict]
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "1 rank x 8 micro-batches",
-        "2 ranks x 1 micro-batch",
-        "2 ranks, uneven, one idle at times",
-        "2 ranks with a copy each",
-        "2 ranks that reduce at the end",
-        "4 ranks with two copies",
-    ],
-)
+LAYOUTS = [
+    "1 rank x 8 micro-batches",
+    "2 ranks x 1 micro-batch",
+    "2 ranks, uneven, one idle at times",
+    "2 ranks with a copy each",
+    "2 ranks that reduce at the end",
+    "4 ranks with two copies",
+]
+
+
+@pytest.mark.parametrize(("layout", "mode"), covering(LAYOUTS, MODES))
 def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> None:
     (plain,), _ = runs["1 rank x 1 micro-batch"]
     ranks, _ = runs[layout]

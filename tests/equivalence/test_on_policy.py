@@ -56,6 +56,7 @@ def ways(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_ranks(1, both_ways, random_qwen3(tmp_path_factory.mktemp("model")), request.param)[0]
 
 
+@pytest.mark.deep
 def test_the_log_probs_are_the_same(ways: dict[str, Any]) -> None:
     np.testing.assert_allclose(ways["update"]["old"], ways["before"]["old"], atol=2e-6)
 

@@ -16,7 +16,7 @@ from tests.processes import spawned
 from tests.ranks import run_ranks
 from tests.worker_settings import engine_settings, model_settings
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -11,6 +11,7 @@ import torch
 from grpo_dist.algorithms import kl_penalty, policy_objective
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+from tests.tiers import covering
 from tests.worker_settings import objective_settings
 
 N, T, V = 8, 5, 7
@@ -97,8 +98,7 @@ def loss_and_gradient(
     return total.item(), logits.grad
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize(("mode", "split"), covering(LOSS_AGG_MODES, SPLITS))
 def test_every_term_and_correction(mode: str, split: str) -> None:
     for kl, entropy, corrected in product(KLS, (False, True), (False, True)):
         case = {"mode": mode, "kl": kl, "entropy": entropy, "corrected": corrected}
@@ -109,8 +109,7 @@ def test_every_term_and_correction(mode: str, split: str) -> None:
         assert gradient.abs().max() > 1e-3, case
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("loss_mode", POLICY_LOSS.names())
+@pytest.mark.parametrize(("loss_mode", "split"), covering(POLICY_LOSS.names(), SPLITS))
 def test_every_policy_loss(loss_mode: str, split: str) -> None:
     case: dict[str, Any] = {"mode": "seq-mean-token-mean", "kl": "k3", "entropy": True, "corrected": True}
     whole, gradient = loss_and_gradient([list(range(N))], loss_mode=loss_mode, **case)
@@ -119,8 +118,7 @@ def test_every_policy_loss(loss_mode: str, split: str) -> None:
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize(("mode", "split"), covering(LOSS_AGG_MODES, SPLITS))
 def test_off_policy_sequences(mode: str, split: str) -> None:
     case: dict[str, Any] = {"mode": mode, "kl": "unbiased_k3", "entropy": True, "corrected": True}
     whole, gradient = loss_and_gradient([list(range(N))], delta=0.05, **case)

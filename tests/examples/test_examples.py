@@ -198,6 +198,7 @@ def test_the_calculator_answers_calls(written: list[str], masked: str, turns: in
     assert response.num_turns == turns
 
 
+@pytest.mark.deep
 def test_the_planner_resolves_on_a_laptop(tmp_path: Path) -> None:
     """With a model that the example takes for the fine-tuned one."""
     env = {"PLANNER_DATA": str(tmp_path / "rows"), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
@@ -275,12 +276,14 @@ def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
     assert re.findall(r"train data +(\S+)", done.stdout) == ["builtin:arithmetic/train"]
 
 
+@pytest.mark.deep
 def test_the_openai_agent_resolves(tmp_path: Path) -> None:
     done = run_script(EXAMPLES / "openai_agent" / "run.sh", DRY_RUN, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "given by the agent loop" in done.stdout
 
 
+@pytest.mark.deep
 def test_the_environment_of_verifiers_resolves(tmp_path: Path) -> None:
     """With an interpreter that writes rows as the worker does; the real one: tests/e2e/test_verifiers_run.py."""
     row = json.dumps(

@@ -44,6 +44,7 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+@pytest.mark.deep
 def test_the_tutorial(shell) -> None:
     rows, rewards, script = blocks(TUTORIAL, "python")
     make_rows, check, check_wrong, train = blocks(TUTORIAL, "bash")

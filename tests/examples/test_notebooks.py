@@ -48,6 +48,7 @@ def test_paths_of_the_machine_and_progress_are_not_kept(tmp_path: Path) -> None:
     assert "step 1" not in kept
 
 
+@pytest.mark.deep
 @trains
 def test_quickstart(tmp_path: Path) -> None:
     notebook = executed(FOLDER / "quickstart.ipynb", tmp_path)

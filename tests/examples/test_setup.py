@@ -92,6 +92,7 @@ def test_what_there_is_no_build_for(checkout: Path, arguments: list[str], env: d
     assert setup(checkout, *arguments, **env) == (2, [])
 
 
+@pytest.mark.deep
 def test_the_wrong_build_is_not_done(checkout: Path) -> None:
     code, _ = setup(checkout, "gpu", WRONG_BUILD="1")
     assert code == 1

@@ -133,6 +133,7 @@ def outcome(line: list[str]) -> str:
     return "loads"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("part", [0, *(pytest.param(p, marks=pytest.mark.long) for p in range(1, PARTS))])
 def test_a_broken_command_line_loads_or_is_told(part: int) -> None:
     outcome([])

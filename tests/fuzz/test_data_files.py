@@ -262,6 +262,7 @@ def good_text(**changes: Any) -> str:
     return json.dumps(GOOD | changes)
 
 
+@pytest.mark.deep
 def test_a_megabyte_of_prompt_is_soon_done(tmp_path: Path, tokenizer: Any) -> None:
     texts = ["a" * 2**20, " " * 2**19 + "x" * 2**19, "日本語🙂 " * 70_000]
     for text in texts:

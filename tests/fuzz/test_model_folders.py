@@ -94,6 +94,7 @@ def test_pickled_weights_are_not_loaded(folder: Path) -> None:
         load_sharded_model(model_settings(str(folder)), "cpu")
 
 
+@pytest.mark.deep
 def test_flipped_bits_are_found_or_are_other_numbers(folder: Path) -> None:
     raw, messages = (folder / WEIGHTS).read_bytes(), []
     names = set(load_file(folder / WEIGHTS))

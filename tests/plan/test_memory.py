@@ -50,6 +50,7 @@ def numbers(role: RoleMemory) -> dict[str, Any]:
     return {name: pytest.approx(gib * GIB) for name, gib in role.parts.items()}
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CELLS]

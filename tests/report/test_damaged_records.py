@@ -84,6 +84,7 @@ def test_numbers_that_are_not_finite_leave_gaps(run: Path) -> None:
     json.dumps(overview([found]), allow_nan=False)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "text",
     ["", "5", "a: [", "a: 2024-99-99", DEEP, "\x00", "a: !!python/object:os.system {}", "? [1]\n: 2", b"\xff\xfe\xff"],

@@ -25,7 +25,7 @@ from tests.models import random_batch
 from tests.processes import spawned
 from tests.worker_settings import changed_sizes
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 STEPS, ROWS = 4, 16
 # The rows of each mini-batch: twice over the batch, whole groups.

@@ -171,12 +171,14 @@ def test_an_agent_of_two_turns_becomes_one_row_of_the_tokens_that_were_sampled(a
     assert first.tolist() != second.tolist()
 
 
+@pytest.mark.deep
 def test_an_agent_may_begin_the_policys_turn(agents: WorkerGroup) -> None:
     _, data = play(agents, "begun")
     for prompt in data["prompts"].rows():
         assert decoded(prompt) == "<|im_start|>user\n12+34=?<|im_end|>\n<|im_start|>assistant\n4"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("what", ["turns", "branches"])
 def test_recorded_log_probs_are_those_of_the_text_that_a_token_follows(agents: WorkerGroup, what: str) -> None:
     import transformers
@@ -196,6 +198,7 @@ def test_recorded_log_probs_are_those_of_the_text_that_a_token_follows(agents: W
             torch.testing.assert_close(log_probs[place], expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.deep
 def test_a_prompt_of_the_agents_own_and_a_branch(agents: WorkerGroup) -> None:
     """What the episodes' prompts have in common is the group's prompt; the sub-question trains as a branch."""
     small, data = play(agents, "branches")
@@ -207,16 +210,19 @@ def test_a_prompt_of_the_agents_own_and_a_branch(agents: WorkerGroup) -> None:
         assert mask[:5].sum() == 0
 
 
+@pytest.mark.deep
 def test_every_route_samples_and_what_cannot_be_honoured_is_refused(agents: WorkerGroup) -> None:
     small, _ = play(agents, "routes")
     assert (small["reward_extra/lengths"] > 0).all()
 
 
+@pytest.mark.deep
 def test_nothing_is_stored_or_sampled_in_the_background(agents: WorkerGroup) -> None:
     (_, _, failed), _ = agents.gather([ask(agents, "misuse")])[0]
     assert failed == []
 
 
+@pytest.mark.deep
 def test_weights_that_come_during_a_call_are_told_token_by_token(agents: WorkerGroup) -> None:
     import transformers
 

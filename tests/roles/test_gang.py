@@ -62,6 +62,7 @@ def batch() -> DataProtoRef:
     return DataProtoRef.put(data, small=("uid", *lengths))
 
 
+@pytest.mark.deep
 def test_after_a_pass_its_ranks_are_idle_and_busy_again_with_the_next_call(local_ray: None) -> None:
     workers = WorkerGroup("ref", [Handle(), Handle()], TimeLimits(60.0))
     group = Gang(workers)
@@ -117,6 +118,7 @@ def splitting(local_ray: None) -> tuple[ActorGroup, dict[int, Any]]:
     return group, seen
 
 
+@pytest.mark.deep
 def test_ranks_that_split_sequences_have_the_same_rows_and_one_answers(splitting: Any) -> None:
     group, seen = splitting
     rows = run(group.compute_log_probs("old_log_prob", batch())).fetch(("old_log_probs",))["old_log_probs"].rows()
@@ -126,6 +128,7 @@ def test_ranks_that_split_sequences_have_the_same_rows_and_one_answers(splitting
     assert [row.tolist() for row in rows] in ([[0], [0, 0], [2], [2, 2]], [[2], [2, 2], [0], [0, 0]])
 
 
+@pytest.mark.deep
 def test_rows_of_ranks_that_split_sequences_are_counted_once(splitting: Any) -> None:
     group, seen = splitting
     updated, metrics = run(group.update(batch(), [np.arange(4)], None, 1))
@@ -156,6 +159,7 @@ class Placed(WorkerGroup):
         self.asked.append(("has found it", call.rank, self.nodes[call.rank]))
 
 
+@pytest.mark.deep
 def test_one_process_of_each_node_finds_the_model() -> None:
     asked: list[tuple[str, int, str]] = []
     groups = [Placed(role, nodes, asked) for role, nodes in (("rollout", "22"), ("actor", "1122"), ("reward", "13"))]
@@ -219,6 +223,7 @@ def log_probs(reference: ReferenceGroup, groups: Sequence[DataProtoRef]) -> list
     return [row.tolist() for row in found.fetch(("ref_log_probs",))["ref_log_probs"].rows()]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_pass_whose_rank_is_lost_is_done_again(reference: ReferenceGroup, number: signal.Signals) -> None:
     """The other rank has answered, and is replaced with it; a second loss is beyond the budget."""
@@ -244,6 +249,7 @@ def test_only_a_loss_is_made_good(reference: ReferenceGroup) -> None:
     assert not reference.restarts.failures
 
 
+@pytest.mark.deep
 def test_ranks_that_are_lost_together_cost_one_restart_and_other_passes_wait(reference: ReferenceGroup) -> None:
     """Four passes of a job of which all groups are there; none of them is lost."""
     engines, scorers = (WorkerGroup(role, [None], TimeLimits(60.0)) for role in ("rollout", "reward"))

@@ -54,6 +54,7 @@ def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray
     return found.fetch(found.columns)[found.columns[0]].values.numpy()
 
 
+@pytest.mark.deep
 def test_lora_on_real_workers(actor: ActorGroup) -> None:
     """The reference stays what it was while the policy moves; on policy the update returns the old log-probs."""
     batch = stored_batch()
@@ -88,6 +89,7 @@ def test_engines_get_whole_weights_or_factors_alone(apart: bool, name: str) -> N
         assert [found for found, _ in worker._sent("float32", "cpu", sends=sends)] == [name]
 
 
+@pytest.mark.deep
 def test_an_actor_over_another_train_engine(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:
     """One without a model, named in the settings: passes, a step, weights for engines, a checkpoint, an export."""
     settings = actor_settings(random_models["tied"], engine="tests.engines.fakes:FakeTrainEngine")

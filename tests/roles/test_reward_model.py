@@ -117,6 +117,7 @@ def alone(folder: str, sequences: list[list[int]]) -> list[float]:
         return [model(input_ids=torch.tensor([ids])).logits.item() for ids in sequences]
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_conversations_in_its_own_template(local_ray: None, folder: str) -> None:
     """Three groups on two ranks, two sequences a pass: as transformers says of each conversation alone."""

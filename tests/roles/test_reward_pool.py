@@ -104,6 +104,7 @@ def test_a_process_that_dies_is_replaced_and_its_data_outlives_it(make: Callable
         score(pool)
 
 
+@pytest.mark.deep
 def test_a_process_that_hangs_is_replaced_once(make: Callable, tmp_path: Path) -> None:
     """What else it was asked for is asked again too, and does not count as another loss."""
     pool = make(1)
@@ -124,6 +125,7 @@ def test_a_process_that_hangs_is_replaced_once(make: Callable, tmp_path: Path) -
     assert len(pool.restarts.failures) == 1
 
 
+@pytest.mark.deep
 def test_each_process_has_one_call_at_a_time_and_a_cancelled_one_keeps_its_process_busy(
     make: Callable, tmp_path: Path
 ) -> None:
@@ -152,6 +154,7 @@ def test_each_process_has_one_call_at_a_time_and_a_cancelled_one_keeps_its_proce
     assert [member.taken for member in pool.members] == [0, 0]
 
 
+@pytest.mark.deep
 def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
     pool, batch = make(2), scored_batch()
     (tmp_path / "trap").write_text("SIGKILL")
@@ -168,6 +171,7 @@ def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
     assert len(pool.restarts.failures) == 2
 
 
+@pytest.mark.deep
 def test_the_functions_own_mistake_is_shown_at_once(make: Callable, tmp_path: Path) -> None:
     pool = make(3)
     (tmp_path / "trap").write_text("raise")

@@ -91,6 +91,7 @@ def test_no_responses_give_no_rows() -> None:
     assert len(group_batch("p3", np.array([4], np.int32), [])) == 0
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_an_engine_without_a_profiler_says_so(local_ray: None) -> None:
     settings = engine_settings("builtin:tiny-qwen3", name="tests.engines.fakes:FakeRolloutEngine")
@@ -182,6 +183,7 @@ def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> 
     assert len({tuple(row.tolist()) for row in first["responses"].rows()}) == 3
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_the_first_turns_are_what_one_request_for_the_group_gives(agents: WorkerGroup, rollouts: WorkerGroup) -> None:
     one_request = rollouts.submit(1, "generate", "generate", "g", np.array([4, 5, 6], np.int32), SAMPLING)
@@ -192,6 +194,7 @@ def test_the_first_turns_are_what_one_request_for_the_group_gives(agents: Worker
             torch.testing.assert_close(turn[:3], row[:3])
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_log_probs_of_later_turns_are_those_given_everything_before(
     agents: WorkerGroup, random_models: dict[str, str]
@@ -208,6 +211,7 @@ def test_log_probs_of_later_turns_are_those_given_everything_before(
         torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_an_aborted_group_ends_while_its_tool_works(agents: WorkerGroup) -> None:
     call = agents.submit(1, "generate", "generate", "slow", np.array([4, 5], np.int32), SAMPLING, TASK)
@@ -228,6 +232,7 @@ def test_a_failing_loop_reaches_the_driver_as_what_it_is(agents: WorkerGroup) ->
     assert sum(error.was_last for error in failed) == 2, "of 3 episodes one may be missing"
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_group_may_lack_an_episode_of_which_all_attempts_fail(agents: WorkerGroup) -> None:
     """Of training: episode 2 never succeeds, and the other two make the group. Validation needs all of them."""

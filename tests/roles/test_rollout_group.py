@@ -155,6 +155,7 @@ def test_groups_are_spread_evenly(make: Callable[..., RolloutGroup]) -> None:
         assert [ranks.count(rank) for rank in (0, 1)] == [5, 5]
 
 
+@pytest.mark.deep
 def test_a_prompt_comes_back_to_the_engine_that_has_its_prefix_until_new_weights_come(make: Callable) -> None:
     group = make()
     first = [request("slow a", 0), request("slow b", 1), *(request(f"slow {i}", 1) for i in range(3))]
@@ -192,6 +193,7 @@ def test_what_a_dead_worker_was_asked_for_another_one_answers_and_the_worker_com
     assert {answer.small["version"] for answer in answers} == {5}, "the new process has the weights in force"
 
 
+@pytest.mark.deep
 def test_what_a_worker_has_answered_outlives_it(make: Callable) -> None:
     group = make(1, most=1)
     (answer,) = generate(group, "answered")
@@ -200,6 +202,7 @@ def test_what_a_worker_has_answered_outlives_it(make: Callable) -> None:
     assert (ray.get(block, timeout=30)["pid"] == answer.small["pid"]).all()
 
 
+@pytest.mark.deep
 def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the_run(make: Callable) -> None:
     group = make(1, most=1)
     with refuses(EngineError, "EngineDeadError") as caught:
@@ -211,6 +214,7 @@ def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the
         generate(group, "anything: nobody would answer")
 
 
+@pytest.mark.deep
 def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
     group = make(1, most=3)
     with refuses(ConfigError, "temperature=10"):
@@ -219,6 +223,7 @@ def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
     assert len(generate(group, "fine")) == 1
 
 
+@pytest.mark.deep
 def test_a_group_with_too_few_episodes_left_is_no_fault_of_its_worker(make: Callable) -> None:
     group, failed = make(1, most=0), list[AgentError]()
     with refuses(AgentError, "two") as caught:
@@ -228,6 +233,7 @@ def test_a_group_with_too_few_episodes_left_is_no_fault_of_its_worker(make: Call
     assert len(generate(group, "fine")) == 1
 
 
+@pytest.mark.deep
 def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
     group = make(1, most=1)
     group.workers.call(0, "test", "hang_from_now_on")
@@ -243,6 +249,7 @@ def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
     says(group.restarts.failures[0], "rollout worker 0", "'generate'", "0.5 s")
 
 
+@pytest.mark.deep
 def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable) -> None:
     group = make(most=1)
     sync(group, ["good"], 4)
@@ -262,6 +269,7 @@ def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable
     assert {answer.small["version"] for answer in answers} == {6}, "the new process too"
 
 
+@pytest.mark.deep
 def test_a_worker_that_comes_back_during_an_update_waits_for_the_next_weights(make: Callable) -> None:
     """The actor no longer holds those that the others have."""
     group = make(1, most=1)
@@ -285,6 +293,7 @@ def test_a_worker_that_comes_back_during_an_update_waits_for_the_next_weights(ma
         assert asked.result().small["version"] == 2
 
 
+@pytest.mark.deep
 def test_damaged_weights_and_other_versions_are_errors(make: Callable) -> None:
     group = make(1, most=3)
     with refuses(WeightSyncError, "bucket 0", "damaged"):
@@ -294,6 +303,7 @@ def test_damaged_weights_and_other_versions_are_errors(make: Callable) -> None:
     assert len(group.restarts.failures) == 0
 
 
+@pytest.mark.deep
 def test_without_a_budget_the_first_failure_stops_the_run(make: Callable) -> None:
     group = make(1)
     group.workers.tell(0, "die")
@@ -301,6 +311,7 @@ def test_without_a_budget_the_first_failure_stops_the_run(make: Callable) -> Non
         generate(group, "slow")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("load", "expected"),
     [
@@ -315,6 +326,7 @@ def test_the_number_in_flight_follows_the_engines_load(load: tuple[int, int], ex
     assert member.limit == expected
 
 
+@pytest.mark.deep
 def test_an_engine_in_which_many_wait_leaves_later_groups_to_the_other(make: Callable[..., RolloutGroup]) -> None:
     """Its memory is full with 4 sequences, so that with 32 waiting (an eighth of 256) it has all it may have."""
     group = make()
@@ -329,6 +341,7 @@ def test_an_engine_in_which_many_wait_leaves_later_groups_to_the_other(make: Cal
         assert ranks.count(0) > 6, "it takes more when none waits"
 
 
+@pytest.mark.deep
 def test_what_drafts_have_done_is_told_once() -> None:
     """Engines say what they have done since their start; one that takes the place of another begins at 0."""
     group = RolloutGroup(WorkerGroup("rollout", [object(), object()], TimeLimits(60.0)))
@@ -343,6 +356,7 @@ def test_what_drafts_have_done_is_told_once() -> None:
     assert group.draft_metrics() == {"perf/drafts/accepted": 0, "perf/drafts/share": 0, "perf/drafts/table_mb": 2.0}
 
 
+@pytest.mark.deep
 def test_the_number_in_flight_has_an_upper_bound() -> None:
     member = Engine(max_num_seqs=64, limit=70)
     member.adapt(64, 0, group_size=4)

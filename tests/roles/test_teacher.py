@@ -28,7 +28,7 @@ from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed_sizes
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 STEPS, ROWS = 4, 16
 Taught = tuple[ActorGroup, ReferenceGroup]

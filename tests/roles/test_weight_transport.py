@@ -144,6 +144,7 @@ def actor_settings(path: str) -> PolicySettings:
     return policy_settings(model_settings(path), weight_bucket_bytes=BUCKET_BYTES)
 
 
+@pytest.mark.deep
 def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: WorkerGroup) -> None:
     """And so does an engine that got the same weights through the object store."""
     seen = [case.answers(0)]
@@ -163,6 +164,7 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
     assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
 
 
+@pytest.mark.deep
 def test_nothing_listens_for_other_machines(case: Case) -> None:
     """Ray, the ranks of two process groups and the engines, while the weight group stands."""
     case.sync()
@@ -181,6 +183,7 @@ def spoiled_sync(case: Case, bucket: int) -> dict[int, Any]:
     return run(outcomes(dict(enumerate(calls))))
 
 
+@pytest.mark.deep
 def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
     case.sync()
     before = case.answers(0)
@@ -190,6 +193,7 @@ def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
     assert [case.answers(rank) for rank in (0, 1)] == [before] * 2
 
 
+@pytest.mark.deep
 def test_a_damaged_later_bucket_leaves_mixed_weights_until_a_whole_sync(case: Case) -> None:
     case.sync()
     mixed = ("mixed", f"versions {case.version} and {case.version + 1}")
@@ -204,6 +208,7 @@ def test_a_damaged_later_bucket_leaves_mixed_weights_until_a_whole_sync(case: Ca
     assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
 
 
+@pytest.mark.deep
 def test_one_damaged_bucket_costs_a_second_attempt_only(case: Case) -> None:
     case.sync()
     groups = case.transport.generation
@@ -216,6 +221,7 @@ def test_one_damaged_bucket_costs_a_second_attempt_only(case: Case) -> None:
     assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
 
 
+@pytest.mark.deep
 def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: Case) -> None:
     """The last test of the case: rank 0 is gone afterwards."""
     case.sync()
@@ -243,6 +249,7 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
         run(engines.started())
 
 
+@pytest.mark.deep
 def test_engines_that_get_changes_only_hold_the_actors_weights_to_the_bit(
     local_ray: None, random_models: dict[str, str]
 ) -> None:
@@ -323,6 +330,7 @@ def formed(rollout: WorkerGroup) -> BroadcastTransport:
     return transport
 
 
+@pytest.mark.deep
 def test_nothing_is_sent_while_an_engines_responses_end() -> None:
     actor, rollout = Scripted("actor", 2), Scripted("rollout", 2, receive_weights={0: 3, 1: 3})
     rollout.asked = actor.asked  # one list of both
@@ -332,6 +340,7 @@ def test_nothing_is_sent_while_an_engines_responses_end() -> None:
     assert actor.asked == [*pauses, *sends, ("receive_weights", 0), ("receive_weights", 1)]
 
 
+@pytest.mark.deep
 def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where() -> None:
     """On GPUs that roles share each rank has engines beside it. Two engines of two workers, on two machines."""
     host = {"open_weight_store": {0: ("10.0.0.1", 77)}}
@@ -347,6 +356,7 @@ def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where(
     assert actor.told[0] == ("open_weight_store", 0, ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"])
 
 
+@pytest.mark.deep
 def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:
     lost = WorkerLost("its process died", "rollout", 0, "node", "sync_weights")
     actor, rollout = Scripted("actor", 1), Scripted("rollout", 2, pause_for_weights={0: lost})
@@ -356,6 +366,7 @@ def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:
     assert not actor.asked
 
 
+@pytest.mark.deep
 def test_an_actor_rank_that_is_lost_is_named_and_not_the_one_whose_connection_broke() -> None:
     broken = WorkerError("RuntimeError: Connection closed by peer", "actor", 0, "node", "sync_weights")
     actor, rollout = Scripted("actor", 2, broadcast_weights={0: broken}), Scripted("rollout", 1)

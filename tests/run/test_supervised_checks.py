@@ -132,6 +132,7 @@ def test_a_model_with_another_head_or_a_damaged_file(dry_run: DryRun, file: Path
     says(dry_run(*mine(file), f"model.path={damaged}", code=2)[1], f"model.path={damaged}", "model.safetensors")
 
 
+@pytest.mark.deep
 def test_memory_that_this_machine_does_not_have(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the states need is refused; what the processes need besides, half a GiB each, is noted."""
     for gib, code, stream in ((0.001, 2, 1), (0.5, 0, 0)):

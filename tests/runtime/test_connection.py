@@ -88,6 +88,7 @@ def test_another_failure_of_ray_stays_what_it_is(ray_folder: Path, monkeypatch: 
     assert type(caught.value) is RuntimeError
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
     """With a stale note about; and an address where nobody answers is refused."""

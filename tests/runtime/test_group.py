@@ -157,6 +157,7 @@ def test_coroutines_wait_side_by_side(group: WorkerGroup, gate: Gate) -> None:
     assert values == [101, 102]
 
 
+@pytest.mark.deep
 def test_a_wait_that_is_cancelled_leaves_the_call(group: WorkerGroup, gate: Gate) -> None:
     async def cancelled() -> int:
         call = group.submit(0, "slow", "wait_for", str(gate))
@@ -178,12 +179,14 @@ def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -
     assert (failure.rank, value) == (0, 105)
 
 
+@pytest.mark.deep
 def test_a_late_call_is_named_by_its_own_role(group: WorkerGroup, gate: Gate) -> None:
     other = WorkerGroup("ref", [], TimeLimits(30.0))
     with refuses(WorkerError, "actor worker 0", "node0", "'slow'", "0.2 s"):
         other.gather([group.submit(0, "slow", "wait_for", str(gate))], timeout_s=0.2)
 
 
+@pytest.mark.deep
 def test_busy_seconds_count_open_calls_once(local_ray: None) -> None:
     group = WorkerGroup("actor", [SimpleNamespace(work=SimpleNamespace(remote=lambda: object()))], TimeLimits(1.0))
     started = time.monotonic()
@@ -202,6 +205,7 @@ def test_an_error_of_ours_comes_out_as_itself(group: WorkerGroup) -> None:
     assert str(caught.value) == "the scorer returned None"
 
 
+@pytest.mark.deep
 def test_a_gpu_that_is_full_is_told_with_role_rank_node_and_key(group: WorkerGroup) -> None:
     call = group.submit(1, "update", "fill_the_gpu")
     with pytest.raises(OutOfMemory) as caught:
@@ -226,6 +230,7 @@ def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group:
     says(error, "actor worker 1", "node1", "'update'", "KeyError: 'the key'")
 
 
+@pytest.mark.deep
 def test_an_error_that_cannot_be_unpickled_is_still_told(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
         group.call(0, "update", "fail_oddly")
@@ -234,6 +239,7 @@ def test_an_error_that_cannot_be_unpickled_is_still_told(group: WorkerGroup) -> 
     assert group.call(0, "add", "add", 1) == 1, "the worker goes on"
 
 
+@pytest.mark.deep
 def test_an_unknown_method_is_a_programming_error(group: WorkerGroup) -> None:
     with pytest.raises(AttributeError):
         group.call(0, "x", "no_such_method")
@@ -252,6 +258,7 @@ def test_no_answer_in_time(group: WorkerGroup, gate: Gate) -> None:
         group.gather([group.submit(0, "add", "add", 1)], timeout_s=0.1)
 
 
+@pytest.mark.deep
 def test_the_deadline_of_a_call(group: WorkerGroup, gate: Gate) -> None:
     """It counts from when the call was sent; the process answers one after the other."""
     patient, hasty = group.submit(1, "score", "wait_for", str(gate)), group.submit(1, "hasty", "add", 1)
@@ -265,6 +272,7 @@ def test_the_deadline_of_a_call(group: WorkerGroup, gate: Gate) -> None:
 
 
 # --- death -------------------------------------------------------------------------------------------------------
+@pytest.mark.deep
 def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], gate: Gate) -> None:
     group = spawn(bundles["dying"], 240.0, [(0,), (1,), (2,)])
     try:
@@ -285,6 +293,7 @@ def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], g
         group.call(0, "add", "add", 1)
 
 
+@pytest.mark.deep
 def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, list]) -> None:
     group = spawn(bundles["replaced"], 240.0, [(0,)])
     try:
@@ -348,6 +357,7 @@ def member_class() -> type:
     return Member
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "stopped", [pytest.param(False, id="sleeps"), pytest.param(True, id="stopped", marks=pytest.mark.long)]
 )
@@ -374,12 +384,14 @@ def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp
         group.kill()
 
 
+@pytest.mark.deep
 def test_another_error_is_not_blamed_on_a_rank_that_works(group: WorkerGroup, gate: Gate) -> None:
     with refuses(WorkerError, "actor worker 1", "node1", "'update'", "KeyError") as caught:
         group.gather([group.submit(0, "update", "wait_for", str(gate)), group.submit(1, "update", "fail")])
     assert not isinstance(caught.value, WorkerLost)
 
 
+@pytest.mark.deep
 def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped(group: WorkerGroup) -> None:
     """NCCL ends the processes of ranks that have waited too long."""
     states = {0: "waiting", 1: "stopped"}

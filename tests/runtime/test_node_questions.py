@@ -47,6 +47,7 @@ def group(local_ray: None) -> Iterator[WorkerGroup]:
         yield group
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_the_rank_that_is_gone_is_named_rather_than_the_one_that_noticed(group: WorkerGroup) -> None:
     with refuses(WorkerError, "actor worker 0", "'update'", "RuntimeError") as caught:
@@ -60,6 +61,7 @@ def test_the_rank_that_is_gone_is_named_rather_than_the_one_that_noticed(group: 
     says(lost.value.__notes__[0], "actor worker 0", "RuntimeError")
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_node_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> None:
     elsewhere = replace(group.addresses[0], node_id="e" * 56)
@@ -68,6 +70,7 @@ def test_a_node_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> 
     assert found[1] not in LOST
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_nodes_answer_in_the_order_in_which_they_are_asked(group: WorkerGroup) -> None:
     here, nowhere = group.addresses[0].node_id, "e" * 56
@@ -77,6 +80,7 @@ def test_nodes_answer_in_the_order_in_which_they_are_asked(group: WorkerGroup) -
     assert (second, third) == (None, "gone")
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for_it(group: WorkerGroup) -> None:
     node, pids = group.addresses[0].host, {rank: address.pid for rank, address in group.addresses.items()}

@@ -96,6 +96,7 @@ def test_each_machine_has_a_group() -> None:
     release(groups)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("local_ray")
 def test_what_works_alone_has_a_group_of_its_own() -> None:
     groups, bundles = reserve(
@@ -106,6 +107,7 @@ def test_what_works_alone_has_a_group_of_its_own() -> None:
     release(groups)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("local_ray")
 def test_what_is_not_required_is_not_waited_for() -> None:
     slots = [
@@ -117,6 +119,7 @@ def test_what_is_not_required_is_not_waited_for() -> None:
     release(groups)
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("local_ray")
 def test_in_a_restart_one_of_those_that_work_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for all but the second engine, which wants 100 CPUs. Of what must be there all is, or nothing."""
@@ -160,6 +163,7 @@ def test_what_the_cluster_has_not_is_refused(monkeypatch: pytest.MonkeyPatch, ne
     says(message, f"{0.1 + count * cpus:g} CPU and {count * gpus:g} GPU", "2 CPU and 0 GPU", "trainer.n_gpus_per_node")
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("local_ray")
 def test_a_refused_request_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:

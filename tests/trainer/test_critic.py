@@ -45,6 +45,7 @@ def warmed_up(
     return trainer, updates(trainer), trainer.roles.actor.workers.call_all("test", "seen")
 
 
+@pytest.mark.deep
 def test_a_critic_has_mini_batches_of_its_own(warmed_up: tuple) -> None:
     """4 prompts x 4 responses, twice over, a prompt at a time; every response once on one of two ranks."""
     _, seen, _ = warmed_up
@@ -56,6 +57,7 @@ def test_a_critic_has_mini_batches_of_its_own(warmed_up: tuple) -> None:
         assert len({uids[0] for uids in mini_batches[:4]}) == len({uids[0] for uids in mini_batches[4:]}) == 4
 
 
+@pytest.mark.deep
 def test_while_the_critic_warms_up_the_policy_stands_still(warmed_up: tuple) -> None:
     trainer, _, actor = warmed_up
     assert [len(rank) for rank in actor] == [2, 2], "of three steps"
@@ -77,6 +79,7 @@ def test_a_response_is_compared_with_the_critics_values(warmed_up: tuple) -> Non
     assert row["timing_s/values"] >= 0
 
 
+@pytest.mark.deep
 def test_the_page_of_metrics_has_those_of_a_critic(warmed_up: tuple) -> None:
     trainer, _, _ = warmed_up
     names = {name for row in history(trainer) for name in row} - {"step"}
@@ -84,6 +87,7 @@ def test_the_page_of_metrics_has_those_of_a_critic(warmed_up: tuple) -> None:
     assert undocumented(names, PAGE.read_text()) == []
 
 
+@pytest.mark.deep
 def test_on_policy_nothing_is_missing_while_the_policy_stands_still(
     with_critic: dict[str, WorkerGroup], tmp_path: Path
 ) -> None:
@@ -96,6 +100,7 @@ def test_on_policy_nothing_is_missing_while_the_policy_stands_still(
     assert measured == [False, True, True]
 
 
+@pytest.mark.deep
 def test_ahead_the_values_are_those_before_the_update(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, with_critic, *PPO, "trainer.max_staleness=1")
     trainer.fit()
@@ -120,6 +125,7 @@ def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tm
         make_trainer(tmp_path, with_critic, *PPO, "+critic.model.override_config.attention_dropout=0.5")
 
 
+@pytest.mark.deep
 def test_an_error_names_the_stage(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
     """The critic's own time limit counts, not the actor's."""
     trainer = make_trainer(tmp_path, with_critic, *PPO)

@@ -10,7 +10,7 @@ from grpo_dist.trainer.checkpoint.folder import read_state
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.recorded import history
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 POOLS = ("easy", "useful", "hard", "unseen")
 

@@ -12,7 +12,7 @@ from tests.messages import refuses, says
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.recorded import history
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 
 def test_a_value_that_is_reached_ends_the_run_with_all_that_its_end_has(groups: dict, tmp_path: Path) -> None:

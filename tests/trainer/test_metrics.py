@@ -23,6 +23,7 @@ from grpo_dist.trainer.metrics import (
     performance_metrics,
     zero_variance_share,
 )
+from tests.sources import parsed
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
 
 PACKAGE = Path(grpo_dist.__file__).parent
@@ -33,7 +34,7 @@ def metrics_in_code() -> set[str]:
     """Text in the package that is the whole name of a metric."""
     names = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.add(node.value)
     return {name for name in names if re.fullmatch(rf"({FAMILIES})/[a-z_0-9]*[a-z0-9](/[a-z_]+)?", name)}

@@ -123,6 +123,7 @@ def terminated_in_the_rollout(
     assert trainer.preemption.number == number
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -142,6 +143,7 @@ def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
         assert trained(tmp_path / "b/run", step) == trained(tmp_path / "a/run", step)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("handlers")
 def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
@@ -168,6 +170,7 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
         assert trained(tmp_path / "b/run", step) == trained(tmp_path / "a/run", step)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("handlers")
 def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
@@ -178,6 +181,7 @@ def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups:
     assert state.metrics["val-core/arithmetic/reward/mean@1"] == 8
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("handlers")
 def test_a_checkpoint_that_cannot_be_written_is_told(
@@ -196,6 +200,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(
     assert said[-1].startswith("SIGTERM: no checkpoint could be written: actor worker 0")
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """The second SIGTERM ends an update: the weights are no finished step's."""

@@ -47,6 +47,7 @@ def test_all_metrics_have_different_names() -> None:
     assert all(re.fullmatch(r"[a-z_][a-zA-Z0-9_]*", gauge_name(name)) for name in names)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
 def test_the_last_values_are_exported_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +73,7 @@ def test_the_last_values_are_exported_until_the_run_ends(tmp_path: Path, monkeyp
         assert len(trackers.notes) == 2, "none was dropped"
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("local_ray")
 def test_without_rays_agent_the_run_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

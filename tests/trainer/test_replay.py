@@ -147,6 +147,7 @@ def test_targets_begin_with_the_tokens_that_were_sampled(overrides: list[str]) -
     assert first_difference(made.data, again(made), 0.0) is None
 
 
+@pytest.mark.deep
 def test_a_looser_key_gets_back_what_the_run_has_left_out(tmp_path: Path) -> None:
     made = recorded("algorithm.mask_truncated_responses=true", truncated=torch.tensor([1, 0, 0, 0]))
     run_dir = written(made, tmp_path)

@@ -110,6 +110,7 @@ def compared(
 CANNOT = verdict({}, {}, by_gradient=False).partition(":")[0]
 
 
+@pytest.mark.deep
 def test_the_same_config_pushes_the_same(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the second step no weights are kept: its gradients are not there, and the reason is told."""
     table, told = compared(capsys, run_dir, "--steps", "1:2")
@@ -151,6 +152,7 @@ def test_responses_without_a_score_are_left_out_and_counted(run_dir: Path, capsy
     says(told, "ZeroDivisionError")
 
 
+@pytest.mark.deep
 def test_another_loss_shows_in_the_gradients_alone(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """There are two mini-batches with weights: too few to tell."""
     key = "actor_rollout_ref.actor.kl_loss_coef=0.3", "actor_rollout_ref.actor.loss_agg_mode=token-sum"

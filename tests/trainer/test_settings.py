@@ -360,6 +360,7 @@ def test_time_limits_by_stage() -> None:
     assert [limits.of(stage) for stage in ("generate", "update", "start")] == [7.0, 100.0, 900.0]
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_real_engine_validates_as_val_kwargs_say(rollouts: WorkerGroup) -> None:
     def validated(*options: str) -> list[list[int]]:

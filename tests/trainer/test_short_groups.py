@@ -11,7 +11,7 @@ from grpo_dist.runtime.event_loop import run
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.recorded import history
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 
 def trained_rows(run_dir: Path, step: int) -> list[dict]:

@@ -150,6 +150,7 @@ def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[st
     assert idle[1] < idle[0] / 2, idle
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once(
     tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
@@ -172,6 +173,7 @@ def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once(
         assert sum(row[f"staleness/share/{age}"] for age in range(staleness + 1)) == pytest.approx(1)
 
 
+@pytest.mark.deep
 def test_the_same_prompts_train_in_the_same_steps_whatever_the_staleness(
     tmp_path: Path, groups: dict[str, WorkerGroup]
 ) -> None:
@@ -182,6 +184,7 @@ def test_the_same_prompts_train_in_the_same_steps_whatever_the_staleness(
     assert seen[0] == seen[1]
 
 
+@pytest.mark.deep
 def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """Stopped after step 3 while steps 4 to 6 were being sampled."""
     overrides = ("trainer.max_staleness=2", "trainer.save_freq=3")
@@ -197,6 +200,7 @@ def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, grou
     assert trained_uids(groups) == whole[3:]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_when_the_order_of_the_prompts_is_asked_and_told(
     tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch, staleness: int
@@ -236,6 +240,7 @@ def groups_sampled(groups: dict[str, WorkerGroup]) -> int:
     return sum(groups["rollout"].call_all("test", "take_count"))
 
 
+@pytest.mark.deep
 def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
     tmp_path: Path, groups: dict[str, WorkerGroup]
 ) -> None:
@@ -277,6 +282,7 @@ async def begin_to_sample(trainer: GRPOTrainer) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
     tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
@@ -298,6 +304,7 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
         assert [text for text in shown if "replaced a worker" in text and "rollout worker 0" in text]
 
 
+@pytest.mark.deep
 def test_over_sampling_ends_the_slowest_and_trains_whole_batches(
     tmp_path: Path, groups: dict[str, WorkerGroup]
 ) -> None:
@@ -316,6 +323,7 @@ class UnevenRolloutWorker(HeldRolloutWorker):
         return sum(line.startswith(f"asked {step}-") for line in self.log) in (2, 5)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_ends_without_its_slowest_groups_and_their_prompts_come_again(
     tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
@@ -367,6 +375,7 @@ def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
         staleness_metrics(batch, 4, 2)
 
 
+@pytest.mark.deep
 def test_mini_batches_that_the_policy_is_ahead_are_counted_by_token() -> None:
     """Two parts of a group each, of weights of this step and of the one before: 0 and 2, then 1 and 3."""
     small = {

@@ -33,7 +33,7 @@ from tests.trainer.fakes import FakeRolloutWorker, HeldRolloutWorker
 from tests.trainer.metrics_page import PAGE, undocumented
 from tests.trainer.recorded import history
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 STREAM = "trainer.stream_mini_batches=true"
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode=true"

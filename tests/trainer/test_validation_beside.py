@@ -25,7 +25,7 @@ from tests.trainer.fakes import HeldRolloutWorker
 from tests.trainer.recorded import history
 from tests.trainer.test_preemption import terminated_in_the_rollout
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 METRIC = "val-core/arithmetic/reward/mean@1"
 AT_ONCE = ("trainer.test_freq=1", "trainer.save_freq=100", "trainer.val_before_train=false")

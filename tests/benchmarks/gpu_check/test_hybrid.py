@@ -22,6 +22,7 @@ def work_on(device: str, folder: Path) -> Work:
     return Work(device, SCALES["small"], folder, Findings(holds=False))
 
 
+@pytest.mark.deep
 def test_two_copies_take_the_step_of_a_single_rank(tmp_path: Path) -> None:
     """Real processes over gloo, each with every second group of the mini-batch."""
     write_model(work_on("cpu", tmp_path))

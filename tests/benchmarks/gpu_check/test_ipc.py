@@ -31,6 +31,7 @@ def noted(tmp_path: Path, name: str, sender: dict[str, Any], receiver: dict[str,
     return {figure.what.removeprefix(f"{name}: "): figure for figure in work.found.figures}
 
 
+@pytest.mark.deep
 def test_two_pairs_of_processes_hand_weights_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four real processes; on CPU the memory that they share is in files. Four versions of six tensors each."""
     monkeypatch.setattr(ipc, "is_wsl", lambda: False)

@@ -35,6 +35,7 @@ def figures(results: dict[str, Result], part: str) -> dict[str, Figure]:
     return {figure.what: figure for figure in results[part].figures}
 
 
+@pytest.mark.deep
 def test_all_parts_run_without_ray_vllm_and_the_rest(results: dict[str, Result]) -> None:
     ended = {result.part: (result.status, result.reason) for result in results.values()}
     asks_gpu = ("skipped", "it asks about a GPU")

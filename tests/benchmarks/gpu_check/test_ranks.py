@@ -50,6 +50,7 @@ def writes_at_its_end(store: dist.TCPStore, rank: int, *, path: str, forever: bo
     return rank
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("forever", [False, True], ids=["soon", "never"])
 def test_processes_may_end_what_they_have_started(
     forever: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,6 +62,7 @@ def test_processes_may_end_what_they_have_started(
     assert time.monotonic() - started < 100
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("how", "limit_s", "told"),
     [("error", 100.0, ["rank 1", "ValueError", "no memory"]), ("exit", 100.0, ["rank 1", "3"]), ("", 1.0, ["rank 0"])],

@@ -256,6 +256,7 @@ def go_on_with_another_rate(rank: int, path: str, source: Path) -> dict[str, Any
     return {"group": dict(group, params=None), "first": first, "second": step(engine, rank, 1, 3)}
 
 
+@pytest.mark.deep
 def test_a_learning_rate_that_was_changed_holds(runs: dict, random_models: dict[str, str], folder: Path) -> None:
     """The moments and the place in the schedule are the saved ones, the settings those of the config."""
     [result] = run_ranks(1, go_on_with_another_rate, random_models["tied"], folder / "one")
@@ -288,6 +289,7 @@ def experts(rank: int, path: str, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 def test_experts_go_on_bit_by_bit_and_are_exported(random_models: dict[str, str], tmp_path: Path) -> None:
     """A layer with all of its experts is gathered at once; of the stack each of two ranks holds whole experts."""
     import transformers
@@ -338,6 +340,7 @@ def stopped_and_not(rank: int, path: str, folder: Path) -> list[Any]:
     return [expected[2:], pair_steps(again, rank, range(2, 4)), weights(whole), weights(again), weights(first)]
 
 
+@pytest.mark.deep
 def test_a_reward_model_that_goes_on_equals_one_that_was_never_stopped(
     random_models: dict[str, str], tmp_path: Path
 ) -> None:

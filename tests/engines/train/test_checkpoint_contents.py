@@ -72,6 +72,7 @@ def test_engines_know_what_they_will_write(ranks: int, random_models: dict[str, 
     assert all("lora_" in key for key in moments), "of the factors alone, beside all weights"
 
 
+@pytest.mark.deep
 def test_a_tied_output_layer_is_written_once(random_models: dict[str, str], tmp_path: Path) -> None:
     run_ranks(1, trained_and_saved, random_models["tied"], tmp_path / "one", 1)
     names = tensor_bytes(tmp_path / "one").keys()
@@ -92,6 +93,7 @@ def with_both_names(rank: int, path: str, folder: Path) -> list[dict[str, np.nda
     return [weights(engine), weights(again)]
 
 
+@pytest.mark.deep
 def test_a_checkpoint_with_both_names_is_read(random_models: dict[str, str], tmp_path: Path) -> None:
     for saved, read in run_ranks(2, with_both_names, random_models["tied"], tmp_path / "earlier"):
         assert "model.lm_head.weight" in tensor_bytes(tmp_path / "earlier")
@@ -113,6 +115,7 @@ def trained_and_saved(rank: int, path: str, target: Path, ranks: int) -> None:
     save_engine(engine, target)
 
 
+@pytest.mark.deep
 def test_from_4_ranks_to_2_to_1_no_bit_changes(random_models: dict[str, str], tmp_path: Path) -> None:
     """Weights, both moments of AdamW and its steps."""
     path, ranks = random_models["tied"], (4, 2, 1)

@@ -54,6 +54,7 @@ def plain_scores(path: str, head: torch.Tensor) -> list[float]:
         return [model(input_ids=torch.cat(row).long()[None]).logits.item() for row in rows]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("family", "tied"), [("Qwen3", True), ("Llama", False), ("Gemma3Text", True)])
 def test_a_new_head_on_a_causal_model(tmp_path: Path, family: str, tied: bool) -> None:
     """Normal with standard deviation 1 / sqrt(hidden + 1), from the seed alone. Untied files have an output layer."""
@@ -128,6 +129,7 @@ def plain(path: str, kind: str, data: DataProto) -> list[torch.Tensor]:
         return [model(input_ids=torch.cat(row).long()[None]).logits[0] for row in rows]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_value_is_the_score_of_a_sequence_classifier(tmp_path: Path, family: str) -> None:
     path, data = random_classifier(tmp_path, family), random_batch(num_groups=2, n=3)
@@ -167,6 +169,7 @@ def shuffled(rank: int, path: str) -> str:
     return engine.report
 
 
+@pytest.mark.deep
 def test_a_head_of_zeros_does_not_hide_a_wrong_layout(tmp_path: Path) -> None:
     (report,) = run_ranks(1, shuffled, random_classifier(tmp_path))
     assert report.startswith("padded")
@@ -181,6 +184,7 @@ def refused_head(rank: int, path: str, num_labels: int) -> str:
     return ""
 
 
+@pytest.mark.deep
 def test_folders_without_the_head_that_is_asked_for(tmp_path: Path) -> None:
     policy = random_model("Qwen3", tmp_path / "policy")
     says(run_ranks(1, refused_head, policy, 1)[0], f"{KEY}={policy}", "score.weight")

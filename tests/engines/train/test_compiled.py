@@ -76,6 +76,7 @@ def steps(rank: int, path: str, compiler: str, layout: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "padded"), pytest.param(2, "shared", marks=pytest.mark.long)])
 def test_compiled_layers_train_the_same_model(random_models: dict[str, str], ranks: int, layout: str) -> None:
     """All layers share a graph for passes that train, and one for those that do not."""

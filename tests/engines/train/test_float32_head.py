@@ -93,6 +93,7 @@ def model_weight(path: str, name: str) -> torch.Tensor:
     return model.get_parameter(name).detach()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_log_probs_and_gradients_equal_the_dense_computation(random_models: dict[str, str], name: str) -> None:
     """Whatever the micro-batches and ranks, also of the embedding's share of a weight."""
@@ -116,6 +117,7 @@ def test_log_probs_and_gradients_equal_the_dense_computation(random_models: dict
     assert norms == pytest.approx([norms[0]] * len(norms), rel=SHARE)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["tied", "untied"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_factors(random_models: dict[str, str], name: str, ranks: int) -> None:
@@ -190,6 +192,7 @@ def distributed(rank: int, path: str) -> bool:
     return torch.equal(gathered(engine)["lm_head.weight"], model_weight(path, "lm_head.weight"))
 
 
+@pytest.mark.deep
 def test_loaded_by_one_rank_it_is_not_rounded(random_models: dict[str, str]) -> None:
     assert run_ranks(2, distributed, random_models["untied"]) == [True, True]
 

@@ -79,6 +79,7 @@ def by_layout(rank: int, path: str, data: DataProto, max_model_len: int | None) 
     return out
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", [phi3, gpt2])
 def test_padding_has_positions_that_the_model_knows(family: Any, tmp_path: Path) -> None:
     """Rows are wider than GPT-2's table of positions, and than what Phi-3 takes for a long text."""
@@ -101,6 +102,7 @@ def test_longrope_takes_the_samplers_factors_for_all_sequences(tmp_path: Path) -
         np.testing.assert_allclose(log_probs, expected, atol=2e-5, err_msg=layout)
 
 
+@pytest.mark.deep
 def test_sequences_that_change_each_other_go_alone(tmp_path: Path) -> None:
     """Factors that follow the longest sequence of a micro-batch, as transformers has them."""
     path, data = phi3(tmp_path), mixed_batch()
@@ -118,6 +120,7 @@ def wide_rows(rank: int, path: str, data: DataProto) -> tuple[np.ndarray, str]:
     return engine.compute_log_probs(data, micro_batch_size=20).values.numpy().copy(), engine.forward.report
 
 
+@pytest.mark.deep
 def test_the_check_sees_rows_as_wide_as_they_will_be(tmp_path: Path) -> None:
     """A model that is another one in rows of more than 96 tokens; the few sequences that are compared have fewer."""
     path, data = random_model("Qwen3", tmp_path, head_dim=8), random_batch(num_groups=1, n=20)
@@ -133,6 +136,7 @@ def limits(rank: int, path: str) -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
+@pytest.mark.deep
 def test_the_ranks_of_a_copy_wait_for_each_other_as_long_as_all_do(random_models: dict[str, str]) -> None:
     """Hybrid sharding makes groups of its own; by torch's default they would wait for half an hour."""
     assert run_ranks(4, limits, random_models["tied"]) == [[LIMIT_S, LIMIT_S]] * 4

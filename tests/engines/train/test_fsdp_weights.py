@@ -14,6 +14,8 @@ from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import model_settings
 
+pytestmark = pytest.mark.deep
+
 SETTINGS = model_settings("", compute_dtype="bf16")
 
 

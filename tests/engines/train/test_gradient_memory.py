@@ -7,6 +7,8 @@ import pytest
 from tests.fake_memory import GIB, fake_engine, peak_of_update, sequences
 from tests.worker_settings import model_settings
 
+pytestmark = pytest.mark.deep
+
 # 4 layers of (2 * 512 * (512 + 256) + 3 * 512 * 4096) numbers of a Qwen3; the vocabulary hardly counts.
 SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
          "intermediate_size": 4096, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip

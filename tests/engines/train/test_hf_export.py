@@ -43,6 +43,7 @@ def export_twice(rank: int, model: str, folder: Path) -> str:
     return ""
 
 
+@pytest.mark.deep
 def test_a_full_disk_leaves_the_one_before_and_all_ranks_say_so(random_models: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "huggingface"
     errors = run_ranks(2, export_twice, random_models["tied"], folder)
@@ -110,6 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraSection | None]] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_files_have_the_names_of_the_model_that_was_loaded(
     case: str, random_models: dict[str, str], tmp_path: Path
@@ -259,6 +261,7 @@ def model(request: pytest.FixtureRequest, random_models: dict[str, str], tmp_pat
     return random_models[request.param]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("model", "lora"),
     [
@@ -296,6 +299,7 @@ def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSection,
     assert all(torch.equal(ours[name], by_peft[name]) for name in ours)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("steps", [0, 2])
 def test_any_number_of_ranks_writes_the_same_files(random_models: dict[str, str], tmp_path: Path, steps: int) -> None:
     for ranks in (1, 2):

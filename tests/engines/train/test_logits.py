@@ -83,6 +83,7 @@ def test_the_squared_norm_of_the_gradient_of_a_log_prob() -> None:
     assert values.entropies is None
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_they_are_the_same(dtype: torch.dtype) -> None:
     """By Inductor, which fuses all of it."""

@@ -124,6 +124,7 @@ def test_without_torchao_it_is_told_what_to_install(
     built(weight(), "AdamW")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
 def test_the_second_moment_beside_bf16_weights_decays(name: str) -> None:
     """A bf16 number has 8 bits, and times 0.999 it is rounded to itself: states in bf16 would stay for good."""
@@ -136,6 +137,7 @@ def test_the_second_moment_beside_bf16_weights_decays(name: str) -> None:
 
 
 # --- rounding ------------------------------------------------------------------------------------------------------
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
 def test_updates_that_are_too_small_for_bf16_count_on_average(name: str) -> None:
     """50 updates by 1e-4 of weights of 1, of which the next smaller is 1 - 2**-8: rounded as usual none would move.
@@ -189,6 +191,7 @@ def test_compiled_kernels_round_by_the_step_too(monkeypatch: pytest.MonkeyPatch)
 
 
 # --- states that go out and come back --------------------------------------------------------------------------------
+@pytest.mark.deep
 @pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1 << 22), (torch.bfloat16, 10_240)])
 def test_numbers_become_the_codes_that_they_were(
     dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch
@@ -282,6 +285,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_goes_on_bit_for_bit(saved: dict[Any, Any], name: str, ranks: int) -> None:

@@ -161,6 +161,7 @@ def draw(rank: int, path: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["tied", "gpt2"])
 def test_lora_starts_as_peft_starts_it_on_any_number_of_ranks(families: dict[str, str], family: str) -> None:
     import transformers

@@ -86,6 +86,7 @@ def drift(rank: int, path: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_small_shares_add_up_in_bf16(ranks: int, random_models: dict[str, str]) -> None:
     """1 - 0.99^100 = 63.4 % of the way, as in fp32; in bf16 each move would be rounded away."""

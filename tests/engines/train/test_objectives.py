@@ -256,6 +256,7 @@ def learn_sums(rank: int, path: str) -> list[float]:
     return [before, accuracy()]
 
 
+@pytest.mark.deep
 def test_the_built_in_model_learns_to_prefer_right_sums() -> None:
     """Chance is 0.5, with a standard deviation of 0.035 over 200 pairs."""
     ((before, after),) = run_ranks(1, learn_sums, resolve_model_path("builtin:tiny-qwen3"))

@@ -249,6 +249,7 @@ def trained_away(rank: int, path: str, away: bool) -> dict[str, Any]:
     return {"weights": weights, "log-probs": computed, "stayed": stayed}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sharded_model_trains_alike_wherever_its_weights_wait(ranks: int, tmp_path: Path) -> None:
     path = random_model("Qwen3", tmp_path / "model")

@@ -84,6 +84,7 @@ def test_gradients_reach_the_router() -> None:
     torch.testing.assert_close(router.weight.grad, expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "Olmoe", "Qwen2Moe"])
 def test_the_routers_own_choice_changes_no_bit(family: str) -> None:
     policy = model(family)

@@ -66,6 +66,7 @@ def steps(rank: int, path: str, lora: LoraSection | None) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("lora", [None, lora()])
 def test_layers_are_computed_again_in_the_backward_pass(lora: LoraSection | None, tmp_path: Path) -> None:
     for found in run_ranks(2, steps, random_model("Qwen3", tmp_path, head_dim=8), lora):

@@ -17,6 +17,7 @@ from grpo_dist.engines.train.segment_attention import (
 )
 from tests.engines.train.test_attention import ROWS
 from tests.tensor_sizes import largest_tensor
+from tests.tiers import covering
 
 MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 VISIBLE = ROWS[0] >= 0
@@ -96,15 +97,18 @@ def test_a_batch_is_cut_where_its_scores_would_be_too_many(monkeypatch: pytest.M
 
 
 MIXED = rows_of([(30, [40, 38, 7, 1]), (3, [12]), (9, []), (28, [3, 37])])
+SEGMENTS = {"rows": ROWS, "mixed": MIXED, "tree": TREE}
 
 
-@pytest.mark.parametrize(("batched_tokens", "queries"), [(0, 512), (0, 7), (20, 512), (20, 7), (100, 512)])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("segments", [ROWS, MIXED, TREE], ids=["rows", "mixed", "tree"])
+@pytest.mark.parametrize(
+    ("kind", "key_heads", "lengths"),
+    covering(SEGMENTS, (4, 2, 1), ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512))),
+)
 def test_it_equals_the_dense_mask(
-    key_heads: int, batched_tokens: int, queries: int, segments: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    kind: str, key_heads: int, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 to rounding, values and gradients, with heads of values that are wider than those of keys."""
+    segments, (batched_tokens, queries) = SEGMENTS[kind], lengths
     monkeypatch.setattr(segment_attention, "QUERIES", queries)
     generator = torch.Generator().manual_seed(0)
     _, rows, width = segments.shape

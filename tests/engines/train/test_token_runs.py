@@ -134,6 +134,7 @@ def steps(rank: int, path: str, layout: str, size: int, loss_agg_mode: str, loss
     return {"weights": weights, "metrics": [metric_values(result.metrics) for result in results]}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("loss_agg_mode", "loss_mode"), [("token-mean", "vanilla"), ("seq-mean-token-mean", "gspo")])
 def test_an_update_is_the_same_however_the_rows_lie(
     random_models: dict[str, str], loss_agg_mode: str, loss_mode: str

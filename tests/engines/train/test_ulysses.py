@@ -128,7 +128,7 @@ def runs(paths: dict[str, str]) -> Runs:
 
 OTHERS = [
     pytest.param("2 ranks", marks=pytest.mark.long),
-    "4 ranks",
+    pytest.param("4 ranks", marks=pytest.mark.deep),
     "2 x 2 ranks, uneven",
     pytest.param("2 x 2 ranks, one without rows", marks=pytest.mark.long),
 ]

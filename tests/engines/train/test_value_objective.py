@@ -228,6 +228,7 @@ def stop_and_go_on(rank: int, path: str, data: DataProto, folder: Path) -> dict[
     return found | {"weights": weights_of(made), "resumed": weights_of(again)}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("kind", "ranks"), [("policy", 2), ("reward model", 1)])
 def test_from_start_to_export(kind: str, ranks: int, data: DataProto, tmp_path: Path) -> None:
     """A policy gets a small new head; the head of a reward model is kept, also by a critic that may draw a new one."""

@@ -110,6 +110,7 @@ def load(group: WorkerGroup, sent: list[Any], version: int, when_running: int | 
     return group.call(0, "sync_weights", "load_weights", stored, version)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_factors_take_the_place_of_those_before(engine: WorkerGroup, models: list[Any]) -> None:
     for version, model in enumerate(models, -1):
@@ -123,6 +124,7 @@ def test_factors_take_the_place_of_those_before(engine: WorkerGroup, models: lis
     assert greedy[0] != greedy[1] != greedy[2], "the change shows"
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_damaged_factors_leave_those_before_in_force(engine: WorkerGroup, models: list[Any]) -> None:
     assert load(engine, buckets(models[1]), 10) == 10
@@ -138,6 +140,7 @@ def test_damaged_factors_leave_those_before_in_force(engine: WorkerGroup, models
         assert_log_probs_equal(models[1], found)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_requests_in_flight_go_on_and_the_kept_cache_serves_none_that_comes_later(
     engine: WorkerGroup, models: list[Any]
@@ -157,6 +160,7 @@ def test_requests_in_flight_go_on_and_the_kept_cache_serves_none_that_comes_late
         assert_log_probs_equal(models[2], generate(engine, 0, [PROMPTS[2]], settings))
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_factors_that_vllm_has_no_place_for(engine: WorkerGroup, models: list[Any]) -> None:
     """The last test of the engine."""

@@ -218,6 +218,7 @@ def all_names() -> Iterator[tuple[str, str]]:
     yield from ((model_type, "GPT2Tokenizer") for model_type in ("qwen2", "phi3", "deepseek_v3", "mistral", "gemma3"))
 
 
+@pytest.mark.deep
 def test_vllms_tokens_are_those_of_training(folder: Path, tmp_path: Path) -> None:
     differing = 0
     conversation = [{"role": "user", "content": TEXT}]
@@ -259,6 +260,7 @@ def test_an_engine_without_texts_has_no_tokenizer_and_a_named_one_wins(folder: P
 SETTINGS = engine_settings(kv_cache_memory_gib=None)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_profile_has_the_engines_steps_each_time(rollouts: WorkerGroup, tmp_path: Path) -> None:
     for number in (1, 2):
@@ -276,6 +278,7 @@ def test_a_profile_has_the_engines_steps_each_time(rollouts: WorkerGroup, tmp_pa
         assert {"aten::embedding", "aten::linear"} & set(names)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_an_engine_that_was_made_without_one_says_so(rollouts: WorkerGroup, tmp_path: Path) -> None:
     with refuses(EngineError, "vLLM", "profiler-config"):

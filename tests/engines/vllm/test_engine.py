@@ -79,6 +79,7 @@ def models(random_models: dict[str, str]) -> dict[str, Any]:
     return {name: transformers.AutoModelForCausalLM.from_pretrained(path) for name, path in random_models.items()}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("timeout_s", [None, 600.0])
 async def test_a_call_that_is_pending_when_the_engine_dies_ends(timeout_s: float | None) -> None:
     """vLLM itself would let it wait for ever."""
@@ -145,6 +146,7 @@ def test_new_weights_are_the_ones_that_generate(rollouts: WorkerGroup, models: d
             assert tokens(answers) != [hf_greedy(old, prompt, 20) for prompt in PROMPTS], "the change does not show"
 
 
+@pytest.mark.deep
 def test_damaged_weights_leave_the_old_ones_in_force(rollouts: WorkerGroup, models: dict[str, Any]) -> None:
     greedy = sampling(n=1, temperature=0.0, seed=None)
     assert load(rollouts, 0, models["tied"], 20) == 20
@@ -164,6 +166,7 @@ def test_damaged_weights_leave_the_old_ones_in_force(rollouts: WorkerGroup, mode
     assert load(rollouts, 0, models["tied"], 21) == 21, "the next good sync is taken"
 
 
+@pytest.mark.deep
 def test_responses_go_on_under_new_weights_and_every_token_knows_its_version(
     rollouts: WorkerGroup, models: dict[str, Any]
 ) -> None:
@@ -209,6 +212,7 @@ def test_a_seed_decides_the_tokens_whatever_else_runs(rollouts: WorkerGroup) -> 
     assert one == alone[1:2], "response i is sampled with seed + i"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("prompt", "parts"),
     [
@@ -225,12 +229,14 @@ def test_a_bad_prompt_is_refused_and_the_engine_lives_on(rollouts: WorkerGroup, 
     assert len(generate(rollouts, 0, PROMPTS[:1], sampling())) == 2
 
 
+@pytest.mark.deep
 def test_sampling_settings_that_vllm_refuses_are_named(rollouts: WorkerGroup) -> None:
     with refuses(ConfigError, "rollout", "vLLM", "temperature"):
         rollouts.gather([submit(rollouts, 0, [5, 6], sampling(temperature=10.0))])
     assert len(generate(rollouts, 0, PROMPTS[:1], sampling())) == 2
 
 
+@pytest.mark.deep
 def test_texts_that_stop_and_texts_that_are_forbidden(rollouts: WorkerGroup) -> None:
     """At temperature 2 every word comes up; the stop word's token belongs to the response."""
     free = tokens(generate(rollouts, 1, PROMPTS[:1], sampling(n=32, temperature=2.0, ignore_eos=True)))
@@ -244,11 +250,13 @@ def test_texts_that_stop_and_texts_that_are_forbidden(rollouts: WorkerGroup) -> 
     assert {17, 18}.isdisjoint(token for row in without for token in row)
 
 
+@pytest.mark.deep
 def test_a_response_has_its_fewest_tokens(rollouts: WorkerGroup) -> None:
     lengths = generate(rollouts, 0, PROMPTS, sampling(n=16, temperature=2.0, min_tokens=15))["response_length"]
     assert min(lengths.tolist()) >= 15
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "option", [{"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=lambda option: next(iter(option))
 )
@@ -261,12 +269,14 @@ def test_what_cuts_the_distribution_may_leave_only_the_likeliest(rollouts: Worke
     assert cut["rollout_log_probs"].values.abs().max() < 1e-5
 
 
+@pytest.mark.deep
 def test_the_longest_prompt_is_taken(rollouts: WorkerGroup) -> None:
     """95 of 96 tokens: one is left for the response."""
     data = generate(rollouts, 0, [[5] * 95], sampling())
     assert data["response_length"].tolist() == [1, 1]
 
 
+@pytest.mark.deep
 def test_a_response_ends_with_its_first_end_of_sequence(rollouts: WorkerGroup) -> None:
     """At the highest temperature that vLLM takes every token is likely, the end among them."""
     data = generate(rollouts, 1, PROMPTS[:1], sampling(n=48, temperature=2.0, max_tokens=40))

@@ -64,6 +64,7 @@ def assert_same(engines: WorkerGroup, settings: SamplingSettings) -> DataProto:
     return drafted
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "changes",
@@ -87,6 +88,7 @@ def test_tokens_and_log_probs_are_those_without_drafts(engines: WorkerGroup, cha
     assert_drafted(engines, settings)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_responses_to_the_end_of_the_context_and_syncs_between_them(
     engines: WorkerGroup, random_models: dict[str, str]
@@ -110,6 +112,7 @@ def test_responses_to_the_end_of_the_context_and_syncs_between_them(
     assert counted.table_bytes > 0
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_requests_without_a_seed_and_requests_that_come_and_go(engines: WorkerGroup) -> None:
     """Requests of several lengths in one batch: those that have ended leave it, and others come in."""

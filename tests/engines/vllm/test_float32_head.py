@@ -29,7 +29,7 @@ from tests.engines.vllm.test_engine import sampling
 from tests.processes import spawned, start_together
 from tests.worker_settings import engine_settings, lora, model_settings, policy_settings
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 # What of the mean difference of two log-probs remains with the output layer in float32.
 SMALLER = 0.7

@@ -75,6 +75,7 @@ def assert_recorded(model: Any, data: DataProto) -> None:
         assert torch.equal(routes, experts_of(model, ids[:-1]))
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_requests_side_by_side_have_their_own_experts(engines: WorkerGroup, models: Any) -> None:
     """Twice: the second time the blocks of the prompts are in the cache, and are not computed."""
@@ -86,12 +87,14 @@ def test_requests_side_by_side_have_their_own_experts(engines: WorkerGroup, mode
         assert_recorded(models[1], data)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_what_is_computed_again_for_lack_of_room_has_its_experts(engines: WorkerGroup, models: Any) -> None:
     prompts = [list(range(start, start + 35)) for start in (3, 10, 20, 30, 40, 50)]
     assert_recorded(models[0], generate(engines, SMALL, prompts, LONG))
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_turn_needs_no_experts_of_the_turns_before(engines: WorkerGroup, models: Any) -> None:
     data = generate(engines, PLENTY, PROMPTS[2:], sampling(n=1, routes_from=30))
@@ -100,6 +103,7 @@ def test_a_turn_needs_no_experts_of_the_turns_before(engines: WorkerGroup, model
     assert data["unknown_routes"].tolist() == [30]
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.parametrize("rank", [PLENTY, SMALL])
 def test_new_weights_come_in_the_middle_of_a_response(engines: WorkerGroup, models: Any, rank: int) -> None:
@@ -120,6 +124,7 @@ def test_new_weights_come_in_the_middle_of_a_response(engines: WorkerGroup, mode
     assert_recorded(models[0], generate(engines, rank, PROMPTS, LONG))
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_an_aborted_request_leaves_the_others_theirs(engines: WorkerGroup, models: Any) -> None:
     engines.gather([send(engines, PLENTY, models[0], next(VERSIONS))])

@@ -79,6 +79,7 @@ def case(engines: tuple[Case, WorkerGroup]) -> Case:
     return engines[0]
 
 
+@pytest.mark.deep
 def test_two_processes_sample_as_one_does(engines: tuple[Case, WorkerGroup]) -> None:
     case, single = engines
     for settings in (GREEDY, sampling(n=8)):
@@ -92,6 +93,7 @@ def test_two_processes_sample_as_one_does(engines: tuple[Case, WorkerGroup]) -> 
     assert all(part < 0.6 * whole for part in parts), "each holds half of the matrices, and all of the norms"
 
 
+@pytest.mark.deep
 def test_its_processes_are_closed_to_others_and_tell_no_secrets(case: Case) -> None:
     case.sync()
     processes = engine_processes(case.rollout)
@@ -106,6 +108,7 @@ def test_its_processes_are_closed_to_others_and_tell_no_secrets(case: Case) -> N
         assert not [line for line in said if secret in line]
 
 
+@pytest.mark.deep
 def test_both_processes_get_the_actors_weights(case: Case) -> None:
     seen = []
     for step, dtype in enumerate(("float32", "bfloat16")):
@@ -118,6 +121,7 @@ def test_both_processes_get_the_actors_weights(case: Case) -> None:
     assert case.transport.generation == 1, "one group for all syncs"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bucket", [0, 2])
 def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, bucket: int) -> None:
     """The other process has loaded it, so the weights are mixed, wherever the damage is."""
@@ -137,6 +141,7 @@ def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, b
     assert case.answers(0) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
 
 
+@pytest.mark.deep
 def test_one_such_bucket_costs_a_second_attempt_only(case: Case) -> None:
     case.sync()
     groups = case.transport.generation
@@ -148,6 +153,7 @@ def test_one_such_bucket_costs_a_second_attempt_only(case: Case) -> None:
     assert case.answers(0) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
 
 
+@pytest.mark.deep
 def test_its_processes_end_with_it_whatever_they_are_at(case: Case, tmp_path: Path) -> None:
     """The last test of the case."""
     case.sync()

@@ -263,6 +263,7 @@ def log_probs_with_kept_cache(models: tuple[Any, Any], prompt: Any, response: An
     return torch.log_softmax(logits, -1).gather(-1, response[num_old:].long().unsqueeze(-1)).squeeze(-1)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
     data, _, old = updated_in_flight(engines, KEPT, models)
@@ -279,6 +280,7 @@ def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, models: tu
         assert (kept - recomputed).abs().max() > 1e-2, "the difference shows"
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_kept_cache_serves_no_request_that_comes_later(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
     """Its prompt was computed under the old weights, and is there in the cache."""
@@ -287,6 +289,7 @@ def test_a_kept_cache_serves_no_request_that_comes_later(engines: WorkerGroup, m
         assert_log_probs_equal(models[1], generate(engines, KEPT, [PROMPT], LONG))
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(
     engines: WorkerGroup, models: tuple[Any, Any]
@@ -301,6 +304,7 @@ def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(
     assert_log_probs_equal(models[1], data)
 
 
+@pytest.mark.deep
 @pytest.mark.ray
 def test_without_partial_rollouts_new_weights_wait_for_responses(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
     data, later, old = updated_in_flight(engines, WHOLE, models)
