@@ -111,6 +111,7 @@ def test_operations_of_an_update(found: dict[str, dict[str, float]]) -> None:
         assert found[way]["attention, TFLOP a micro-batch"] == pytest.approx(attention / 1e12)
 
 
+@pytest.mark.deep
 def test_nobody_waits_between_forward_and_backward(found: dict[str, dict[str, float]]) -> None:
     name = "host waits between forward and backward"
     assert [found[way][name] for way in found] == [0, 0, 1]

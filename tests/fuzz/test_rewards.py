@@ -74,6 +74,7 @@ def test_any_return_value_and_any_exception(scorer: Scorer, names: dict[str, lis
     assert scorer.num_starts <= 2, "none of these ends the process"
 
 
+@pytest.mark.deep
 def test_whatever_ends_or_hangs_the_process(scorer: Scorer, names: dict[str, list[str]]) -> None:
     scorer.timeout_s = HANG_S
     for name in names["ending"]:

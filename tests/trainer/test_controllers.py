@@ -11,6 +11,7 @@ from tests.trainer.fake_run import make_trainer
 from tests.trainer.recorded import history
 
 
+@pytest.mark.deep
 def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """The KL is 0, far below the target: three times 1 - 0.2 * 16 / 100."""
     key = "algorithm.kl_ctrl"

@@ -50,6 +50,7 @@ def test_all_parts_are_imported_by_a_process_that_has_no_more_than_they_need() -
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.deep
 def test_what_is_right_on_a_gpu_is_right_here(results: dict[str, Result]) -> None:
     """Attention, head, layouts and export are held against their tolerances; speeds and sizes against nothing."""
     held = {

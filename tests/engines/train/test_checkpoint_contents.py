@@ -58,6 +58,7 @@ def saved_thrice(rank: int, models: dict[str, str], folder: Path, lora: LoraSect
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_engines_know_what_they_will_write(ranks: int, random_models: dict[str, str], tmp_path: Path) -> None:
     told = run_ranks(ranks, saved_thrice, random_models, tmp_path, lora())

@@ -314,6 +314,7 @@ def test_any_number_of_ranks_writes_the_same_files(random_models: dict[str, str]
         )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model", ["tied", "GPT2"], indirect=True)
 def test_training_goes_on_from_an_adapter(model: str, tmp_path: Path) -> None:
     (fresh,) = run_ranks(1, train, model, tmp_path / "first", LORA, 2)
@@ -335,6 +336,7 @@ def load(rank: int, path: str, adapter: str) -> str:
     return ""
 
 
+@pytest.mark.deep
 def test_an_adapter_that_does_not_fit_is_refused_on_every_rank(random_models: dict[str, str], tmp_path: Path) -> None:
     run_ranks(1, train, random_models["tied"], tmp_path, LORA, 0)
     good = tmp_path / ADAPTER

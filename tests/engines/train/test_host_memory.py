@@ -86,6 +86,7 @@ def check(path: Path, sizes: tuple[int, int], file_bytes: int, allowance: int, d
         assert exporting <= gathered + allowance + file_bytes * (rank == 0), shown
 
 
+@pytest.mark.deep
 def test_a_rank_needs_its_shards_and_one_tensor(random_models: dict[str, str], tmp_path: Path) -> None:
     sizes = random_llama(tmp_path, random_models["untied"], vocab_size=8192, width=512, layers=6)
     assert sizes[0] > 120 * MIB

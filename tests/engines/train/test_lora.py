@@ -185,6 +185,7 @@ def half_base(rank: int, path: str, wide: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_frozen_base_is_held_in_the_type_of_passes_and_trains_the_same_factors(ranks: int, tmp_path: Path) -> None:
     """A weight that is cast for each pass and one that was cast when it was loaded are the same number."""

@@ -321,6 +321,7 @@ def flat(made: FSDPEngine) -> np.ndarray:
     return np.concatenate([value.ravel() for value in weights(made).values()])
 
 
+@pytest.mark.deep
 def test_two_ranks_checkpoint_goes_on_on_one_with_either_optimizer(saved: dict[Any, Any]) -> None:
     """The moments are the same but for the error of codes, and so is the step."""
     [results] = run_ranks(1, switched, saved["path"], saved["folder"])
@@ -344,6 +345,7 @@ def with_bf16_states(rank: int, path: str, folder: Path) -> list[bool]:
     return [torch.equal(was.bfloat16().float(), now) for was, now in zip(states(made), states(again), strict=True)]
 
 
+@pytest.mark.deep
 def test_states_of_earlier_versions_are_read(saved: dict[Any, Any], tmp_path: Path) -> None:
     [alike] = run_ranks(1, with_bf16_states, saved["path"], tmp_path / "earlier")
     assert alike
@@ -362,6 +364,7 @@ def copies(rank: int, path: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.deep
 def test_copies_of_the_weights_stay_alike(saved: dict[Any, Any]) -> None:
     first, second = run_ranks(2, copies, saved["path"])
     for name in KINDS:
@@ -390,6 +393,7 @@ def losses(rank: int, path: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.long
 def test_the_loss_falls_as_in_float32(saved: dict[Any, Any]) -> None:
     """To 5 % of it; with bf16 weights that lose small updates, it is more than twice as high."""

@@ -173,6 +173,7 @@ def _a_silent_receiver(rank: int, limit: float) -> Any:
     return answer, took, gathered, peer.sync(again, weights(2).items(), 1)
 
 
+@pytest.mark.deep
 def test_a_receiver_that_does_not_answer_is_given_up_in_time() -> None:
     """And the ranks that do answer form a group without it, in which the same sync can start anew."""
     limit = 3.0
