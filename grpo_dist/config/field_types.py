@@ -188,7 +188,6 @@ NonNegativeOrMinusOne = Annotated[int, Field(le=_MOST), AfterValidator(_at_least
 Machines = Annotated[int, Field(ge=1, le=4096)]
 GpusPerMachine = Annotated[int, Field(ge=0, le=128)]
 Processes = Annotated[int, Field(ge=1, le=4096 * 128)]
-DraftTokens = Annotated[int, Field(ge=0, le=128)]  # vLLM takes no more
 
 Text = Annotated[str, Field(min_length=1)]
 Folder = Annotated[Text, AfterValidator(_at_home)]

@@ -7,6 +7,7 @@ reported together in one ConfigError. Imports neither torch nor Ray.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -37,8 +38,8 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact_text
 
 _COPY = re.compile(r"\$\{([\w.]+)\}")  # an interpolation that is the whole value
-# Keys of earlier versions that changed no result: (section, key). Their runs are read as if they had none.
-GONE = (("trainer", "expected_response_length"),)
+# Keys of earlier versions that changed no result. Their runs are read as if they had none.
+GONE = ("trainer.expected_response_length", "actor_rollout_ref.rollout.draft_tokens")
 
 
 def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> tuple[Config, list[str]]:
@@ -129,9 +130,10 @@ def with_later_keys(values: Mapping[str, Any], command: AnyCommand) -> dict[str,
     """Return values that a run has saved, with the defaults of later keys and without keys that are gone."""
     merged = OmegaConf.merge(OmegaConf.create(default_values(command)), OmegaConf.create(dict(values)))
     later = cast(dict[str, Any], OmegaConf.to_container(merged))
-    for section, key in GONE:
-        if isinstance(later.get(section), dict):
-            later[section].pop(key, None)
+    for key in GONE:
+        *sections, name = key.split(".")
+        section = functools.reduce(lambda found, part: found.get(part) or {}, sections, later)
+        section.pop(name, None)
     return later
 
 

@@ -11,7 +11,6 @@ from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     DecayRate,
-    DraftTokens,
     HeadDtypeName,
     Names,
     NonNegativeFloat,
@@ -339,7 +338,6 @@ class RolloutConfig(Section):
     partial_rollout: bool
     clear_kv_cache_on_update: bool
     ignore_eos: bool
-    draft_tokens: Annotated[DraftTokens, Resume.FREE]
     engine_kwargs: Annotated[EngineKwargsConfig, Resume.SHOWN]
     log_prob_use_dynamic_bsz: Annotated[bool | None, Resume.FREE]
     log_prob_max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
@@ -76,37 +76,11 @@ ParseCalls = Callable[[str], Sequence[ToolCall]]
 
 
 @dataclass(frozen=True)
-class DraftCounts:
-    """What drafts have done in an engine since it started.
-
-    Attributes:
-        drafted: tokens that were drafted.
-        accepted: those of them that were sampled.
-        tokens: all tokens that were sampled.
-        table_bytes: memory that drafts are made from.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    tokens: int = 0
-    table_bytes: int = 0
-
-    def __add__(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-@dataclass(frozen=True)
 class EngineLoad:
-    """Sequences that run in an engine, and that wait in it, after its last step; and what its drafts have done, if it
-    drafts.
-    """
+    """Sequences that run in an engine, and that wait in it, after its last step."""
 
     running: int = 0
     waiting: int = 0
-    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True)

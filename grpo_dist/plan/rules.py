@@ -158,20 +158,6 @@ def experts_are_recorded(config: RunConfig) -> Iterator[str]:
             yield f"<actor.router_replay.mode>, {_VLLM}.{name}={shown(given[name])}: {why}"
 
 
-@between_keys
-def drafts_can_be_checked(config: RunConfig) -> Iterator[str]:
-    """Yield what stands against `rollout.draft_tokens`."""
-    rollout, given = config.actor_rollout_ref.rollout, drafts(config)
-    if not rollout.draft_tokens:
-        return
-    if rollout.name != ROLLOUT_ENGINES[0]:
-        yield f"<rollout.draft_tokens>, <rollout.name>: only the engine {ROLLOUT_ENGINES[0]} drafts; set the first to 0"
-    if rollout.min_p > 0:
-        yield "<rollout.draft_tokens>, <rollout.min_p>: vLLM takes no min_p where it drafts; set one of them to 0"
-    if given:
-        yield f"<rollout.draft_tokens>, {given}: these are two kinds of drafts; leave one out"
-
-
 def engine_notes(config: RunConfig) -> Iterator[Problem]:
     """Notes on arguments that change what is sampled."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
@@ -194,7 +180,6 @@ RULES: tuple[Rule, ...] = (
     vllm_arguments_are_no_keys_of_the_config,
     seeded_samples_are_not_drafted,
     experts_are_recorded,
-    drafts_can_be_checked,
     models_take_it,
     files_exist,
     model_folders_exist,

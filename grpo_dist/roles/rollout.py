@@ -49,7 +49,6 @@ class RolloutWorker(Mailbox, Process):
     engine: RolloutEngine
     runner: EpisodeRunner | None = None
     gateway: Gateway | None = None
-    drafts = False
 
     async def start(self, settings: EngineSettings) -> Footprint | None:
         """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
@@ -58,7 +57,6 @@ class RolloutWorker(Mailbox, Process):
         self.check_build(settings.device)
         engine, folder = rollout_engine(settings.rollout.name), self.find_model(settings.model.path)
         self.engine = engine(replace(settings, model=settings.model.replaced(path=folder)))
-        self.drafts = settings.rollout.draft_tokens > 0
         taken = await self.engine.start()
         if not settings.rollout.agent.is_single_turn:
             watch()  # what agents start ends with this process
@@ -90,24 +88,19 @@ class RolloutWorker(Mailbox, Process):
             try:
                 episodes = await self._run_episodes(uid, prompt, sampling, task, failed)
                 if episodes is None:
-                    return (None, await self._load(), []), None
+                    return (None, self.engine.load, []), None
                 data = episodes_batch(uid, episodes)
             except AgentError as error:
-                return (None, await self._load(), [*failed, error]), None
+                return (None, self.engine.load, [*failed, error]), None
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
             label = Label.of(data, _small(data))
-            return (replace(label, small=label.small | episode_metrics(episodes)), await self._load(), failed), data
+            return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
         responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
         if responses is None:
-            return (None, await self._load(), failed), None
+            return (None, self.engine.load, failed), None
         check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, _small(data)), await self._load(), failed), data
-
-    async def _load(self) -> EngineLoad:
-        if not self.drafts:
-            return self.engine.load
-        return replace(self.engine.load, drafts=await self.engine.draft_counts())  # type: ignore[attr-defined]
+        return (Label.of(data, _small(data)), self.engine.load, failed), data
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]

@@ -15,12 +15,11 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_dist.engines.base import DraftCounts
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightsLost, WeightSyncError, WorkerError
 from grpo_dist.roles.reward import Task
@@ -65,12 +64,10 @@ class Engine(Member):
     Attributes:
         max_num_seqs: most sequences its engine runs at once.
         lacks_weights: whether it came later than the others and does not hold the current weights yet.
-        drafts: what its drafts have done since it started.
     """
 
     max_num_seqs: int = MAX_NUM_SEQS
     lacks_weights: bool = False
-    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def adapt(self, running: int, waiting: int, group_size: int) -> None:
         """Adapt the limit to the engine's load: lower if too many sequences wait (cache full), higher if none waits."""
@@ -92,7 +89,6 @@ class RolloutGroup(Pool):
     _bring: Callable[[Sequence[int]], Awaitable[Outcomes]] | None = None
     _version = -1
     _goes_on = False
-    _drafts = DraftCounts()  # since the last `draft_metrics`
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers, restarts or RestartBudget(), replaces=(EngineError, WorkerError))
@@ -167,20 +163,6 @@ class RolloutGroup(Pool):
 
     def _take_load(self, engine: Engine, load: EngineLoad, group_size: int) -> None:
         engine.adapt(load.running, load.waiting, group_size)
-        if load.drafts is not None:
-            self._drafts += load.drafts - engine.drafts
-            engine.drafts = load.drafts
-
-    def draft_metrics(self) -> dict[str, float]:
-        """What drafts have done since the last call; {} if the engines have sampled nothing with them."""
-        counts, self._drafts = self._drafts, DraftCounts()
-        if not counts.tokens:
-            return {}
-        return {
-            "perf/drafts/accepted": counts.accepted / max(counts.drafted, 1),
-            "perf/drafts/share": counts.accepted / counts.tokens,
-            "perf/drafts/table_mb": sum(engine.drafts.table_bytes for engine in self.members) / 1e6,
-        }
 
     async def _answered(self, call: Call, member: Member, waiting: Waiting) -> Any:
         try:

@@ -355,7 +355,7 @@ class GRPOTrainer(TrainingLoop):
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
-        self.metrics |= self.idle.since_last() | self.memory.latest() | self.roles.rollout.draft_metrics()
+        self.metrics |= self.idle.since_last() | self.memory.latest()
         self.metrics |= self.transport.metrics
 
     def report(self) -> None:

@@ -265,6 +265,7 @@ def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
     config = saved_values(values, GRPO)
     assert (config.trainer.seed, config.reward.step_separator) == (5, "\n")
     values["trainer"]["expected_response_length"] = 300  # was in no result
+    values["actor_rollout_ref"]["rollout"]["draft_tokens"] = 8  # likewise
     assert saved_values(values, GRPO) == config
     values["reward"]["gone"] = 3
     with refuses(ConfigError, "reward.gone"):

@@ -66,19 +66,6 @@ def test_drafts_are_refused_with_seeded_samples_and_noted_otherwise(argument: st
     load_config([f"{VLLM}.{argument.partition('=')[0]}=null"])
 
 
-def test_exact_drafts_are_refused_where_they_cannot_be_checked() -> None:
-    drafts = f"{ROLLOUT}.draft_tokens"
-    load_config([f"{drafts}=8"])
-    for other, remedy in (
-        (f"{ROLLOUT}.name=my.engines:Engine", "0"),
-        (f"{ROLLOUT}.min_p=0.1", "0"),
-        (f"{VLLM}.spec_method=ngram", "leave"),
-    ):
-        says(refused(f"{drafts}=8", UNSEEDED, other), f"{drafts}=8", other, remedy)
-    for wrong in (-1, 129, "many"):
-        says(refused(f"{drafts}={wrong}"), f"{drafts}={wrong}")
-
-
 @pytest.mark.parametrize(
     ("argument", "plain"),
     [

@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.base import DraftCounts, EngineLoad
+from grpo_dist.engines.base import EngineLoad
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.protocol import DataProto
@@ -26,7 +26,6 @@ from grpo_dist.roles.weight_transport import Outcomes, outcomes
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Process
@@ -339,21 +338,6 @@ def test_an_engine_in_which_many_wait_leaves_later_groups_to_the_other(make: Cal
     generate(group, *(f"again {uid}" for uid in uids))
     with in_flight(group, *(request(f"slow later {uid}") for uid in uids)) as ranks:
         assert ranks.count(0) > 6, "it takes more when none waits"
-
-
-@pytest.mark.deep
-def test_what_drafts_have_done_is_told_once() -> None:
-    """Engines say what they have done since their start; one that takes the place of another begins at 0."""
-    group = RolloutGroup(WorkerGroup("rollout", [object(), object()], TimeLimits(60.0)))
-    assert group.draft_metrics() == {}
-    for rank, counts in ((0, (10, 4, 20, 10**6)), (1, (10, 6, 60, 2 * 10**6)), (0, (30, 14, 40, 10**6))):
-        group._take_load(group.members[rank], EngineLoad(drafts=DraftCounts(*counts)), 4)
-    expected = {"perf/drafts/accepted": 20 / 40, "perf/drafts/share": 20 / 100, "perf/drafts/table_mb": 3.0}
-    assert group.draft_metrics() == pytest.approx(expected)
-    assert group.draft_metrics() == {}
-    group.members[0] = group.new_member(0)
-    group._take_load(group.members[0], EngineLoad(drafts=DraftCounts(0, 0, 5, 0)), 4)
-    assert group.draft_metrics() == {"perf/drafts/accepted": 0, "perf/drafts/share": 0, "perf/drafts/table_mb": 2.0}
 
 
 @pytest.mark.deep

@@ -43,7 +43,6 @@ WORKER_EXTENSIONS = {
     "fp32": "grpo_dist.engines.vllm.float32_head.WorkerExtension",
 }
 RECORDING_SCHEDULER = "grpo_dist.engines.vllm.routed_experts.RecordingScheduler"
-DRAFTER = "grpo_dist.engines.vllm.exact_drafts.Drafter"
 
 
 def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> AsyncEngineArgs:
@@ -70,7 +69,6 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
         **adapter_args(settings),
         **profiler_args(settings),
         **(recording_args(settings.device) if settings.records_routes else {}),
-        **draft_args(settings.rollout.draft_tokens),
         **(usual or {}),
     }
     head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
@@ -96,18 +94,6 @@ def recording_args(device: str) -> dict[str, Any]:
     return {"scheduler_cls": RECORDING_SCHEDULER}
 
 
-def draft_args(most: int) -> dict[str, Any]:
-    """Return the arguments of an engine that drafts so many tokens from earlier responses; none for 0.
-
-    Raises:
-        ConfigError: as above.
-    """
-    if not most:
-        return {}
-    _check_version(f"actor_rollout_ref.rollout.draft_tokens={most}: drafts are checked")
-    return {"speculative_config": {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": most}}
-
-
 def _check_version(what: str) -> None:
     if not knows_internals():
         raise ConfigError(f"{what} with vLLM {KNOWN_VERSION}x only; install that one")
@@ -116,8 +102,7 @@ def _check_version(what: str) -> None:
 def _batching(settings: EngineSettings) -> dict[str, Any]:
     cpu = settings.device == "cpu"
     chunked = settings.rollout.enable_chunked_prefill and not cpu  # on CPU it crashes requests that carry a seed
-    drafted = settings.rollout.max_num_seqs * (settings.rollout.draft_tokens + 1)  # vLLM asks for it with adapters
-    least = max(0 if chunked else settings.max_model_len, drafted if settings.rollout.draft_tokens else 0)
+    least = 0 if chunked else settings.max_model_len
     return {
         "max_num_seqs": settings.rollout.max_num_seqs,
         "max_num_batched_tokens": max(settings.rollout.max_num_batched_tokens, least),

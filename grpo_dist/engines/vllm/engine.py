@@ -24,7 +24,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from grpo_dist.engines.base import AppSample, DraftCounts, EngineLoad, Footprint, Response
+from grpo_dist.engines.base import AppSample, EngineLoad, Footprint, Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.arguments import adapter_request, clear_traces, engine_args, take_traces
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
@@ -83,8 +83,6 @@ class VLLMEngine:
         await self.weights.install_factors(complete=False)
         if self.settings.records_routes and not on_gpus:
             await self._call(self._llm.collective_rpc("record_routes"))
-        if self.settings.rollout.draft_tokens:
-            await self._call(self._llm.collective_rpc("use_drafts"))
         if self.settings.rollout.tensor_model_parallel_size > 1:
             segments = await self._call(self._llm.collective_rpc("shared_memory"))
             self._segments = note_segments({name for names in segments for name in names})
@@ -129,10 +127,6 @@ class VLLMEngine:
         engine = self._llm.engine if isinstance(self._llm, LocalLLM) else self._llm
         options = self.settings.rollout.agent.endpoint_kwargs
         return await openai_app(engine, self.settings.model.path, sample, options)
-
-    async def draft_counts(self) -> DraftCounts:
-        """What `rollout.draft_tokens` has done since the engine started."""
-        return DraftCounts(**(await self._call(self._llm.collective_rpc("draft_counts")))[0])
 
     async def abort(self, request_id: str) -> None:
         """See `RolloutEngine.abort`."""

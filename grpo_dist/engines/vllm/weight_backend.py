@@ -273,16 +273,6 @@ class WorkerExtension(Watching):
 
         record_steps(self.model_runner)
 
-    def use_drafts(self) -> None:
-        """See `use_drafts`."""
-        from grpo_dist.engines.vllm.exact_drafts import use_drafts  # vLLM's samplers, which only this needs
-
-        use_drafts(self.model_runner)
-
-    def draft_counts(self) -> dict[str, int]:
-        """The fields of `DraftCounts`."""
-        return asdict(self.model_runner.drafter.counts)
-
     def kv_cache_bytes(self) -> int | None:
         """The size that this worker has measured for its KV cache; None if the settings name it."""
         return getattr(self, "available_kv_cache_memory_bytes", None)
