@@ -114,10 +114,6 @@ class DataLost(GrpoDistError):
     """Data of the run were in the memory of a machine that is lost; only a checkpoint can restore them."""
 
 
-class WeightsLost(DataLost):
-    """The weights by which the rest of a step is to be sampled are in no engine any more, nor in the actor."""
-
-
 class WorkerError(GrpoDistError):
     """A worker process failed.
 

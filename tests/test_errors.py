@@ -16,7 +16,6 @@ from grpo_dist.errors import (
     RayLost,
     RewardError,
     TrainingDiverged,
-    WeightsLost,
     WorkerError,
     WorkerLost,
 )
@@ -36,7 +35,6 @@ from grpo_dist.errors import (
         (DiskError, (GrpoDistError,), 1),
         (RayLost, (GrpoDistError,), 3),
         (DataLost, (GrpoDistError,), 1),
-        (WeightsLost, (DataLost,), 1),
         (WorkerError, (GrpoDistError,), 1),
         (WorkerLost, (WorkerError,), 1),
         (OutOfMemory, (WorkerError,), 1),

@@ -38,8 +38,12 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact_text
 
 _COPY = re.compile(r"\$\{([\w.]+)\}")  # an interpolation that is the whole value
-# Keys of earlier versions that changed no result. Their runs are read as if they had none.
-GONE = ("trainer.expected_response_length", "actor_rollout_ref.rollout.draft_tokens")
+# Keys of earlier versions, and at which value they changed no result (None: at any). Such runs are read without them.
+GONE = {
+    "trainer.expected_response_length": None,
+    "trainer.stream_mini_batches": False,
+    "actor_rollout_ref.rollout.draft_tokens": None,
+}
 
 
 def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> tuple[Config, list[str]]:
@@ -130,10 +134,11 @@ def with_later_keys(values: Mapping[str, Any], command: AnyCommand) -> dict[str,
     """Return values that a run has saved, with the defaults of later keys and without keys that are gone."""
     merged = OmegaConf.merge(OmegaConf.create(default_values(command)), OmegaConf.create(dict(values)))
     later = cast(dict[str, Any], OmegaConf.to_container(merged))
-    for key in GONE:
+    for key, without in GONE.items():
         *sections, name = key.split(".")
         section = functools.reduce(lambda found, part: found.get(part) or {}, sections, later)
-        section.pop(name, None)
+        if without is None or section.get(name) == without:
+            section.pop(name, None)
     return later
 
 

@@ -147,7 +147,6 @@ class TrainerConfig(JobTrainerConfig):
     critic_warmup: NonNegativeInt
     val_in_background: Annotated[bool, Resume.FREE]
     max_staleness: NonNegativeInt
-    stream_mini_batches: bool
     max_worker_restarts: Annotated[NonNegativeInt, Resume.FREE]
     log_rollouts: Annotated[bool, Resume.FREE]
     log_rollouts_max_gib: Annotated[PositiveFloat | None, Resume.FREE]
@@ -158,8 +157,8 @@ class TrainerConfig(JobTrainerConfig):
 
     @property
     def samples_during_updates(self) -> bool:
-        """Tell if groups are sampled while the policy changes: of later steps, or of the same one."""
-        return self.max_staleness > 0 or self.stream_mini_batches
+        """Tell if groups of later steps are sampled while the policy changes."""
+        return self.max_staleness > 0
 
     @property
     def profile_dir(self) -> Path:
@@ -319,22 +318,15 @@ class RunConfig(JobConfig):
         return "token" if self.trainer.samples_during_updates and not ratio_corrects else None
 
     @property
-    def parts_per_step(self) -> int:
-        """Parts in which a step's batch trains: its mini-batches, if they train as they come, or the whole of it."""
-        size = self.actor_rollout_ref.actor.ppo_mini_batch_size
-        return self.data.train_batch_size // size if self.trainer.stream_mini_batches else 1
-
-    @property
     def old_log_probs_from(self) -> Literal["actor", "rollout", "update"]:
         """Whose log-probs are the old ones: the actor's, computed before the update; the sampler's, with bypass_mode;
-        or the update's own, where a part of the batch is one optimizer step and nothing asks for them earlier.
+        or the update's own, where the batch is one optimizer step and nothing asks for them earlier.
         """
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
         if correction.bypass_mode:
             return "rollout"
-        size = self.parts_per_step * actor.ppo_mini_batch_size
-        one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == size
+        one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == actor.ppo_mini_batch_size
         asked_earlier = (
             algorithm.use_kl_in_reward
             or (self.rollout_is is not None and correction.rollout_is_batch_normalize)

@@ -13,7 +13,7 @@ from grpo_dist.config.problems import between_keys
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.sampler_rules import CORRECTION, correction_rules, streaming_rules
+from grpo_dist.plan.sampler_rules import CORRECTION, correction_rules
 from grpo_dist.plan.teacher_rules import endpoint_rules, reference_rules, self_distillation_rules
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
@@ -308,10 +308,9 @@ def run_notes(config: RunConfig) -> Iterator[str]:
             "of the full one; mismatch/filters shows the difference, algorithm.rollout_correction corrects for it"
         )
     bypass = config.algorithm.rollout_correction.bypass_mode
-    if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
-        key, age = ("max_staleness", f"{stale} updates") if stale else ("stream_mini_batches", "some mini-batches")
-        why = f"responses may be {age} old, and nothing corrects for it; set the second to auto"
-        yield f"<trainer.{key}>, <{CORRECTION}.rollout_is>: {why}"
+    if stale and config.rollout_is is None and not bypass:
+        why = f"responses may be {stale} updates old, and nothing corrects for it; set the second to auto"
+        yield f"<trainer.max_staleness>, <{CORRECTION}.rollout_is>: {why}"
     if rollout.over_sample_rate:
         yield (
             "<rollout.over_sample_rate>: the slowest groups are aborted, so batches are biased towards short "
@@ -329,7 +328,6 @@ KEY_RULES = (
     credit_rules,
     gdpo_rules,
     sampling_rules,
-    streaming_rules,
     reference_rules,
     endpoint_rules,
     self_distillation_rules,

@@ -204,10 +204,9 @@ def weights_reach_the_engines(config: RunConfig) -> Iterator[str]:
     if rollout.checkpoint_engine.changes_only and used != "object_store":
         why = f"only object_store sends changes, and this run would use {used}; set the second to object_store"
         yield f"<rollout.checkpoint_engine.changes_only>, {_BACKEND}: {why}"
-    for name, off in {"max_staleness": "0", "stream_mini_batches": "false"}.items():
-        if rollout.free_cache_engine and shares and getattr(config.trainer, name):
-            why = "engines that sample during the update need their memory then; set the first to false, or the second"
-            yield f"<rollout.free_cache_engine>, <trainer.{name}>: {why} to {off}"
+    if rollout.free_cache_engine and shares and config.trainer.max_staleness:
+        why = "engines that sample during the update need their memory then; set the first to false, or the second to 0"
+        yield f"<rollout.free_cache_engine>, <trainer.max_staleness>: {why}"
 
 
 @between_keys

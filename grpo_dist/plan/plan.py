@@ -80,9 +80,7 @@ def _algorithm(config: JobConfig) -> str:
     terms.append(f"lr {actor.optim.lr:g}")
     if stale:
         terms.append(f"up to {_many(stale, 'update')} stale")
-    if config.trainer.stream_mini_batches:
-        terms.append("mini-batches train while others are sampled")
-    if config.trainer.samples_during_updates:
+    if stale:
         terms.append(f"rollout_is={config.rollout_is}" if config.rollout_is else "no importance weights")
     return ", ".join(terms)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from grpo_dist.config.problems import between_keys
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.plugins.names import ADV_ESTIMATORS, SEQUENCE_LOSSES, TOKEN_SELECTING_LOSSES, WHOLE_BATCH_ADV_ESTIMATORS
+from grpo_dist.plugins.names import SEQUENCE_LOSSES
 
 CORRECTION = "algorithm.rollout_correction"
 
@@ -37,32 +37,3 @@ def correction_rules(config: RunConfig) -> Iterator[str]:
         yield f"<{CORRECTION}.loss_type>, <actor.policy_loss.loss_mode>: two losses; leave one of them at its default"
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
         yield f"<{CORRECTION}.rollout_rs>, <{CORRECTION}.rollout_rs_threshold>: set both or none"
-
-
-@between_keys
-def streaming_rules(config: RunConfig) -> Iterator[str]:
-    """Yield what is known of a batch only when all of it is sampled, while its first mini-batches have trained."""
-    algorithm, actor, data = config.algorithm, config.actor_rollout_ref.actor, config.data
-    estimator, stream = algorithm.adv_estimator, "<trainer.stream_mini_batches>"
-    correction = algorithm.rollout_correction
-    if not config.trainer.stream_mini_batches:
-        return
-    one_by_one = [name for name in ADV_ESTIMATORS if name not in WHOLE_BATCH_ADV_ESTIMATORS]
-    whole = {
-        "<algorithm.adv_estimator>": (estimator not in one_by_one, f"one of {', '.join(one_by_one)}"),
-        "<algorithm.filter_groups.enable>": (algorithm.filter_groups.enable, "false"),
-        f"<{CORRECTION}.rollout_is_batch_normalize>": (correction.rollout_is_batch_normalize, "false"),
-        f"<{CORRECTION}.m2_threshold>": (correction.m2_threshold is not None, "null"),
-        "<rollout.over_sample_rate>": (config.actor_rollout_ref.rollout.over_sample_rate > 0, "0"),
-        "<actor.ppo_epochs>": (actor.ppo_epochs > 1, "1"),
-        "<actor.shuffle>": (actor.shuffle, "false"),
-        "<actor.top_entropy_quantile>": (actor.top_entropy_quantile < 1, "1"),
-        "<actor.policy_loss.loss_mode>": (actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES, "vanilla"),
-    }
-    for key, (needs_all, other) in whole.items():
-        if needs_all:
-            why = "that takes the whole batch, of which parts are still sampled when others train; set the first to"
-            yield f"{key}, {stream}: {why} {other}, or the second to false"
-    if data.train_batch_size == actor.ppo_mini_batch_size:
-        why = "the batch is one mini-batch, and trains when all of it is there; set the second to a part of the first"
-        yield f"<data.train_batch_size>, <actor.ppo_mini_batch_size>, {stream}: {why}, or the last to false"

@@ -32,15 +32,6 @@ GROUP_ADV_ESTIMATORS = (
 )
 # ... and all estimators.
 ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", "rae", "distill")
-WHOLE_BATCH_ADV_ESTIMATORS = (
-    "lite_ppo",
-    "scale_rl",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gae",
-)
 # Those that read, of the policy before the update, more than log-probs: which column.
 OLD_POLICY_ADV_ESTIMATORS = {"rl_zvp": "old_entropies", "optimal_token_baseline": "old_gradient_norms"}
 SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightsLost, WeightSyncError, WorkerError
+from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.roles.reward import Task
 from grpo_dist.roles.weight_transport import Outcomes, WeightTransport, outcomes
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -88,7 +88,6 @@ class RolloutGroup(Pool):
     members: list[Engine]  # type: ignore[assignment]
     _bring: Callable[[Sequence[int]], Awaitable[Outcomes]] | None = None
     _version = -1
-    _goes_on = False
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers, restarts or RestartBudget(), replaces=(EngineError, WorkerError))
@@ -226,31 +225,19 @@ class RolloutGroup(Pool):
         if not self._in_force.is_set() and not self._someone.is_set():
             self.weights_gone.set()
 
-    def _take_out(self, rank: int) -> None:
-        super()._take_out(rank)
-        if self._goes_on and not self.num_ready:
-            self._fail(WeightsLost("no rollout worker is left with the weights that the step's groups are sampled by"))
-
     def _comes_later(self, rank: int) -> bool:
         new = self.members[rank].lacks_weights and not self.workers.is_required(rank)
         return new or self.is_starting(rank)
 
-    async def begin_update(self, *, goes_on: bool = False) -> None:
+    async def begin_update(self) -> None:
         """Prepare for an update of the actor: workers without weights wait for the next sync, and engines that
         sleep release their GPU memory until then.
 
         Replaced workers finish starting first, because during the update there is no GPU memory for that.
 
-        Args:
-            goes_on: the next sync comes after groups that are still to be sampled, by the weights of the last one. So
-                there must be a worker that holds them, now and until then: the actor has them no more.
-
         Raises:
             GrpoDistError: the restart budget is used up.
         """
-        while goes_on and not self.num_ready and self._failure is None:
-            await self._someone.wait()
-        self._goes_on = goes_on
         async with self._syncing:
             self._in_force.clear()
             self._note_loss()

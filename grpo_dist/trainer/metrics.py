@@ -50,16 +50,12 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
     return metrics | means
 
 
-def staleness_metrics(
-    batch: DataProtoRef, weight_version: int, max_staleness: int, num_parts: int = 1
-) -> dict[str, float]:
+def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: int) -> dict[str, float]:
     """Staleness of a batch: how many updates old the weights were that sampled the oldest token of each sequence.
 
     Returns:
         `staleness/mean` and `staleness/max`, the share of sequences of each age (`staleness/share/AGE`), and the share
-        sampled by several weight versions (`staleness/spanning`), if `max_staleness` is above 0. If the batch trains in
-        several parts, each of which is an optimizer step, mean and largest number of these steps that the policy is
-        ahead of a token's weights (`staleness/mini_batches/mean`, `staleness/mini_batches/max`).
+        sampled by several weight versions (`staleness/spanning`), if `max_staleness` is above 0.
 
     Raises:
         GrpoDistError: a sequence is older than `max_staleness`, or newer than the policy, which is a bug.
@@ -70,17 +66,12 @@ def staleness_metrics(
             f"responses came from weights {ages.min()} to {ages.max()} updates old; "
             f"trainer.max_staleness={max_staleness}"
         )
-    metrics: dict[str, float] = {}
-    if num_parts > 1:
-        ahead = ages * num_parts + _part(batch, num_parts)
-        mean = float(np.average(ahead, weights=batch["response_length"]))
-        metrics = {"staleness/mini_batches/mean": mean, "staleness/mini_batches/max": float(ahead.max())}
     if not max_staleness:
-        return metrics
+        return {}
     spanning = batch["last_weight_version"] > batch["weight_version"]
     shares = {f"staleness/share/{age}": float((ages == age).mean()) for age in range(max_staleness + 1)}
     spread = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
-    return metrics | spread | shares | {"staleness/spanning": float(spanning.mean())}
+    return spread | shares | {"staleness/spanning": float(spanning.mean())}
 
 
 def mismatch_causes(config: RunConfig, batch: DataProtoRef, weight_version: int) -> Causes | None:
@@ -89,23 +80,18 @@ def mismatch_causes(config: RunConfig, batch: DataProtoRef, weight_version: int)
     Returns:
         ((N,) versions of the weights that each row's old log-probs are of, or None if all tokens are of these; (N,)
         which rows have tokens without recorded experts, or None if none are replayed; whether the sampler's
-        distribution is cut). In a batch of several parts all but the first have newer weights than any engine.
+        distribution is cut).
     """
     if config.old_log_probs_from == "rollout":
         return None
     newest = lacks_routes = None
     if config.trainer.samples_during_updates:
-        newest = weight_version + (_part(batch, config.parts_per_step) > 0)
+        newest = np.full(len(batch), weight_version)
     if UNKNOWN_ROUTES in batch.small:
         lacks_routes = batch[UNKNOWN_ROUTES] > 0
     if newest is None and lacks_routes is None and not config.filters:
         return None
     return newest, lacks_routes, bool(config.filters)
-
-
-def _part(batch: DataProtoRef, num_parts: int) -> np.ndarray:
-    group = np.cumsum(np.append(False, batch["uid"][1:] != batch["uid"][:-1]))
-    return group * num_parts // (group[-1] + 1)
 
 
 class IdleShares:

@@ -183,19 +183,15 @@ def reupdate(recorded: Recorded, watch: Callable[..., None] | None = None) -> tu
             engine.load_checkpoint(checkpoint / "actor")
         size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
         groups = mini_batches(config, config.actor_rollout_ref.actor, data["uid"], recorded.step - 1)
-        old, results = [], []
-        for part in np.array_split(np.arange(len(groups)), config.parts_per_step):
-            rows = np.unique(np.concatenate([groups[i] for i in part]))
-            if config.old_log_probs_from != "rollout":
-                columns = engine.compute_columns(data.index(rows), ("log_probs",), **size)
-                old.append(DataProto.from_dict({"old_log_probs": columns["log_probs"]}))
-            if not recorded.only_critic_learned:
-                for i in part:
-                    if watch is not None:
-                        watch(engine, groups[i])
-                    one = data.index(groups[i])
-                    results.append(engine.train_mini_batch(one, objective=objective, **size).metrics)
-    log_probs = DataProto.concat(old) if old else DataProto()
+        results = []
+        log_probs = DataProto()
+        if config.old_log_probs_from != "rollout":
+            columns = engine.compute_columns(data, ("log_probs",), **size)
+            log_probs = DataProto.from_dict({"old_log_probs": columns["log_probs"]})
+        for rows in groups if not recorded.only_critic_learned else ():
+            if watch is not None:
+                watch(engine, rows)
+            results.append(engine.train_mini_batch(data.index(rows), objective=objective, **size).metrics)
     if not results:
         return log_probs, {}
     metrics = metric_values(averaged(results))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
-from grpo_dist.plugins.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS, WHOLE_BATCH_ADV_ESTIMATORS
+from grpo_dist.plugins.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
 
 # Two responses to one prompt, 2 and 3 tokens, scores 1 and 0; the second was cut short.
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.int8)
@@ -285,36 +285,3 @@ def test_groups_of_equal_scores_are_left_out() -> None:
     assert out["response_mask"].tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
     assert out["prompt_weights"].tolist() == [[0, 0], [0, 0], [0.25, 0.25], [0.25, 0.25]]
     torch.testing.assert_close(out["advantages"][:, 0], torch.tensor([0, 0, 0.5**0.5, -(0.5**0.5)]), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
-def test_which_estimators_take_the_whole_batch(estimator: str) -> None:
-    """The advantages of the others are the same if groups come one by one."""
-    generator = torch.Generator().manual_seed(5)
-    scores, mask = torch.rand(6, 1, generator=generator), torch.tensor([[1.0, 1, 0]] * 3 + [[1.0, 1, 1]] * 3)
-    scores[0] = 0.0  # which gpg counts
-    columns = {
-        "token_level_scores": scores * torch.tensor([0.0, 1, 0]),
-        "response_mask": mask,
-        "rollout_log_probs": torch.full((6, 3), -1.0),
-        "step_mask": torch.tensor([[0.0, 1, 0]] * 6),
-        **dict.fromkeys(("old_entropies", "old_gradient_norms", "responses"), torch.ones(6, 3)),
-    }
-    settings = TargetSettings(
-        estimator,
-        {"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "f_norm": 1.0},
-        old_log_probs_from="rollout",
-    )
-
-    def advantages(rows: slice) -> torch.Tensor:
-        return compute_targets(
-            {name: column[rows] for name, column in columns.items()},
-            settings,
-            index=list("aaabbb")[rows],
-            truncated=torch.zeros(6)[rows],
-            reward_baselines=scores[:, 0].flip(0)[rows],
-            reward_components={"score": scores[:, 0][rows]},
-        )[0]["advantages"]
-
-    parts = torch.cat([advantages(slice(0, 3)), advantages(slice(3, 6))])
-    assert torch.equal(parts, advantages(slice(0, 6))) == (estimator not in WHOLE_BATCH_ADV_ESTIMATORS)

@@ -266,7 +266,10 @@ def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
     assert (config.trainer.seed, config.reward.step_separator) == (5, "\n")
     values["trainer"]["expected_response_length"] = 300  # was in no result
     values["actor_rollout_ref"]["rollout"]["draft_tokens"] = 8  # likewise
+    values["trainer"]["stream_mini_batches"] = False
     assert saved_values(values, GRPO) == config
+    with refuses(ConfigError, "trainer.stream_mini_batches"):
+        saved_values(values | {"trainer": values["trainer"] | {"stream_mini_batches": True}}, GRPO)
     values["reward"]["gone"] = 3
     with refuses(ConfigError, "reward.gone"):
         saved_values(values, GRPO)

@@ -74,7 +74,6 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
                 "data.curriculum.exploration",
                 "data.curriculum.decay",
                 "data.curriculum.max_pass_rate",
-                "trainer.stream_mini_batches",
             ),
         ),
     ),

@@ -134,8 +134,6 @@ def test_engines_give_their_memory_back_before_an_update_begins(stage: str, resu
         value_objective=None,
         step=0,
         metrics={},
-        is_sampling=False,
-        _updates={},
     )
     batch = {"uid": np.repeat(np.arange(32), 8)}
     assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, batch)) == result

@@ -82,13 +82,12 @@ def trained(uids: list[str]) -> DataProtoRef:
     ("overrides", "newest", "filtered"),
     [
         (["trainer.max_staleness=1"], [5, 5, 5, 5], False),
-        (["trainer.stream_mini_batches=true", "actor_rollout_ref.actor.ppo_mini_batch_size=8"], [5, 5, 6, 6], False),
         (["actor_rollout_ref.rollout.top_p=0.9"], None, True),
         (["actor_rollout_ref.rollout.min_tokens=2", "trainer.max_staleness=2"], [5, 5, 5, 5], True),
     ],
 )
 def test_why_sampler_and_trainer_may_differ(overrides: list[str], newest: list[int] | None, filtered: bool) -> None:
-    """By weights of version 5; of two mini-batches the second one's are newer than any engine's."""
+    """By weights of version 5."""
     batch = trained(["a", "a", "b", "b"])
     config = load_config(["data.train_batch_size=16", *overrides])[0]
     versions, lacking, cut = mismatch_causes(config, batch, 5) or (None, None, None)

@@ -278,13 +278,6 @@ def test_a_bonus_that_moves_has_the_steps_own_weight() -> None:
         reupdate(moves)
 
 
-def test_streamed_mini_batches_meet_the_policy_that_the_ones_before_have_made() -> None:
-    whole, streamed = (reupdate(recorded(*keys))[0] for keys in ((), ("trainer.stream_mini_batches=true",)))
-    rows = [log_probs["old_log_probs"].to_padded(0) for log_probs in (whole, streamed)]
-    torch.testing.assert_close(rows[0][:2], rows[1][:2])
-    assert ((rows[0] - rows[1])[2:].abs() > 1e-4).any()
-
-
 def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = Ragged.from_rows([[0.5] * 3] * 4, torch.float32)
     keys = ("algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen3", "trainer.critic_warmup=1")

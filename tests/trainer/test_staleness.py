@@ -373,18 +373,3 @@ def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
         staleness_metrics(batch, 5, 1)
     with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):
         staleness_metrics(batch, 4, 2)
-
-
-@pytest.mark.deep
-def test_mini_batches_that_the_policy_is_ahead_are_counted_by_token() -> None:
-    """Two parts of a group each, of weights of this step and of the one before: 0 and 2, then 1 and 3."""
-    small = {
-        "uid": np.array(["a", "a", "b", "b"]),
-        "weight_version": np.array([5, 4, 5, 4]),
-        "last_weight_version": np.array([5, 5, 5, 4]),
-        "response_length": np.array([1, 2, 3, 4]),
-    }
-    metrics = staleness_metrics(DataProtoRef(small=small, num_rows=4), 5, 1, 2)
-    assert metrics["staleness/mini_batches/mean"] == (1 * 0 + 2 * 2 + 3 * 1 + 4 * 3) / 10
-    assert metrics["staleness/mini_batches/max"] == 3
-    assert metrics["staleness/mean"] == 0.5

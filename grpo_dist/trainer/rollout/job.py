@@ -106,11 +106,6 @@ class RolloutJob:
             group = group.union(log_probs[i]) if i in log_probs else group
         return group
 
-    def is_settled(self, i: int) -> bool:
-        """Tell if a group has its scores and all of its log-probs, or has failed."""
-        wanted = self.log_probs.values() if self.requests[i].needs_log_probs else ()
-        return i in self.failed or (i in self.scores and all(i in log_probs for log_probs in wanted))
-
     def batch(self) -> DataProtoRef:
         """`results` as one batch.
 

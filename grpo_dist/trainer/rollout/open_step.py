@@ -25,11 +25,6 @@ class OpenStep:
         num_surplus: dropped groups beyond a full batch.
         num_dropped_tokens: of the responses of both.
         filling: the task that samples until the batch is full.
-        ready: of the batch that is being sampled the first groups, by the order of the prompts, up to one that is not
-            there yet; only with `trainer.stream_mini_batches`.
-        num_settled: prompts of that batch that are in `ready`, or whose groups have failed.
-        num_taken: groups that train already.
-        news: set when `ready` has changed, or `filling` has ended.
     """
 
     drawn: list[list[int]] = field(default_factory=list)
@@ -42,10 +37,6 @@ class OpenStep:
     num_surplus: int = 0
     num_dropped_tokens: int = 0
     filling: asyncio.Task[None] | None = None
-    ready: list[DataProtoRef] = field(default_factory=list)
-    num_settled: int = 0
-    num_taken: int = 0
-    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def num_sampled(self) -> int:
@@ -58,28 +49,3 @@ class OpenStep:
             [prompt for i, prompt in enumerate(batch) if i not in self.dropped.get(number, ())]
             for number, batch in enumerate(self.drawn)
         ]
-
-    def begin(self, filling: asyncio.Task[None]) -> None:
-        """Note the task that samples."""
-        self.filling = filling
-        filling.add_done_callback(lambda _: self.news.set())
-
-    async def take(self, start: int, stop: int) -> DataProtoRef:
-        """Wait for the groups `start` to `stop` - 1 of those that train, while others are sampled."""
-        assert self.filling is not None
-        while not self.filling.done() and len(self.kept) + len(self.ready) < stop:
-            self.news.clear()
-            await self.news.wait()
-        if self.filling.done():
-            self.filling.result()  # it may have failed
-        self.num_taken = stop
-        return DataProtoRef.concat([*(group for _, group in self.kept), *self.ready][start:stop])
-
-    @property
-    def trains(self) -> bool:
-        """Tell if groups of the batch of prompts that is being sampled train already."""
-        return self.num_taken > len(self.kept)
-
-    def begin_batch(self) -> None:
-        """Forget what is `ready`: another batch of prompts follows, or the same one again."""
-        self.ready, self.num_settled = [], 0

@@ -9,14 +9,12 @@ batch of prompts is complete, because the log-prob passes have fixed shares and 
 
 A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and is sampled in
 the background until its batch is full (`_fill`). Prompts are drawn step by step, so none is skipped or used twice.
-With `trainer.stream_mini_batches` its first groups train meanwhile, by the order of the prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +28,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError, WeightsLost
+from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
@@ -100,7 +98,7 @@ class TrainingSampler:
         for step in range(first, last + 1):
             state = self.open.setdefault(step, OpenStep())
             if state.filling is None:
-                state.begin(self.pump.spawn(self._fill(step, state, self._send_batch(step, state))))
+                state.filling = self.pump.spawn(self._fill(step, state, self._send_batch(step, state)))
 
     async def rollout(self, step: int) -> Rollout:
         """Wait for the batch of `step`; opens the step if it is not open yet. It stays open until `close`.
@@ -127,11 +125,6 @@ class TrainingSampler:
         if self.num_spare:
             result.metrics["train/aborted_groups"] = sum(len(groups) for groups in state.dropped.values())
         return result
-
-    async def mini_batch(self, step: int, number: int) -> DataProtoRef:
-        """Wait for the groups of a mini-batch of an open step, while others are sampled; raises what `rollout` does."""
-        size = self.config.actor_rollout_ref.actor.ppo_mini_batch_size
-        return await self.open[step].take(number * size, (number + 1) * size)
 
     def close(self, step: int) -> None:
         """Forget `step`, whose batch has trained."""
@@ -189,8 +182,7 @@ class TrainingSampler:
     async def _fill(self, step: int, state: OpenStep, job: RolloutJob) -> None:
         """Sample batches of prompts, of which `job` is the first, until the step's batch is full.
 
-        If a machine is lost meanwhile, which had some of the groups, all of `job` are sampled again, by the same seeds:
-        unless some of them train already.
+        If a machine is lost meanwhile, which had some of the groups, all of `job` are sampled again, by the same seeds.
 
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
@@ -200,15 +192,12 @@ class TrainingSampler:
             try:
                 if self.num_spare and state.num_complete not in state.dropped:
                     await self._cancel_the_slowest(state, job)
-                if self.config.trainer.stream_mini_batches:
-                    await job.settled(functools.partial(self._hand_over, state, job))
                 await job.finished()
-            except DataLost as error:
-                if self.num_spare or state.trains or isinstance(error, WeightsLost):  # others might be chosen
+            except DataLost:
+                if self.num_spare:  # others might be chosen
                     raise
                 lost = -1
-            if lost != self.pump.machines_lost and not (self.num_spare or state.trains):
-                state.begin_batch()
+            if lost != self.pump.machines_lost and not self.num_spare:
                 state.jobs.pop()
                 await job.ended()
                 job = self._send_batch(step, state)
@@ -299,7 +288,6 @@ class TrainingSampler:
         not_kept = (group for i, group in sampled.items() if i not in kept)
         state.num_dropped_tokens += sum(int(group["response_length"].sum()) for group in not_kept)
         state.kept += [(job.requests[i], sampled[i]) for i in kept]
-        state.begin_batch()
         dropped = state.dropped[number] = set(range(len(drawn))) - set(kept)
         job.release(request for i in dropped for request in _requests_of(i, drawn, job))
         state.num_complete += 1
@@ -323,19 +311,6 @@ class TrainingSampler:
         """The sampled groups by position in the batch, without those that have failed."""
         groups = {i: _group(job, _requests_of(i, drawn, job)) for i in range(len(drawn)) if i not in late}
         return {i: group for i, group in groups.items() if group is not None}
-
-    def _hand_over(self, state: OpenStep, job: RolloutJob) -> bool:
-        """Let the groups train that are there, up to the first that is not; returns whether all are."""
-        drawn = state.drawn[state.num_complete]
-        while state.num_settled < len(drawn):
-            requests = _requests_of(state.num_settled, drawn, job)
-            if not all(job.is_settled(i) for i in requests):
-                break
-            if (group := _group(job, requests)) is not None:
-                state.ready.append(group)
-            state.num_settled += 1
-        state.news.set()
-        return state.num_settled == len(drawn)
 
     def _requests(self, positions: Sequence[int], step: int, attempt: int) -> list[GroupRequest]:
         requests = []
