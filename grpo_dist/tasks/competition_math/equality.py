@@ -63,7 +63,7 @@ _READ = (
 _LOST = re.compile(r"\\[lcdv]?dots|\.\.\.|…|(?<=[\w)\]}])['′’]|\\prime(?![a-zA-Z])|(?<![\^_{])\d\)?\s*_")
 _CASES = ConversionConfig(lowercase_symbols=False)
 _BASED = re.compile(r"(?<![\w.}^\\])(\d+|\(\d+\))_(?:\{\s*(\d+)\s*\}|(\d+))")
-_SMALL = re.compile(r"[¼-¾⅐-⅞]|[⁰¹²³⁴-⁹⁻]+")
+_SIGNS = MINUS_SIGNS | {ord("∞"): r"\infty ", ord("√"): " sqrt", ord("⁄"): "}{"}
 _APART = re.compile(r"\d[\s~]+\d|\d\.\d+\.")
 _UNDONE = re.compile(r"\\(?:int|sum|prod|lim)(?![a-zA-Z])")
 _EQUALS = re.compile(r"=(?![^{}]*\})")  # not those below a sum
@@ -109,7 +109,8 @@ def plain(text: str) -> str:
 
     Lines that are set one below the other become one line: they go on with "=", or are a list.
     """
-    text = _SMALL.sub(_usual, text.translate(MINUS_SIGNS | _WIDE).strip().rstrip("\\"))
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}", re.sub("[¼-¾⅐-⅞]", r"\\frac{\g<0>}", text))
+    text = unicodedata.normalize("NFKC", text).translate(_SIGNS).strip().rstrip("\\")  # digits of any width, 1⁄2 for ½
     text, number = _LINES.subn("", text)
     if number and "\\begin" not in text:  # no matrix in it
         text = text.replace("&", "").strip().removesuffix(r"\\")
@@ -119,8 +120,6 @@ def plain(text: str) -> str:
 
 
 _LINES = re.compile(r"\\(?:begin|end)\s*\{(?:equation|align|aligned|gather|gathered|multline|split)\*?\}")
-_WIDE = {0xFF01 + i: chr(0x21 + i) for i in range(94)}  # full-width signs, digits and letters
-_WIDE |= {0x221E: r"\infty ", 0x221A: " sqrt"}
 
 
 def _normal(text: str) -> str:
@@ -169,12 +168,6 @@ def _without_bases(text: str) -> tuple[str, set[int]]:
     numbers = [(found[1].strip("()"), int(found[2] or found[3])) for found in _BASED.finditer(text)]
     values = iter([str(int(*number)) for number in numbers])
     return _BASED.sub(lambda _: next(values), text), {base for _, base in numbers}
-
-
-def _usual(found: re.Match[str]) -> str:
-    r"""Return \frac{1}{2} for ½ and ^{-1} for ⁻¹."""
-    text = unicodedata.normalize("NFKC", found[0]).translate(MINUS_SIGNS)
-    return r"\frac{{{}}}{{{}}}".format(*text.split("⁄")) if "⁄" in text else f"^{{{text}}}"
 
 
 def _read(text: str, is_real: bool) -> Any:

@@ -5,10 +5,10 @@ r"""MATH (https://arxiv.org/abs/2103.03874): competition mathematics, 7,500 trai
     custom_reward_function.reward_kwargs='{wrong: -1.0}'
 
 The scorer compares final answers as mathematics (equality.py): 1/2, 0.5 and \frac12 are the same. It is built in for
-MATH, MATH-500, DAPO-Math and AIME. The answer is the last `\boxed{...}`; without one, what follows the last "Answer:"
-or "answer is": displayed mathematics, or the rest of the line. Nothing else of the response counts, so that a list of
-guesses earns nothing. Departures from verl's scorers, which compare normalised text: equal values count, and the whole
-response is searched, not the last 300 characters.
+MATH, MATH-500, DAPO-Math and AIME. The answer is the last `\boxed{...}`, or a list in several; without one, what is
+behind the last "Answer:" or "answer is": displayed mathematics, or the rest of the line. Nothing else of the response
+counts, so that a list of guesses earns nothing. Departures from verl's scorers, which compare normalised text: equal
+values count, and the whole response is searched, not the last 300 characters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from grpo_dist.rewards.format import accepted_answers
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 # What stands in a box without braces: \boxed5, \boxed \pi.
 _BARE = re.compile(r"\\[a-zA-Z]+(?:\{[^{}$]*\})*|[^\s$\\{}]+")
-
 _BETWEEN = re.compile(r"(?:[\s,;$&]|\\[()\[\],;: ]|\\q?quad(?![a-zA-Z])|\\text\w*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
 
 

@@ -22,16 +22,16 @@ _NAMES = {name: names.split()[0] for names in _OTHERS.split("|") for name in nam
 for _unit in map(str.split, _METRIC.split("|")):
     for _letter, _prefix in _PREFIXES.items():
         _NAMES |= {(_prefix if len(name) > 2 else _letter) + name: _letter + _unit[0] for name in _unit}
-_NAMES = {name + plural: unit for plural in ("es", "s", "") for name, unit in _NAMES.items()}
 _SCALES = {"half": r"\frac{1}{2}", "dozen": "12", "hundred": "100", "thousand": "10^{3}"}
 _SCALES |= {"million": "10^{6}", "billion": "10^{9}", "trillion": "10^{12}"}
 _SAYS_NOTHING = {"unit", "2unit", "3unit", "of", "a", "an", "the"}
 _COMMON = {"cm", "mm", "km", "kg", "ft", "st", "nd", "rd", "th", "square", "sq", "cubic", "cu"}
 _SHORT = {name for name in _NAMES if len(name) < 3 and name.isalpha()} - _COMMON  # may be variables
 _WORDS = {word for word in (*counted, *_NAMES, *_SCALES) if word.isalpha() and len(word) > 2} | _COMMON
+_NAMES = {name + plural: unit for plural in ("es", "s", "") for name, unit in _NAMES.items()}
 
 _LONG_NAME = rf"(?<![a-zA-Z\\])(?:{'|'.join(sorted(_WORDS))})(?:e?s)?(?![a-zA-Z])\.?"
-_SHORT_NAME = rf"(?<=[\s~/,;:])(?:{'|'.join(sorted(_SHORT))})(?![a-zA-Z])"
+_SHORT_NAME = rf"(?<=[\s~/,;:])(?:{'|'.join(sorted(_SHORT))})s?(?![a-zA-Z])"
 _TEXT = r"\\(?:text\w*|mathrm|mbox)\s*\{(?!\s*(?:and|or)\b)[^{}]*\}|\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|[°£¢€]|\\degree"
 _UNIT, _SPACE = rf"(?:{_TEXT}|{_LONG_NAME}|{_SHORT_NAME})(?:\^\{{?-?\d\}}?)?", r"(?:[\s~]|\\[,;: ])"
 _UNITS = re.compile(rf"(?<=[\w)}}\]!.\s]){_SPACE}*{_UNIT}(?:(?:{_SPACE}|[/*]|\\cdot(?![a-zA-Z]))*{_UNIT})*$")
@@ -47,9 +47,8 @@ def without_unit(text: str, *, abbreviated: bool) -> tuple[str, str]:
     number, unit = text[: match.start()], match.group().strip(" ~")
     if unit.split("/")[0] in _SHORT and (not abbreviated or re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", number)):
         return text, ""
-    unit = re.sub(r"\\(?:text\w*|mathrm|mbox|cdot)", " ", unit)
     unit = re.sub(r"\b(?:sq(?:uare)?|(cu(?:bic)?))\b\.?\s*([a-zA-Z]+)", lambda m: m[2] + "23"[bool(m[1])], unit)
-    names = [_name(token) for token in re.findall(r"\\?[a-zA-Z]+|[/°$£¢€]|-?\d", unit)]
+    names = [_name(token) for token in re.findall(r"\\circ|\\degree|(?<![\\a-zA-Z])[a-zA-Z]+|[/°$£¢€]|-?\d", unit)]
     for scale in filter(_SCALES.get, names):
         number = re.sub(r",(?=\d{3})", "", number) + rf" \cdot {_SCALES[scale]}"
     return number, "".join(name for name, _ in groupby(names) if name not in {*_SCALES, *_SAYS_NOTHING})
