@@ -94,7 +94,7 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     needs = needs or RowNeeds()
     _check_template(config, model, tokenizer)
     train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer, needs)
-    text = tokenizer.decode(train[0].token_ids) if train else ""
+    text = str(tokenizer.decode(train[0].token_ids)) if train else ""
     tag, code = re.search(r"<([\w.-]+)>\s*$", text), config.custom_reward_function
     if tag and needs.asked and code.path is not None and "opened" not in str(config.reward_code.reward_kwargs):
         notes.append(
