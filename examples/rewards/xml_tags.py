@@ -22,6 +22,7 @@ def compute_score(
     *,
     tags: Sequence[str] = ("think", "answer"),
     per_tag: float = 0.2,
+    opened: str | None = None,
 ) -> float:
     """`per_tag` for every opening and every closing tag that stands in the response exactly once.
 
@@ -32,7 +33,9 @@ def compute_score(
         extra_info: not used.
         tags: names of the tags.
         per_tag: for each of the 2 * len(tags) tags.
+        opened: the first tag, where the chat template ends the prompt with it, and so no response does.
     """
-    check_tags(tags)
+    check_tags(tags, opened)
+    text = solution_str if opened is None else f"<{opened}>{solution_str}"
     wanted = [form for tag in tags for form in (f"<{tag}>", f"</{tag}>")]
-    return per_tag * sum(solution_str.count(form) == 1 for form in wanted)
+    return per_tag * sum(text.count(form) == 1 for form in wanted)

@@ -58,10 +58,12 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, Real | Decimal) and math.isfinite(value))
 
 
-def check_tags(tags: Sequence[str]) -> None:
-    """Check the `tags` of a reward function."""
+def check_tags(tags: Sequence[str], opened: str | None = None) -> None:
+    """Check the `tags` of a reward function, and the one that the prompt has opened."""
     if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
         raise ValueError(f"reward_kwargs.tags={tags!r}: must be a list of different tag names")
+    if opened not in (None, tags[0]):
+        raise ValueError(f"reward_kwargs.opened={opened!r}: must be {tags[0]!r}, the first of tags, or null")
 
 
 def tag_contents(text: str, tags: Sequence[str]) -> list[str] | None:
@@ -98,6 +100,7 @@ def compute_score(
     *,
     tags: Sequence[str] = ("think", "answer"),
     format_score: float = 0.1,
+    opened: str | None = None,
 ) -> dict[str, float]:
     """Score the format, and the answer in the last tag.
 
@@ -105,16 +108,18 @@ def compute_score(
         ground_truth: the answer, or a list of accepted ones; compared as text, without surrounding white space.
         tags: names of the tags, in order; the last one holds the answer.
         format_score: for the right format with a wrong answer; 1: the answer does not matter.
+        opened: the first tag, where the chat template ends the prompt with `<think>`: responses go on behind it.
 
     Returns:
         score: 1 for the right answer in the right format, `format_score` for the right format, else 0; and
         its parts `format` and `acc`, each 0 or 1.
 
     Raises:
-        ValueError: the tags are no list of names; or the answer matters, and the ground truth is no text or number.
+        ValueError: the tags are no list of names with `opened` first; or the answer matters, and the ground truth is no
+            text or number.
     """
-    check_tags(tags)
-    contents = tag_contents(solution_str, tags)
+    check_tags(tags, opened)
+    contents = tag_contents(solution_str if opened is None else f"<{opened}>{solution_str}", tags)
     accepted = [str(ground_truth).strip()] if format_score == 1 else accepted_answers(ground_truth)
     correct = contents is not None and contents[-1] in accepted
     score = 1.0 if correct else format_score if contents is not None else 0.0

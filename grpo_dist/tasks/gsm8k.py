@@ -12,7 +12,7 @@ The scorer looks for the last `#### NUMBER` of a response (strict), or for its l
 - `#### $18` counts (verl drops the $ only after a pattern that cannot contain one);
 - `#### 18.` and `#### 18,` count: punctuation that ends the sentence is no part of the number;
 - `#### +18` counts, and every kind of minus sign is one;
-- `#### 1/2`, `#### 5-7` and `#### 1e3` are no such number, where verl reads 1, 5 and 1;
+- what goes on (`1/2`, `5 - 7`, `5 1/2`, `5 million`, `1e3`) or is none (`3,5`) is no such number; verl reads 1, 5, 35;
 - flexible compares numbers, so 18.0 is right for 18, and it reads `10-4` as 10 and 4, not as 10 and -4.
 """
 
@@ -31,8 +31,11 @@ HUB = ("openai/gsm8k", "main")  # name and configuration on the Hugging Face hub
 # verl's wording, so that results can be compared with its published ones.
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 METHODS = ("strict", "flexible")
-_ANSWER = re.compile(r"#### ([-+]?\$?[-+]?[0-9.,]++)(?![-+*/^:][0-9]|[eE][-+]?[0-9])")
-_NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+_ANSWER = re.compile(
+    r"#### ([-+]?\$?[-+]?[0-9.,]++)(?![eEx][-+]?[0-9]|[kK]\b|[ \t]*(?:[-+*/^:×÷x][ \t]*[0-9(]|[0-9¼-¾⅐-⅞²³¹⁰-⁹]"
+    r"|\\[dt]?frac|(?i:and a half|half|dozen|hundred|thousand|[mbtr]+illion)s?\b))"
+)
+_NUMBER = re.compile(r"-?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 ANY_NUMBER = re.compile(
     r"(?:(?<![\w)])-\$?)?(?:(?:(?<![0-9])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
@@ -107,5 +110,5 @@ def check_reward_kwargs(*, method: str = "strict", format_score: float = 0.0) ->
 
 
 def _plain_number(text: str) -> str | None:
-    plain = text.translate(MINUS_SIGNS).replace(",", "").replace("$", "").removesuffix(".").removeprefix("+")
-    return plain if _NUMBER.fullmatch(plain) else None
+    plain = text.translate(MINUS_SIGNS).replace("$", "").rstrip(",").removesuffix(".").rstrip(",").removeprefix("+")
+    return plain.replace(",", "") if _NUMBER.fullmatch(plain) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -93,8 +94,14 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     needs = needs or RowNeeds()
     _check_template(config, model, tokenizer)
     train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer, needs)
+    text = str(tokenizer.decode(train[0].token_ids)) if train else ""
+    tag, code = re.search(r"<([\w.-]+)>\s*$", text), config.custom_reward_function
+    if tag and needs.asked and code.path is not None and "opened" not in str(config.reward_code.reward_kwargs):
+        notes.append(
+            f"data.train_files: the first prompt ends in {tag[0]}, which no response has then; if the reward function "
+            f"looks for it, as grpo_dist.rewards.format does: custom_reward_function.reward_kwargs.opened={tag[1]}"
+        )
     if config.trainer.dry_run and train:
-        text = tokenizer.decode(train[0].token_ids)
         left = f"... ({len(text):,} characters)" if len(text) > MOST_SHOWN else ""
         notes.append(f"data.train_files: the first prompt, as the model reads it: {text[:MOST_SHOWN]!r}{left}")
     validation: list[TokenizedPrompt] = []

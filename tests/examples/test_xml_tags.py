@@ -22,6 +22,7 @@ compute_score = load_attribute(f"{PATH}:compute_score", key="path")
 def test_each_tag_counts_once(text: str, tags: int) -> None:
     assert compute_score("d", text, None, {}) == pytest.approx(0.2 * tags)
     assert compute_score("d", text, None, {}, per_tag=1.0) == tags
+    assert compute_score("d", text.removeprefix("<think>"), None, {}, per_tag=1.0, opened="think") >= tags
 
 
 def test_tags_must_be_a_list() -> None:

@@ -78,6 +78,14 @@ def test_other_tags_and_bad_tags() -> None:
             score("<a>4</a>", tags=tags)
 
 
+def test_the_tag_that_the_prompt_opened() -> None:
+    assert score("x</think><answer>4</answer>", opened="think") == {"score": 1.0, "format": 1.0, "acc": 1.0}
+    assert score("<think>x</think><answer>4</answer>", opened="think")["score"] == 0.0, "twice"
+    assert score("<answer>4</answer>", opened="think")["score"] == 0.0
+    with refuses(ValueError, "reward_kwargs.opened='answer'", "'think'"):
+        score("4</answer>", opened="answer")
+
+
 def test_by_name_with_reward_kwargs() -> None:
     function = load_reward_function(
         "grpo_dist.rewards.format", "compute_score", {"tags": ["a", "b"], "format_score": 0.5}

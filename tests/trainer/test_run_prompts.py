@@ -57,6 +57,20 @@ def test_a_dry_run_shows_the_first_prompt_as_the_model_reads_it(tmp_path: Path) 
     assert load(tmp_path, contents=["1+1=?", "2+2=?"])[1] == []
 
 
+def test_a_tag_that_the_chat_template_opens_is_noted(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model")
+    with (folder / "chat_template.jinja").open("a") as template:
+        template.write("{% if add_generation_prompt %}<think>\n{% endif %}")
+    scorer, key = "custom_reward_function.path=grpo_dist.rewards.format", "custom_reward_function.reward_kwargs"
+    model, contents = f"actor_rollout_ref.model.path={folder}", ["1+1=?", "2+2=?"]
+    _, (note,) = load(tmp_path, model, scorer, contents=contents)
+    says(note, "data.train_files", "<think>", f"{key}.opened=think")
+    listed = "custom_reward_function.path=[{path: grpo_dist.rewards.format, reward_kwargs: {opened: think}}]"
+    for quiet in ([scorer, f"{key}={{opened: think}}"], [listed], ["custom_reward_function.path=null"]):
+        assert load(tmp_path, model, *quiet, contents=contents)[1] == []
+    assert load(tmp_path, scorer, contents=contents)[1] == []
+
+
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
 def test_prompts_that_are_cut_are_counted_and_named(tmp_path: Path, truncation: str) -> None:
     overrides = ("data.filter_overlong_prompts=false", f"data.truncation={truncation}")

@@ -7,28 +7,35 @@ The math-verify library (https://github.com/huggingface/Math-Verify) reads and c
 - Numbers are compared exactly. The library rounds decimals to 6 places and takes differences below 1e-15 for 0; here
   they are fractions, and one of them is also right for a value that it rounds correctly (`_rounds`).
 - Its time limits are for seconds on the clock; here CPU time and memory are limited (grpo_dist/rewards/limits.py).
+
+Nor does it tell R from r, 120_5 from 120_6, an angle in degrees from radians, and BAC from CAB, for it a product.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from functools import cache, lru_cache
+import unicodedata
+from functools import lru_cache
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-from latex2sympy2_extended.math_normalization import units
-from math_verify import grader
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy import Basic, Eq, Float, MatrixBase, MatrixExpr, Rational, multiplicity, simplify
 from sympy.core.cache import clear_cache
 from sympy.core.evalf import PrecisionExhausted
 
 from grpo_dist.rewards.format import MINUS_SIGNS
 from grpo_dist.rewards.limits import TooCostly, limited
+from grpo_dist.tasks.competition_math.units import ANGLE, without_unit
 
 CPU_S = 5.0  # math-verify's own limit for each of reading and comparing
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 500  # of an answer; longer ones are compared as text
-CLOSE = 1e-6  # the relative error of a decimal that stands for another value: 0.333333 for 1/3, and not 0.33333
+CLOSE = Rational(
+    1, 10**6
+)  # the relative error of a decimal that stands for another value: 0.333333 for 1/3, and not 0.33333
+FLOAT = Rational(1, 10**15)  # the relative error of arithmetic with float64: 0.30000000000000004 for 0.3
 MOST_DIGITS = 500  # to which the difference of two values is worked out; below, they are one
 # What may be written differently without another meaning, and how it is compared as text.
 _WRITTEN = (
@@ -38,8 +45,14 @@ _WRITTEN = (
     (re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|(?<![0-9])[\s~]+|[\s~]+(?![0-9])"), ""),
     (re.compile(r"\{(\w)\}"), r"\1"),
 )
-# What the library misreads, and how it reads it well.
+# What the library misreads, or plain text has, and how it reads it well.
+_INSIDE = r"\s*\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)"
 _READ = (
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(rf"\^{_INSIDE}"), r"^{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt\s*(\d+(?:\.\d+)?)"), r"\\sqrt{\1}"),
+    (re.compile(rf"(?:\\|(?<![a-zA-Z]))sqrt{_INSIDE}"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|ln|log)(?![a-zA-Z])"), r"\\\1 "),
     (re.compile(r"\\(?:text\w*|mathrm)\s*\{\s*([ei])\s*\}"), r" \1"),
     (re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\w.])"), r"\1 \\times 10^{\2}"),
     (re.compile(r"(?<![\d.,/])(\d+)[\s~]+(\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
@@ -47,15 +60,20 @@ _READ = (
     (re.compile(r"°|\\degree(?![a-zA-Z])"), r"^\\circ "),
 )
 # What its normalisation loses, and numbers side by side, of which its grammar makes a sum or a product.
-_LOST = re.compile(r"\\[lcdv]?dots|\.\.\.|…|(?<=[\w)\]}])['′’]|\\prime(?![a-zA-Z])")
+_LOST = re.compile(r"\\[lcdv]?dots|\.\.\.|…|(?<=[\w)\]}])['′’]|\\prime(?![a-zA-Z])|(?<![\^_{])\d\)?\s*_")
+_CASES = ConversionConfig(lowercase_symbols=False)
+_BASED = re.compile(r"(?<![\w.}^\\])(\d+|\(\d+\))_(?:\{\s*(\d+)\s*\}|(\d+))")
+_SIGNS = MINUS_SIGNS | {ord("∞"): r"\infty ", ord("√"): " sqrt", ord("⁄"): "}{"}
 _APART = re.compile(r"\d[\s~]+\d|\d\.\d+\.")
 _UNDONE = re.compile(r"\\(?:int|sum|prod|lim)(?![a-zA-Z])")
 _EQUALS = re.compile(r"=(?![^{}]*\})")  # not those below a sum
 _PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\w*\s*\{\s*)?\b(?:percent|percentage|pct)\b\s*\}?)$")
-_TEXT_UNIT = re.compile(
-    r"(?<=[\w)}\]!.\s])(?:(?:[\s~/]|\\cdot|\\[,;: ])*\\(?:text\w*|mathrm|mbox)\s*\{(?!\s*(?:and|or)\b)[^{}]*\}"
-    r"(?:\^\{?-?\d\}?)?)+$"
-)
+# Words alone: names and orders. Three letters in a row, or two capital ones, are one, and no product.
+_WORDS = re.compile(r"(?=.*(?:[A-Z]\s*[A-Z]|[^\W\d_]{3}|\b(?i:no|on)\b))(?:[^\W\d_]|[\s,;.()])+", re.DOTALL)
+_COMMANDS = re.compile(r"\\(?:text\w*|mathrm|mbox|angle|triangle)(?![a-zA-Z])|[{}]")
+_CHOICE = re.compile(r"\(?([A-J])[).:](?!.*(?<![a-zA-Z])[A-J](?![a-zA-Z]))")  # "A) 5"
+# A sign of money in front of a number, which ends the text or has the name of another unit behind it.
+_MONEY = re.compile(r"^\$?([-+]?)\s*\\?([$€£])([^$€£]*?[^$€£\s\\])(?=\s*(?:\\(?:text|mathrm|mbox)|/|per\b|\$?$))")
 
 
 @lru_cache(maxsize=1024)  # the responses of a group have one truth, and often one answer
@@ -63,20 +81,24 @@ def same_value(answer: str, truth: str) -> bool:
     r"""Return whether an answer in LaTeX is the truth.
 
     It is compared as text only, apart from spaces, \left, \text and \cdot, where one of the two cannot be read as a
-    whole, where it is longer than `MOST_CHARACTERS`, where it is an integral, sum, product or limit and the truth has
-    none, and where mathematics would take longer than `CPU_S` or more than `MEMORY_BYTES`.
+    whole, where both are words, where it is longer than `MOST_CHARACTERS`, where it is an integral, sum, product or
+    limit and the truth has none, and where mathematics would take longer than `CPU_S` or more than `MEMORY_BYTES`.
     """
     if len(answer) > MOST_CHARACTERS:
         return answer.split() == truth.split()
     answer, truth = plain(answer), plain(truth)
     if not answer or _normal(answer) == _normal(truth):
         return bool(answer)
+    if (choice := _CHOICE.match(_COMMANDS.sub("", answer))) and choice[1] == _normal(truth).strip("()"):
+        return True
+    if (words := _words(answer)) and (right_words := _words(truth)):
+        return words == right_words
     if _UNDONE.search(_EQUALS.split(answer)[-1]) and not _UNDONE.search(truth):
         return False
     try:
         with limited(cpu_s=CPU_S, memory_bytes=MEMORY_BYTES):
             return _same_mathematics(answer, truth)
-    except TooCostly:
+    except (TooCostly, ValueError):  # or what are no digits of their base
         return False
     finally:
         clear_cache()  # of a thousand values, each as large as the answers make it
@@ -87,15 +109,17 @@ def plain(text: str) -> str:
 
     Lines that are set one below the other become one line: they go on with "=", or are a list.
     """
-    text, number = _LINES.subn("", text.translate(MINUS_SIGNS | _WIDE))
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}", re.sub("[¼-¾⅐-⅞]", r"\\frac{\g<0>}", text))
+    text = unicodedata.normalize("NFKC", text).translate(_SIGNS).strip().rstrip("\\")  # digits of any width, 1⁄2 for ½
+    text, number = _LINES.subn("", text)
     if number and "\\begin" not in text:  # no matrix in it
         text = text.replace("&", "").strip().removesuffix(r"\\")
         text = re.sub(r"\s*\\\\\s*", ", ", re.sub(r"\s*\\\\\s*(?==)", " ", text))
-    return re.sub(r"\\\$|[$€£¥]|\\[!,;]\s*|(?<!\\)\\[][()]", "", text).strip().removesuffix(".").strip()
+    text = re.sub(r"\\[!,;]\s*|(?<!\\)\\[][()]", "", text).strip().removesuffix(".").strip()
+    return re.sub(r"\\?[$€£¥](?!\})", "", _MONEY.sub(r"\1\3\\text{\2}", text)).strip()
 
 
 _LINES = re.compile(r"\\(?:begin|end)\s*\{(?:equation|align|aligned|gather|gathered|multline|split)\*?\}")
-_WIDE = {0xFF01 + i: chr(0x21 + i) for i in range(94)}  # full-width signs, digits and letters
 
 
 def _normal(text: str) -> str:
@@ -105,10 +129,20 @@ def _normal(text: str) -> str:
     return text
 
 
+def _words(text: str) -> list[str] | None:
+    """Return the words of a text that has nothing else, sorted if they are a list."""
+    text = _COMMANDS.sub("", text)
+    folded = re.sub(r"\b(?:[A-Z]?[a-z]+|[A-Z]+)\b", lambda found: found[0].lower(), text)
+    words = ["".join(part.split()) for part in re.split(r"[,;]|\b(?:and|or)\b", folded)]
+    return (words if "(" in text else sorted(words)) if _WORDS.fullmatch(text) else None
+
+
 def _same_mathematics(answer: str, truth: str) -> bool:
     (given, is_share), (expected, expects_share) = (_without_percent(text) for text in (answer, truth))
-    (given, unit), (expected, expected_unit) = (_without_unit(text) for text in (given, expected))
-    if unit and expected_unit and unit != expected_unit and _is_word(unit) == _is_word(expected_unit):
+    given, unit = without_unit(given, abbreviated=True)
+    expected, expected_unit = without_unit(expected, abbreviated=bool(unit))
+    (given, bases), (expected, expected_bases) = map(_without_bases, (given, expected))
+    if bases != expected_bases or (unit and expected_unit and unit != expected_unit):
         return False
     is_real = not (grader.should_treat_as_complex(given) or grader.should_treat_as_complex(expected))
     value, right = _read(given, is_real), _read_truth(expected, is_real)
@@ -129,27 +163,11 @@ def _without_percent(text: str) -> tuple[str, bool]:
     return shorter, shorter != text
 
 
-def _without_unit(text: str) -> tuple[str, str]:
-    r"""Return a text and its unit: what stands in \text behind it, or words of units; "" where there is none."""
-    match = _TEXT_UNIT.search(text) or _words_of_units().search(text)
-    if match is None or not match.start():
-        return text, ""
-    unit = re.sub(r"\\(?:text\w*|mathrm|mbox|cdot)|[^a-z0-9/-]", "", match.group().lower())
-    return text[: match.start()], re.sub(r"(?<=..)e?s?$", "", unit)  # one for "miles" and "mile"
-
-
-def _is_word(unit: str) -> bool:
-    """Return whether a unit is written out; its abbreviation cannot be compared with that."""
-    return len(unit) > 3
-
-
-@cache
-def _words_of_units() -> re.Pattern[str]:
-    """Return a pattern of words from the library's list of units, without those that may be products of variables."""
-    words = {unit for unit in units if unit.isalpha() and len(unit) > 2}
-    words |= {"dollar", "cm", "mm", "km", "kg", "ft", "st", "nd", "rd", "th"}
-    word = "|".join(sorted(words, key=len, reverse=True))
-    return re.compile(rf"(?<=[\d)}}\]\s])(?:\s*(?<![a-zA-Z])(?:{word})(?:e?s)?(?![a-zA-Z])\.?)+(?:\^\{{?\d\}}?)?$")
+def _without_bases(text: str) -> tuple[str, set[int]]:
+    """Return a text with its numbers in the decimal system, and the bases that they had: 35 and {5} for 120_5."""
+    numbers = [(found[1].strip("()"), int(found[2] or found[3])) for found in _BASED.finditer(text)]
+    values = iter([str(int(*number)) for number in numbers])
+    return _BASED.sub(lambda _: next(values), text), {base for _, base in numbers}
 
 
 def _read(text: str, is_real: bool) -> Any:
@@ -161,9 +179,13 @@ def _read(text: str, is_real: bool) -> Any:
     steps = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
     try:
         text = normalize_latex(text, config=steps)
-        value = None if _APART.search(text) else latex2sympy(text, is_real=is_real, normalization_config=None)
+        value = (
+            None if _APART.search(text) else latex2sympy(text, None, is_real, bool(ANGLE.search(text)), None, _CASES)
+        )
     except Exception:  # noqa: BLE001 - its grammar raises Exception, its conversion what it happens to meet
         return None
+    if isinstance(value, Eq) and value.lhs.is_number and not value.rhs.is_number:
+        value = Eq(value.rhs, value.lhs, evaluate=False)
     return value if isinstance(value, Basic | MatrixBase) else None
 
 
@@ -172,23 +194,27 @@ _read_truth = lru_cache(maxsize=1024)(_read)
 
 def _equal(right: Any, value: Any) -> bool:
     try:
-        return _holds(value) and bool(grader.sympy_expr_eq(right, value, 6, 15))
+        return _holds(value) and bool(grader.sympy_expr_eq(right, value, 6, 15, allow_set_relation_comp=True))
     except Exception:  # noqa: BLE001 - sympy raises whatever it happens to meet: they cannot be compared
         return False
 
 
+# The library's grader as a module of its own, so that it compares in another way here and for nobody else.
+_spec: Any = importlib.util.find_spec("math_verify.grader")
+grader: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(grader)
 _compare_matrices = grader.sympy_numeric_eq  # goes through their elements
 
 
 def _compare(a: Any, b: Any, *precisions: int) -> bool:
-    """Compare two values in place of the library's own comparison."""
+    """Compare two values in place of the library's own comparisons."""
     matrices = MatrixBase | MatrixExpr
     if isinstance(a, matrices) and isinstance(b, matrices):
         return bool(_compare_matrices(a, b, *precisions))
     return _same_expression(a, b)
 
 
-grader.sympy_numeric_eq = _compare
+grader.sympy_numeric_eq = grader.sympy_compare_symbols = _compare
 grader.sympy_symbolic_eq = lambda a, b: False  # what it tries next
 
 
@@ -215,7 +241,7 @@ def _exact(value: Any) -> Any:
 
 
 def _rounds(decimal: Any, value: Any) -> bool:
-    """Return whether a decimal is a value to its last place, and close to it."""
+    """Return whether a decimal is a value to its last place, rounded or cut off, and close to it."""
     if not decimal.is_Rational:
         return False
     places = max(multiplicity(2, decimal.q), multiplicity(5, decimal.q))
@@ -223,8 +249,9 @@ def _rounds(decimal: Any, value: Any) -> bool:
         return False
     if not places and decimal:
         places = -min(multiplicity(2, decimal.p), multiplicity(5, decimal.p))
-    error = abs(decimal - value)
-    return bool(error <= Rational(10) ** -places / 2) and bool(error <= abs(value) * Rational(str(CLOSE)))
+    unit, error, size = Rational(10) ** -places, abs(decimal - value), abs(value)
+    is_no_longer = (value / unit).is_Integer  # a decimal itself
+    return bool(error <= size * FLOAT) or bool(not is_no_longer and error <= unit and error <= size * CLOSE)
 
 
 def _holds(value: Any) -> bool:

@@ -5,10 +5,10 @@ r"""MATH (https://arxiv.org/abs/2103.03874): competition mathematics, 7,500 trai
     custom_reward_function.reward_kwargs='{wrong: -1.0}'
 
 The scorer compares final answers as mathematics (equality.py): 1/2, 0.5 and \frac12 are the same. It is built in for
-MATH, MATH-500, DAPO-Math and AIME. The answer is the last `\boxed{...}`; without one, what follows the last "Answer:"
-or "answer is": displayed mathematics, or the rest of the line. Nothing else of the response counts, so that a list of
-guesses earns nothing. Departures from verl's scorers, which compare normalised text: equal values count, and the whole
-response is searched, not the last 300 characters.
+MATH, MATH-500, DAPO-Math and AIME. The answer is the last `\boxed{...}`, or a list in several; without one, what is
+behind the last "Answer:" or "answer is": displayed mathematics, or the rest of the line. Nothing else of the response
+counts, so that a list of guesses earns nothing. Departures from verl's scorers, which compare normalised text: equal
+values count, and the whole response is searched, not the last 300 characters.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from grpo_dist.rewards.format import accepted_answers
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 # What stands in a box without braces: \boxed5, \boxed \pi.
 _BARE = re.compile(r"\\[a-zA-Z]+(?:\{[^{}$]*\})*|[^\s$\\{}]+")
+_BETWEEN = re.compile(r"(?:[\s,;$&]|\\[()\[\],;: ]|\\q?quad(?![a-zA-Z])|\\text\w*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
 
 
 def last_boxed(text: str) -> str | None:
@@ -31,17 +32,19 @@ def last_boxed(text: str) -> str | None:
     Braces inside are balanced; `\{` and `\}` are text. MATH has boxes without braces (`\boxed 5`): those hold one word.
 
     Returns:
-        The content; None where there is no box, or the last one is never closed.
+        The content; of boxes with nothing but commas, "and" or "or" between them a list; None where there is no box, or
+        the last one is never closed.
     """
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    start = boxes[-1].end()
-    if not text.startswith("{", start):
+    contents, begin = dict[str, None](), len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        braces, start = text.startswith("{", box.end()), box.end()
         bare = _BARE.match(text, start)
-        return bare.group() if bare else None
-    end = _closing_brace(text, start)
-    return None if end is None else text[start + 1 : end].strip()
+        end = _closing_brace(text, start) if braces else bare and bare.end()
+        if end is None or (contents and not _BETWEEN.fullmatch(text, end + braces, begin)):
+            break
+        contents[text[start + braces : end].strip()] = None
+        begin = box.start()
+    return ", ".join(reversed(contents)) if contents else None
 
 
 def _closing_brace(text: str, start: int) -> int | None:

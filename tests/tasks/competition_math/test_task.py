@@ -49,6 +49,8 @@ def test_scores() -> None:
     assert compute_score("d", "0.5 and 1/2", "0.5", {}) == {"score": 0.0, "acc": 0.0, "pred": None}
     assert compute_score("d", r"\boxed{1} \boxed{2}", "1", {}, right=2.0, wrong=-0.5)["score"] == -0.5
     assert compute_score("d", r"\boxed{4}", 4, {}, right=2.0)["score"] == 2.0
+    assert compute_score("d", r"\boxed{2} or \boxed{1}", "1, 2", {})["acc"] == 1.0
+    assert compute_score("d", r"\boxed{2} or \boxed{1}", "1", {})["acc"] == 0.0, "two guesses"
 
 
 def test_a_list_holds_accepted_answers() -> None:
@@ -59,7 +61,13 @@ def test_a_list_holds_accepted_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Answer: 4" + " " * 100_000 + "5", "Answer:" * 30_000, r"\[" * 100_000 + "Answer: $$"]
+    "text",
+    [
+        r"\boxed{1} and " * 20_000 + r"x\boxed{2}",
+        "Answer: 4" + " " * 100_000 + "5",
+        "Answer:" * 30_000,
+        r"\[" * 100_000 + "Answer: $$",
+    ],
 )
 def test_long_garbage_takes_no_time(text: str) -> None:
     start = time.process_time()
@@ -120,6 +128,12 @@ def test_in_a_thread_that_is_not_the_main_one() -> None:
         (r"\boxed", None),
         (r"\boxedanswer{4}", None),
         ("boxed{4}", None),
+        # a list in several boxes
+        (r"\boxed{1} and \boxed{2}", "1, 2"),
+        (r"\(\boxed{1}\), $\boxed{2}$ \quad \text{and} \quad \boxed3", "1, 2, 3"),
+        (r"\boxed{4} or $\boxed{4}$", "4"),
+        (r"\boxed{1} = \boxed{2}", "2"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
         ("", None),
     ],
 )
