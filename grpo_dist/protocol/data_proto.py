@@ -200,7 +200,16 @@ def _concat_tensors(columns: Sequence[TensorColumn]) -> TensorColumn:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray):
-        return bool(len(a) == len(b) and all(x is y or np.array_equal(x, y) for x, y in zip(a, b, strict=True)))
-    pairs = zip(_parts(a), _parts(b), strict=False)
-    return type(a) is type(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+    """Tell if two values are equal, with whatever they hold; nan is nan."""
+    if isinstance(a, Ragged) and isinstance(b, Ragged):
+        return all(map(_same, _parts(a), _parts(b)))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and object not in (a.dtype, b.dtype):
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    a, b = (value.tolist() if isinstance(value, np.ndarray | Tensor) else value for value in (a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or bool(a == b or (a != a and b != b))
