@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpo_dist.errors import ConfigError, GrpoDistError, did_you_mean
+from grpo_dist.plugins.code_files import load_file
 from grpo_dist.plugins.function_files import ENDING, read_function
 from grpo_dist.plugins.names import parse_code
 
@@ -184,7 +182,7 @@ def load_attribute(spec: str, *, key: str) -> Any:
     try:
         if source.endswith(ENDING):  # one function, as it was given to grpo_dist.train
             return read_function(Path(source))
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         raise ConfigError(f"{key}={spec}: cannot import {source}: {type(error).__name__}: {error}") from error
     try:
@@ -193,24 +191,3 @@ def load_attribute(spec: str, *, key: str) -> Any:
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         hint = did_you_mean(attribute, public) or f"; it has {', '.join(public) or 'no functions'}"
         raise ConfigError(f"{key}={spec}: {source} has no {attribute!r}{hint}") from None
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path} (looked in {Path.cwd()})")
-    module = _executed(path.absolute(), path.read_bytes())
-    sys.modules[module.__name__] = module
-    return module
-
-
-@cache
-def _executed(path: Path, text: bytes) -> Any:
-    """The module of a file with this text: several functions of one file share it."""
-    name = f"grpo_dist_custom_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    module_spec.loader.exec_module(module)
-    return module
