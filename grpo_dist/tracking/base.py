@@ -94,6 +94,10 @@ class Tracker:
             ConfigError: the tracker cannot start.
         """
 
+    @classmethod
+    def check_project(cls, project_name: str) -> None:
+        """Check then that the tracker takes this project; an exception of any kind says why it does not."""
+
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of one step, under verl's names; steps come in increasing order.
 
@@ -193,10 +197,15 @@ def build_trackers(loggers: Sequence[str], run: RunInfo) -> Trackers:
     return Trackers(started, resumed_step=run.resumed_step)
 
 
-def check_trackers(loggers: Sequence[str]) -> None:
+def check_trackers(loggers: Sequence[str], project_name: str) -> None:
     """Import the trackers and their packages, and run the checks that they offer, without starting them."""
     for name in _names(loggers):
-        _tracker_class(name).check()
+        tracker_class = _tracker_class(name)
+        try:
+            tracker_class.check_project(project_name)
+        except Exception as error:
+            raise ConfigError(f"{KEY}: {name!r} with trainer.project_name={project_name}: {error}") from error
+        tracker_class.check()
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from grpo_dist.errors import ConfigError
@@ -33,6 +33,38 @@ SUPERVISED_VALIDATION = "val/"
 SUPERVISED = {"loss": ("reward_model/loss", "sft/loss"), "accuracy": ("reward_model/accuracy",)}
 # What says most about a validation of theirs, best first.
 _JUDGED = tuple(SUPERVISED_VALIDATION + name for name in ("reward_model/accuracy", "sft/loss"))
+
+
+class DistinctNames:
+    """The names of metrics in a tracker that does not take all characters, or has a file for each.
+
+    Different names stay different, and none is a folder above another: of two that meet, the later one gets a number.
+
+    Args:
+        plain: makes a name that the tracker takes, with room for a number.
+        stored: the names that the tracker has already, from an earlier part of this run.
+    """
+
+    def __init__(self, plain: Callable[[str], str], stored: Iterable[str] = ()) -> None:
+        self._plain, self._stored = plain, frozenset(stored)
+        self._given: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """The name of a metric there, which stays as it is."""
+        if name not in self._given:
+            given = plain = self._plain(name)
+            end, number = min(self._meets(plain), default=0), 1
+            while self._meets(given):
+                number += 1
+                given = f"{plain[:end]}_{number}{plain[end:]}"
+            self._given[name] = given
+        return self._given[name]
+
+    def _meets(self, name: str) -> list[int]:
+        """How much of a name is that of another one, for each that is equal, or a folder above or below it."""
+        others = (*self._given.values(), *self._stored - {name})
+        pairs = ((other, f"{name}/", f"{other}/") for other in others)
+        return [min(len(name), len(other)) for other, a, b in pairs if a.startswith(b) or b.startswith(a)]
 
 
 def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:

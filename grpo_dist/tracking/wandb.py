@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import wandb
+from pydantic import ValidationError
 from wandb.sdk.lib.wbauth import read_netrc_auth
 
 from grpo_dist.errors import ConfigError
@@ -41,6 +42,17 @@ class WandbTracker(Tracker):
     def check(cls) -> None:
         """Check the W&B mode."""
         choose_mode()
+
+    @classmethod
+    def check_project(cls, project_name: str) -> None:
+        """Have W&B read its environment variables and the project's name, as it does when a run starts."""
+        settings = wandb.Settings(silent=True)
+        try:
+            settings.update_from_env_vars(os.environ)
+            settings.project = project_name
+        except ValidationError as error:
+            wrong = (f"WANDB_{'_'.join(map(str, found['loc'])).upper()}: {found['msg']}" for found in error.errors())
+            raise ValueError("; ".join(wrong)) from None
 
     def __init__(self, run: RunInfo) -> None:
         mode, folder, away = choose_mode(), run.folder("wandb"), ""

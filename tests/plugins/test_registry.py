@@ -86,7 +86,7 @@ def test_files_of_one_name_stay_apart_also_in_another_process(tmp_path: Path) ->
     folders, functions = ("a", "b", "a.b %2F ü", os.fsdecode(b"\xff")), []
     for folder in folders:
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "reward.py").write_text(f"def name():\n    return {ascii(folder)}\n")
+        (tmp_path / folder / "reward.py").write_text(f"def name():\n    return {folder!a}\n")
         functions.append(load_attribute(f"{tmp_path}/{folder}/reward.py:name", key="k"))
     assert [function() for function in functions] == list(folders)
     content = pickle.dumps(functions)
