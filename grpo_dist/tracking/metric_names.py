@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ _JUDGED = tuple(SUPERVISED_VALIDATION + name for name in ("reward_model/accuracy
 class DistinctNames:
     """The names of metrics in a tracker that does not take all characters, or has a file for each.
 
-    Different names stay different, and none is a folder above another: of two that meet, the later one gets a number.
+    Different names stay different, and none is a folder above another: the later one of two that meet gets a number.
 
     Args:
         plain: makes a name that the tracker takes, with room for a number.
@@ -52,19 +53,15 @@ class DistinctNames:
     def of(self, name: str) -> str:
         """The name of a metric there, which stays as it is."""
         if name not in self._given:
-            given = plain = self._plain(name)
-            end, number = min(self._meets(plain), default=0), 1
-            while self._meets(given):
-                number += 1
-                given = f"{plain[:end]}_{number}{plain[end:]}"
-            self._given[name] = given
+            plain = self._plain(name)
+            first, slash, rest = plain.partition("/")
+            numbered = (f"{first}_{number}{slash}{rest}" for number in itertools.count(2))
+            self._given[name] = next(each for each in itertools.chain([plain], numbered) if not self._is_taken(each))
         return self._given[name]
 
-    def _meets(self, name: str) -> list[int]:
-        """How much of a name is that of another one, for each that is equal, or a folder above or below it."""
-        others = (*self._given.values(), *self._stored - {name})
-        pairs = ((other, f"{name}/", f"{other}/") for other in others)
-        return [min(len(name), len(other)) for other, a, b in pairs if a.startswith(b) or b.startswith(a)]
+    def _is_taken(self, name: str) -> bool:
+        others = (f"{other}/" for other in (*self._given.values(), *self._stored - {name}))
+        return any(other.startswith(f"{name}/") or f"{name}/".startswith(other) for other in others)
 
 
 def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -133,8 +133,8 @@ def test_names_that_meet_in_the_folder_lose_nothing(tmp_path, start):
     assert sorted(last.values()) == [[0, 0], [1, 1, 1], *([i, i] for i in range(2, 9)), [9]]
     assert {
         "e/a": [0, 0],
-        "e/a_2/b": [1, 1, 1],
-        "e_2": [9],
+        "e_2/a/b": [1, 1, 1],
+        "e_3": [9],
         "x_at_y_2": [3, 3],
         "x_at_y_3/z": [4, 4],
     }.items() <= last.items()
