@@ -9,15 +9,18 @@ package later, the message names it.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote, unquote
 
 from grpo_dist.errors import ConfigError, GrpoDistError, did_you_mean
-from grpo_dist.plugins.code_files import load_file
 from grpo_dist.plugins.function_files import ENDING, read_function
 from grpo_dist.plugins.names import parse_code
 
@@ -182,7 +185,7 @@ def load_attribute(spec: str, *, key: str) -> Any:
     try:
         if source.endswith(ENDING):  # one function, as it was given to grpo_dist.train
             return read_function(Path(source))
-        module = load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         raise ConfigError(f"{key}={spec}: cannot import {source}: {type(error).__name__}: {error}") from error
     try:
@@ -191,3 +194,38 @@ def load_attribute(spec: str, *, key: str) -> Any:
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         hint = did_you_mean(attribute, public) or f"; it has {', '.join(public) or 'no functions'}"
         raise ConfigError(f"{key}={spec}: {source} has no {attribute!r}{hint}") from None
+
+
+# --- files as modules ---------------------------------------------------------------------------------------------
+# A file's module has this one's name and the file's path. So files of one name stay apart, and what pickle names in one
+# is found in any process that can import this package, such as those of a pool that a reward function starts.
+__path__: list[str] = []  # as packages have it, since modules lie below
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path} (looked in {Path.cwd()})")
+    module = _executed(_module_name(path.absolute()), path.read_bytes())
+    sys.modules[module.__name__] = module
+    return module
+
+
+@cache
+def _executed(name: str, text: bytes) -> Any:
+    """The module of a file with this text: several functions of one file share it."""
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def _module_name(path: Path) -> str:
+    return f"{__name__}.{quote(str(path), safe='', errors='surrogateescape').replace('.', '%2E')}"
+
+
+def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+    """Find a file's module, as one of Python's finders."""
+    path = Path(unquote(name.removeprefix(f"{__name__}."), errors="surrogateescape"))
+    is_one = name == _module_name(path) and path.is_absolute() and path.is_file()
+    return importlib.util.spec_from_file_location(name, path) if is_one else None
+
+
+sys.meta_path.append(sys.modules[__name__])  # type: ignore[arg-type]

@@ -87,16 +87,12 @@ class Tracker:
         """Open the destination: begin a run there, or continue the one of `run.known_id`."""
 
     @classmethod
-    def check(cls) -> None:
-        """Check before Ray starts what can be checked then.
+    def check(cls, project_name: str) -> None:
+        """Check before Ray starts what can be checked then: the project's name, and the environment.
 
         Raises:
-            ConfigError: the tracker cannot start.
+            Exception: the tracker cannot start; the text says why.
         """
-
-    @classmethod
-    def check_project(cls, project_name: str) -> None:
-        """Check then that the tracker takes this project; an exception of any kind says why it does not."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of one step, under verl's names; steps come in increasing order.
@@ -202,10 +198,12 @@ def check_trackers(loggers: Sequence[str], project_name: str) -> None:
     for name in _names(loggers):
         tracker_class = _tracker_class(name)
         try:
-            tracker_class.check_project(project_name)
+            tracker_class.check(project_name)
+        except ConfigError:
+            raise
         except Exception as error:
-            raise ConfigError(f"{KEY}: {name!r} with trainer.project_name={project_name}: {error}") from error
-        tracker_class.check()
+            where = f"trainer.project_name={project_name} and this environment"
+            raise ConfigError(f"{KEY}: {name!r} with {where}: {redact_text(' '.join(str(error).split()))}") from error
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

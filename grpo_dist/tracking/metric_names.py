@@ -36,31 +36,25 @@ SUPERVISED = {"loss": ("reward_model/loss", "sft/loss"), "accuracy": ("reward_mo
 _JUDGED = tuple(SUPERVISED_VALIDATION + name for name in ("reward_model/accuracy", "sft/loss"))
 
 
-class DistinctNames:
-    """The names of metrics in a tracker that does not take all characters, or has a file for each.
+class DistinctNames(dict[str, str]):
+    """By metric, its name in a tracker that does not take all characters, or has a file for each.
 
-    Different names stay different, and none is a folder above another: the later one of two that meet gets a number.
-
-    Args:
-        plain: makes a name that the tracker takes, with room for a number.
-        stored: the names that the tracker has already, from an earlier part of this run.
+    `plain` makes a name that the tracker takes, with room for a number, which the later one of two gets that would be
+    equal, or one a folder above the other. `stored` are names that the tracker has from an earlier part of the run.
     """
 
     def __init__(self, plain: Callable[[str], str], stored: Iterable[str] = ()) -> None:
         self._plain, self._stored = plain, frozenset(stored)
-        self._given: dict[str, str] = {}
 
-    def of(self, name: str) -> str:
-        """The name of a metric there, which stays as it is."""
-        if name not in self._given:
-            plain = self._plain(name)
-            first, slash, rest = plain.partition("/")
-            numbered = (f"{first}_{number}{slash}{rest}" for number in itertools.count(2))
-            self._given[name] = next(each for each in itertools.chain([plain], numbered) if not self._is_taken(each))
-        return self._given[name]
+    def __missing__(self, name: str) -> str:
+        plain = self._plain(name)
+        first, slash, rest = plain.partition("/")
+        numbered = (f"{first}_{number}{slash}{rest}" for number in itertools.count(2))
+        self[name] = next(each for each in itertools.chain([plain], numbered) if not self._is_taken(each))
+        return self[name]
 
     def _is_taken(self, name: str) -> bool:
-        others = (f"{other}/" for other in (*self._given.values(), *self._stored - {name}))
+        others = (f"{other}/" for other in (*self.values(), *self._stored - {name}))
         return any(other.startswith(f"{name}/") or f"{name}/".startswith(other) for other in others)
 
 

@@ -79,7 +79,7 @@ class MlflowTracker(Tracker):
         values = {**metrics, GLOBAL_STEP: step}
 
         def send() -> None:
-            batch = [Metric(self._names.of(name), value, now, step) for name, value in values.items()]
+            batch = [Metric(self._names[name], value, now, step) for name, value in values.items()]
             self._client.log_batch(self._id, metrics=batch, synchronous=True)
 
         self._send(send)
@@ -137,7 +137,7 @@ class MlflowTracker(Tracker):
         self._client.log_dict(self._id, dict(config), "config.json")
         stored = self._client.get_run(self._id).data
         self._names, names = DistinctNames(_name, stored.metrics), DistinctNames(_name, stored.params)
-        values = {names.of(key): as_text(value)[:_LONGEST_VALUE] for key, value in flatten(config)}
+        values = {names[key]: as_text(value)[:_LONGEST_VALUE] for key, value in flatten(config)}
         new = [Param(key, value) for key, value in values.items() if key not in stored.params]
         self._client.log_batch(self._id, params=new, synchronous=True)
 

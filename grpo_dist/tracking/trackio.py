@@ -25,7 +25,7 @@ class TrackioTracker(Tracker):
     """
 
     @classmethod
-    def check_project(cls, project_name: str) -> None:
+    def check(cls, project_name: str) -> None:
         """Check the name of the database's file."""
         SQLiteStorage.validate_project_name(project_name)
 

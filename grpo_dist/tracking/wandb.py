@@ -39,20 +39,16 @@ class WandbTracker(Tracker):
     """
 
     @classmethod
-    def check(cls) -> None:
-        """Check the W&B mode."""
-        choose_mode()
-
-    @classmethod
-    def check_project(cls, project_name: str) -> None:
+    def check(cls, project_name: str) -> None:
         """Have W&B read its environment variables and the project's name, as it does when a run starts."""
         settings = wandb.Settings(silent=True)
         try:
             settings.update_from_env_vars(os.environ)
             settings.project = project_name
         except ValidationError as error:
-            wrong = (f"WANDB_{'_'.join(map(str, found['loc'])).upper()}: {found['msg']}" for found in error.errors())
-            raise ValueError("; ".join(wrong)) from None
+            wrong = error.errors()[0]
+            raise ValueError(f"WANDB_{str(wrong['loc'][0]).upper()}: {wrong['msg']}") from None
+        choose_mode()
 
     def __init__(self, run: RunInfo) -> None:
         mode, folder, away = choose_mode(), run.folder("wandb"), ""

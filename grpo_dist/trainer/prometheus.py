@@ -50,7 +50,7 @@ class PrometheusTracker(Tracker):
         values = self._shown | dict(metrics) | {GLOBAL_STEP: step}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
         for name in shown.keys() - self._gauges.keys():
-            gauge = Gauge(self._names.of(name), description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
+            gauge = Gauge(self._names[name], description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
             self._gauges[name] = gauge.set_default_tags(self._labels)
         self._shown = shown  # in one assignment, since the other thread reads it
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.plugins import code_files
+from grpo_dist.plugins import registry
 from grpo_dist.plugins.registry import Registry, load_attribute
 from tests.messages import refuses
 
@@ -98,7 +98,7 @@ def test_files_of_one_name_stay_apart_also_in_another_process(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["relative%2Freward%2Epy", "%2Fno%2Fsuch%2Ffile%2Epy", "helper", "%2Ftmp/reward.py"])
 def test_other_names_below_the_module_of_files_are_none(name: str) -> None:
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"{code_files.__name__}.{name}")
+        importlib.import_module(f"{registry.__name__}.{name}")
 
 
 def test_functions_of_one_file_share_its_module_until_it_is_edited(tmp_path: Path) -> None:

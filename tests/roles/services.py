@@ -5,6 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from grpo_dist.runtime.cluster import CHECK_ALIVE
 
 
 class Service:
@@ -32,3 +39,24 @@ class Service:
                     with connection, contextlib.suppress(OSError):
                         connection.recv(100)
                         connection.sendall(b"settings")
+
+
+@contextlib.contextmanager
+def control_service(call: str = CHECK_ALIVE, refusal: grpc.StatusCode | None = None) -> Iterator[str]:
+    """The address of a gRPC service that answers one call, by default that of Ray's control service, or refuses it."""
+
+    def answer(request: bytes, context: Any) -> bytes:
+        if refusal is not None:
+            context.abort(refusal, "no token")
+        return b""
+
+    service, method = call.strip("/").split("/")
+    handler = grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(answer)})
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
