@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, run_folder
-from grpo_dist.errors import ConfigError, DataError, RewardError, require_current_folder
+from grpo_dist.errors import ConfigError, DataError, RewardError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.plan import format_summary
 from grpo_dist.plugins.function_files import function_name, write_function
@@ -102,7 +102,6 @@ def train(
                 f"callbacks={type(callback).__name__}: a callback is a function of a step's number and metrics that "
                 "returns true to end the run with this step; TRL's TrainerCallback is not taken"
             )
-    require_current_folder()
     given = dict(config or {})
     model_key = "model" if model is not None and _is_option(model) else "actor_rollout_ref.model.path"
     set_by = {

@@ -174,9 +174,8 @@ def require_current_folder() -> None:
     """Raise a ConfigError if the folder of this process is gone, such as a batch job's that was cleaned up."""
     try:
         os.getcwd()
-    except OSError as error:
-        why = f'the current folder is gone ({error.strerror}); change to one that is there: cd ~, or cd "$PWD"'
-        raise ConfigError(why) from None
+    except OSError:
+        raise ConfigError('the current folder is gone; change to one that is there: cd ~, or cd "$PWD"') from None
 
 
 def in_a_line(error: BaseException) -> str:

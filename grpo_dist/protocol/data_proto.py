@@ -203,10 +203,9 @@ def _same(a: Any, b: Any) -> bool:
     """Tell if two values are equal, with whatever they hold; nan is nan."""
     if isinstance(a, Ragged) and isinstance(b, Ragged):
         return all(map(_same, _parts(a), _parts(b)))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and object not in (a.dtype, b.dtype):
-        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Tensor | np.ndarray) and type(a) is type(b) and object not in (a.dtype, b.dtype):
+        alike = a.shape == b.shape and (a.dtype == b.dtype or isinstance(a, np.ndarray))
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
     a, b = (value.tolist() if isinstance(value, np.ndarray | Tensor) else value for value in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)

@@ -56,9 +56,9 @@ def connect(address: str, num_cpus: int | None) -> str:
         if "authentic" in str(error).lower():
             raise _other_token(address, error) from None
         if "version" in str(error).lower():
-            remedy = "Run this with the cluster's Ray and Python, or start the cluster with those of this process"
+            remedy = "run this with the cluster's Ray and Python, or start the cluster with those of this process"
             reason = " ".join(str(error).split())
-            raise ConfigError(f"ray_kwargs.ray_init.address={address}: {reason}. {remedy}") from None
+            raise ConfigError(f"ray_kwargs.ray_init.address={address}: {reason}; {remedy}") from None
         raise
     return f"joined the Ray cluster at {address}"
 

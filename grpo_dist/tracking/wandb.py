@@ -43,7 +43,7 @@ class WandbTracker(Tracker):
         """Have W&B read its environment variables and the project's name, as it does when a run starts."""
         settings = wandb.Settings(silent=True)
         try:
-            settings.update_from_env_vars(os.environ)
+            settings.update_from_env_vars(dict(os.environ))
             settings.project = project_name
         except ValidationError as error:
             wrong = error.errors()[0]

@@ -49,7 +49,7 @@ class PrometheusTracker(Tracker):
 
         values = self._shown | dict(metrics) | {GLOBAL_STEP: step}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
-        for name in shown.keys() - self._gauges.keys():
+        for name in [each for each in shown if each not in self._gauges]:
             gauge = Gauge(self._names[name], description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
             self._gauges[name] = gauge.set_default_tags(self._labels)
         self._shown = shown  # in one assignment, since the other thread reads it

@@ -39,15 +39,13 @@ def test_a_note_of_a_control_service_that_answers_is_one(refusal: grpc.StatusCod
         find_cluster("auto")
 
 
-@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
-def test_the_note_is_where_ray_writes_it(
-    variable: str, ray_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    if variable == "TMPDIR":
-        monkeypatch.delenv("RAY_TMPDIR")
-    place = get_ray_address_file(None)
-    assert place == str(cluster.ray_folder(cluster.NOTE))
+def test_the_note_is_where_ray_writes_it(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    assert (
+        str(cluster.ray_folder(cluster.NOTE)) == get_ray_address_file(None) == f"{ray_folder}/ray/ray_current_cluster"
+    )
+    monkeypatch.delenv("RAY_TMPDIR")
+    assert str(cluster.ray_folder(cluster.NOTE)) == get_ray_address_file(None) == "/elsewhere/ray/ray_current_cluster"
 
 
 def test_another_service_on_the_port_of_a_note_is_none(
@@ -57,11 +55,8 @@ def test_another_service_on_the_port_of_a_note_is_none(
     monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 0.5)
     service = Service()
     with control_service("/etcdserverpb.KV/Range") as other:
-        for address, hangs in (
-            (f"127.0.0.1:{service.place[1]}", False),
-            (other, False),
-            (f"localhost:{service.place[1]}", True),
-        ):
+        port = service.place[1]
+        for address, hangs in ((f"127.0.0.1:{port}", False), (other, False), (f"localhost:{port}", True)):
             service.hangs = hangs
             note(ray_folder, address)
             caplog.clear()
