@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_dist.config.processor import logical_cpus, memory_bytes
+from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
@@ -63,11 +63,6 @@ def gpu_memory_gib() -> list[float]:
 
     count = torch.cuda.device_count()
     return [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
-
-
-def memory_gib() -> float:
-    """CPU memory of this machine, or the container's limit, GiB."""
-    return memory_bytes() / GIB
 
 
 def _check_cpus(config: JobConfig, slots: Sequence[Slot]) -> None:

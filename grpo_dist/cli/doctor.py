@@ -18,9 +18,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from grpo_dist.assets.model_folder import some
-from grpo_dist.checks.machine import memory_gib
 from grpo_dist.cli.arguments import command_parser
-from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, logical_cpus, physical_cores
+from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, logical_cpus, memory_gib, physical_cores
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.runtime.cluster import LOCAL, find_cluster

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from grpo_dist.sizes import GIB
+
 # CPU flags of bf16 matrix instructions: Intel and AMD, and Arm.
 BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -59,10 +61,10 @@ def logical_cpus() -> int:
     return min([bound_to, *(math.ceil(quota / period) for quota, period in times)])
 
 
-def memory_bytes() -> int:
-    """CPU memory of this machine, or what this process's container or job may have of it."""
+def memory_gib() -> float:
+    """CPU memory of this machine, or what this process's container or job may have of it, GiB."""
     limits = _cgroup_limits("memory", ("memory.max",), ("memory.limit_in_bytes",))
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *(limit for (limit,) in limits)])
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *(limit for (limit,) in limits)]) / GIB
 
 
 def _cgroup_limits(controller: str, *files: tuple[str, ...]) -> Iterator[list[int]]:

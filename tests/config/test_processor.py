@@ -71,4 +71,4 @@ def test_what_control_groups_leave(groups, files, cpus, memory, tmp_path, monkey
     monkeypatch.setattr(processor, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert (processor.logical_cpus(), processor.memory_bytes()) == (cpus, memory or whole)
+    assert (processor.logical_cpus(), processor.memory_gib()) == (cpus, (memory or whole) / 2**30)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -46,17 +47,12 @@ def control_service(call: str = CHECK_ALIVE, refusal: grpc.StatusCode | None = N
     """The address of a gRPC service that answers one call, by default that of Ray's control service, or refuses it."""
 
     def answer(request: bytes, context: Any) -> bytes:
-        if refusal is not None:
-            context.abort(refusal, "no token")
-        return b""
+        return b"" if refusal is None else context.abort(refusal, "no token")
 
-    service, method = call.strip("/").split("/")
+    _, service, method = call.split("/")
     handler = grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(answer)})
-    server = grpc.server(ThreadPoolExecutor(1))
-    server.add_generic_rpc_handlers((handler,))
+    server = grpc.server(ThreadPoolExecutor(1), [handler])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    try:
+    with contextlib.closing(SimpleNamespace(close=lambda: server.stop(None).wait())):
         yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(None).wait()

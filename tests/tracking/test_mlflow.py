@@ -18,7 +18,6 @@ from tests.messages import refuses, says
 from tests.mlflow_server import TOKEN, MlflowServer
 from tests.no_network import no_network
 from tests.tracking.test_samples import SAMPLE
-from tests.trainer.metrics_page import PAGE, documented_names
 
 SCORE = "critic/score/mean"
 
@@ -100,16 +99,6 @@ def test_without_a_server_it_is_in_the_run_directory(tmp_path, start, monkeypatc
     config = json.loads(Path(stored.client.download_artifacts(stored.run.info.run_id, "config.json")).read_text())
     assert config == {"actor": {"lr": 0.125, "names": ["a", None]}, "hf_token": "***", "long": "x" * 7000}
     assert (tried, capfd.readouterr().out) == ([], "")
-
-
-def test_the_names_of_all_metrics_are_taken_and_stay_different(tmp_path, start):
-    names = documented_names(PAGE.read_text())
-    assert len(names) > 100
-    with start() as trackers:
-        trackers.log({name: float(i) for i, name in enumerate(names)}, 1)
-    taken = in_folder(tmp_path).run.data.metrics
-    assert {"val-core/SOURCE/VARIABLE/STATISTIC_at_N", "actor/loss"} <= taken.keys()
-    assert len(taken) == len({*names, "training/global_step"})
 
 
 AWKWARD = ["e/a", "e/a/b", "x@y", "x_at_y", "x_at_y/z", "..", "ü" * 300, "ü" * 301, "last"]

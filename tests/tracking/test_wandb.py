@@ -107,11 +107,9 @@ def test_a_mode_that_cannot_be_stops_the_run_instead_of_prompting(mode, parts, t
     ("project", "variables", "named"),
     [
         ("a/b", {}, "trainer.project_name=a/b"),
-        ("sums:first", {}, "'sums:first'"),
         ("x" * 129, {}, "128"),
         ("sums", {"WANDB_MODE": "Offline"}, "WANDB_MODE: "),
         ("sums", {"WANDB_BASE_URL": "nonsense", "WANDB_MODE": "offline"}, "WANDB_BASE_URL: "),
-        ("sums", {"WANDB_RESUME": "perhaps"}, "WANDB_RESUME: "),
         ("sums", {"WANDB_RUN_ID": "a/b"}, "Run ID"),
     ],
 )
