@@ -205,7 +205,7 @@ def _same(a: Any, b: Any) -> bool:
         return all(map(_same, _parts(a), _parts(b)))
     if isinstance(a, Tensor | np.ndarray) and type(a) is type(b) and object not in (a.dtype, b.dtype):
         alike = a.shape == b.shape and (a.dtype == b.dtype or isinstance(a, np.ndarray))
-        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # type: ignore[union-attr]
     a, b = (value.tolist() if isinstance(value, np.ndarray | Tensor) else value for value in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
