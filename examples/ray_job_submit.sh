@@ -17,10 +17,10 @@
 #   - "Missing authentication token": `ray start` turns token authentication on by itself where a token is there
 #     (~/.ray/auth_token, which any earlier local run has made), this command does not. Run it with RAY_AUTH_MODE=token.
 #   - Every node has the same Python, Ray and grpo_dist's packages (make setup DEVICE=gpu, or the Docker image).
-#   - --working-dir sends this folder to all nodes, except what .gitignore names. The job runs in a copy that is
-#     deleted afterwards, so data, models and trainer.default_local_dir are absolute paths on a shared disk (or hub
-#     names); a relative trainer.default_local_dir lies in the home folder of the head. Your own reward or estimator in
-#     this folder is sent along.
+#   - --working-dir sends this folder to all nodes, except what .gitignore names and the folders of runs, which are listed:
+#     Ray takes 512 MiB. The job runs in a copy that is deleted afterwards, so data, models and
+#     trainer.default_local_dir are absolute paths on a shared disk (or hub names); a relative trainer.default_local_dir
+#     lies in the home folder of the head. Your own reward or estimator in this folder is sent along.
 #   - HF_TOKEN, HF_ENDPOINT, WANDB_*, proxies, NCCL_*, TORCH_NCCL_* and GLOO_SOCKET_IFNAME that are set where the run starts
 #     reach its workers on all nodes (a job runs on the head: set them for `ray start` there). What names a folder, such as
 #     HF_HOME, each node sets for itself. Each node downloads a model of the hub once; one that cannot get it, or lacks a
@@ -40,7 +40,15 @@ if ! answer=$("$ray" job list --address "$address" 2>&1); then
   exit 2
 fi
 
+# By their checkpoints or metrics, as patterns of .gitignore; those at the top of this folder one by one.
+runs=$(find . \( -name .git -o -name '.venv*' \) -prune -o \
+  \( -name 'global_step_*' -o -name latest_checkpointed_iteration.txt -o -name metrics.jsonl \) -prune -print |
+  sed -E -e 's|^\./([^/]+)$|/\1|' -e t -e 's|^\.(.*)/[^/]+$|\1|' | sort -u)
+[[ -z $runs ]] || sed 's/^/not sent along: /' <<<"$runs" >&2
+excludes=$(sed -E -e '/^$/d' -e 's/[][*?!\ ]/\\&/g' -e 's/["\]/\\&/g' -e 's/.*/"&"/' <<<"$runs" | paste -s -d , -)
+
 exec "$ray" job submit \
   --address "$address" \
   --working-dir . \
+  --runtime-env-json "{\"excludes\": [$excludes]}" \
   -- "${JOB_PYTHON:-python}" -m grpo_dist.main "$@"

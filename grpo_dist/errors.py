@@ -6,6 +6,7 @@ Every message says what failed, the value, the config key or the rank, and what 
 from __future__ import annotations
 
 import difflib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ class OutOfMemory(WorkerError):
 
     def __str__(self) -> str:
         return f"{super().__str__()}; {self.remedy}" if self.remedy else super().__str__()
+
+
+def require_current_folder() -> None:
+    """Raise a ConfigError if the folder of this process is gone, such as a batch job's that was cleaned up."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError('the current folder is gone; change to one that is there: cd ~, or cd "$PWD"') from None
 
 
 def in_a_line(error: BaseException) -> str:

@@ -32,6 +32,7 @@ def _load(named: str) -> Play:
     if spec is None or spec.loader is None:
         raise SystemExit(f"{named}: name a function as FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # where pickle and dataclasses look for what the file defines
     spec.loader.exec_module(module)
     play: Play = getattr(module, name)
     return play

@@ -56,7 +56,7 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
         machine = check_machine(config, slots(config))
         tell(machine.description)
     with checks:
-        check_trackers(config.trainer.logger)
+        check_trackers(config.trainer.logger, config.trainer.project_name)
         check_run_dir(config.trainer.record_dir.absolute())
         tell(f"run directory: {config.trainer.record_dir}")
     rows = {row.model.title: row for row in checked_models(config)}

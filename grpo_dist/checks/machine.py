@@ -5,19 +5,16 @@ Of a running cluster only its address is checked; its resources are known only o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.node_layout import Slot
 from grpo_dist.runtime.cluster import LOCAL, find_cluster
 from grpo_dist.sizes import GIB
-
-_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
         )
     _check_cpus(config, slots)
     if not gpus:
-        return Machine(f"{os.cpu_count()} CPUs, {memory_gib():.3g} GiB", None, memory_gib())
+        return Machine(f"{logical_cpus()} CPUs, {memory_gib():.3g} GiB", None, memory_gib())
     description = f"{len(gpus)} GPUs, {min(gpus):.3g} GiB each; {memory_gib():.3g} GiB of CPU memory"
     return Machine(description, config.cluster.gpu_memory_gib or min(gpus), memory_gib())
 
@@ -68,20 +65,10 @@ def gpu_memory_gib() -> list[float]:
     return [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
 
 
-def memory_gib() -> float:
-    """CPU memory of this machine, or the container's limit, GiB."""
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        size = min(size, int(_CGROUP_MEMORY.read_text()))
-    except (OSError, ValueError):  # "max" is no number
-        pass
-    return size / GIB
-
-
 def _check_cpus(config: JobConfig, slots: Sequence[Slot]) -> None:
     """Check that the logical CPUs that all processes request exist: Ray would wait for them for ever."""
     asked = config.ray_kwargs.ray_init.num_cpus
-    available = asked or os.cpu_count() or 1
+    available = asked or logical_cpus()
     slots = [slot for slot in slots if slot.required]
     needed = sum(slot.num_cpus for slot in slots)
     if needed > available + 1e-6:

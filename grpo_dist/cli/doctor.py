@@ -18,9 +18,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from grpo_dist.assets.model_folder import some
-from grpo_dist.checks.machine import memory_gib
 from grpo_dist.cli.arguments import command_parser
-from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, physical_cores
+from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, logical_cpus, memory_gib, physical_cores
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.runtime.cluster import LOCAL, find_cluster
@@ -69,7 +68,7 @@ def processor(device: str) -> Iterator[Finding]:
     """The CPU and the memory."""
     flags = cpu_flags()
     named = [name for name in ("avx2", "avx512f", *sorted(BF16_FLAGS)) if name in flags]
-    cores = f"{physical_cores()} cores, {os.cpu_count()} logical; {' '.join(named) or 'no vector instructions known'}"
+    cores = f"{physical_cores()} cores, {logical_cpus()} logical; {' '.join(named) or 'no vector instructions known'}"
     if device == "cpu" and platform.machine() == "x86_64" and "avx2" not in flags:
         yield Finding(FAULT, "processor", cores, "vLLM's build for CPU needs AVX2: take another machine")
     else:
@@ -186,7 +185,8 @@ def ray_cluster(device: str) -> Iterator[Finding]:
     try:
         address = find_cluster(None)
     except ConfigError as error:
-        yield Finding(FAULT, "Ray", str(error), "unset RAY_ADDRESS, for a cluster of the run's own")
+        unset = "unset RAY_ADDRESS, for a cluster of the run's own" if os.environ.get("RAY_ADDRESS") else ""
+        yield Finding(FAULT, "Ray", str(error), unset)
         return
     if address == LOCAL:
         yield Finding(OK, "Ray", "no cluster is running: a run starts its own, with a token of its own")

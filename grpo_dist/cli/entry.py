@@ -11,7 +11,7 @@ import signal
 import sys
 
 import grpo_dist
-from grpo_dist.errors import GrpoDistError, did_you_mean
+from grpo_dist.errors import GrpoDistError, did_you_mean, require_current_folder
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact_text
 from grpo_dist.terminal import quiet_libraries, show
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         show(_no_such_command(name), sys.stderr)
         return 2
     try:
+        require_current_folder()
         return int(load_attribute(ENTRIES[name][0], key="command")(rest))
     except GrpoDistError as error:
         show(f"error: {redact_text(str(error))}\n", sys.stderr)

@@ -9,15 +9,16 @@ package later, the message names it.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote, unquote
 
 from grpo_dist.errors import ConfigError, GrpoDistError, did_you_mean
 from grpo_dist.plugins.function_files import ENDING, read_function
@@ -195,22 +196,36 @@ def load_attribute(spec: str, *, key: str) -> Any:
         raise ConfigError(f"{key}={spec}: {source} has no {attribute!r}{hint}") from None
 
 
+# --- files as modules ---------------------------------------------------------------------------------------------
+# A file's module has this one's name and the file's path. So files of one name stay apart, and what pickle names in one
+# is found in any process that can import this package, such as those of a pool that a reward function starts.
+__path__: list[str] = []  # as packages have it, since modules lie below
+
+
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path} (looked in {Path.cwd()})")
-    module = _executed(path.absolute(), path.read_bytes())
+    module = _executed(_module_name(path.absolute()), path.read_bytes())
     sys.modules[module.__name__] = module
     return module
 
 
 @cache
-def _executed(path: Path, text: bytes) -> Any:
+def _executed(name: str, text: bytes) -> Any:
     """The module of a file with this text: several functions of one file share it."""
-    name = f"grpo_dist_custom_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    module_spec.loader.exec_module(module)
-    return module
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def _module_name(path: Path) -> str:
+    return f"{__name__}.{quote(str(path), safe='', errors='surrogateescape').replace('.', '%2E')}"
+
+
+def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+    """Find a file's module, as one of Python's finders."""
+    path = Path(unquote(name.removeprefix(f"{__name__}."), errors="surrogateescape"))
+    is_one = name == _module_name(path) and path.is_absolute() and path.is_file()
+    return importlib.util.spec_from_file_location(name, path) if is_one else None
+
+
+sys.meta_path.append(sys.modules[__name__])  # type: ignore[arg-type]

@@ -200,7 +200,15 @@ def _concat_tensors(columns: Sequence[TensorColumn]) -> TensorColumn:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray):
-        return bool(len(a) == len(b) and all(x is y or np.array_equal(x, y) for x, y in zip(a, b, strict=True)))
-    pairs = zip(_parts(a), _parts(b), strict=False)
-    return type(a) is type(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+    """Tell if two values are equal, with whatever they hold; nan is nan."""
+    if isinstance(a, Ragged) and isinstance(b, Ragged):
+        return all(map(_same, _parts(a), _parts(b)))
+    if isinstance(a, Tensor | np.ndarray) and type(a) is type(b) and object not in (a.dtype, b.dtype):
+        alike = a.shape == b.shape and (a.dtype == b.dtype or isinstance(a, np.ndarray))
+        return alike and bool(((a == b) | ((a != a) & (b != b))).all())  # type: ignore[union-attr]
+    a, b = (value.tolist() if isinstance(value, np.ndarray | Tensor) else value for value in (a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or bool(a == b or (a != a and b != b))

@@ -17,7 +17,7 @@ from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import default_values, load_command
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
+from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError, require_current_folder
 from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.plan.roles import table_of
 from grpo_dist.redact import redact_text, without_environment
@@ -38,6 +38,7 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
         overrides = [*(key for key in overrides if key != QUIET), "trainer.console=false"]
     full, overrides = FULL in overrides, [key for key in overrides if key != FULL]
     try:
+        require_current_folder()
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
             dry_run(config, notes, None if full else changed_keys(config, command))

@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 import ray
-from ray._common.utils import get_default_system_temp_dir
 from ray._private import services, worker
 
+from grpo_dist.config.processor import logical_cpus
 from grpo_dist.errors import ConfigError, GrpoDistError
-from grpo_dist.runtime.cluster import LOCAL, answers, no_cluster
+from grpo_dist.runtime.cluster import LOCAL, answers, local_folder, no_cluster
 from grpo_dist.supervisor import adopt_orphans
 
 START_ATTEMPTS = 3
@@ -44,7 +44,7 @@ def connect(address: str, num_cpus: int | None) -> str:
 
     Args:
         address: what `cluster.prepare` has returned.
-        num_cpus: logical CPUs of a local cluster; None: all.
+        num_cpus: logical CPUs of a local cluster; None: all that this process may use.
     """
     if address == LOCAL:
         return _start_local(num_cpus)
@@ -55,6 +55,10 @@ def connect(address: str, num_cpus: int | None) -> str:
     except (ray.exceptions.RayError, RuntimeError) as error:
         if "authentic" in str(error).lower():
             raise _other_token(address, error) from None
+        if "version" in str(error).lower():
+            remedy = "run this with the cluster's Ray and Python, or start the cluster with those of this process"
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"ray_kwargs.ray_init.address={address}: {reason}; {remedy}") from None
         raise
     return f"joined the Ray cluster at {address}"
 
@@ -84,7 +88,7 @@ def _start_local(num_cpus: int | None) -> str:
             with _in_own_process_groups():
                 ray.init(
                     address=LOCAL,
-                    num_cpus=num_cpus,
+                    num_cpus=num_cpus or logical_cpus(),  # Ray itself sees no limit of a job below the top
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
@@ -100,11 +104,8 @@ def _start_local(num_cpus: int | None) -> str:
 
 
 def _private_folder() -> Path:
-    """Make the folder of this user's local clusters, in one that nobody else can enter: Ray opens its own to all users.
-
-    The names are short, because the paths of sockets have at most 107 bytes.
-    """
-    private = Path(get_default_system_temp_dir(), f"ray-{os.geteuid()}").absolute()
+    """Make the folder of this user's local clusters, in one that nobody else can enter: Ray opens its own to all."""
+    private = local_folder().parent
     try:
         private.mkdir(mode=0o700, parents=True)
     except FileExistsError:

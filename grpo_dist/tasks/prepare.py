@@ -75,3 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--seed", type=int, default=0, help="another seed, other rows (%(default)s)")
     add("arithmetic", prepare_arithmetic, "the built-in task")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

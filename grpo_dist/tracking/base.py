@@ -87,11 +87,11 @@ class Tracker:
         """Open the destination: begin a run there, or continue the one of `run.known_id`."""
 
     @classmethod
-    def check(cls) -> None:
-        """Check before Ray starts what can be checked then.
+    def check(cls, project_name: str) -> None:
+        """Check before Ray starts what can be checked then: the project's name, and the environment.
 
         Raises:
-            ConfigError: the tracker cannot start.
+            Exception: the tracker cannot start; the text says why.
         """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -193,10 +193,17 @@ def build_trackers(loggers: Sequence[str], run: RunInfo) -> Trackers:
     return Trackers(started, resumed_step=run.resumed_step)
 
 
-def check_trackers(loggers: Sequence[str]) -> None:
+def check_trackers(loggers: Sequence[str], project_name: str) -> None:
     """Import the trackers and their packages, and run the checks that they offer, without starting them."""
     for name in _names(loggers):
-        _tracker_class(name).check()
+        tracker_class = _tracker_class(name)
+        try:
+            tracker_class.check(project_name)
+        except ConfigError:
+            raise
+        except Exception as error:
+            where = f"trainer.project_name={project_name} and this environment"
+            raise ConfigError(f"{KEY}: {name!r} with {where}: {redact_text(' '.join(str(error).split()))}") from error
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

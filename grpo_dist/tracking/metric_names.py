@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from grpo_dist.errors import ConfigError
@@ -33,6 +34,28 @@ SUPERVISED_VALIDATION = "val/"
 SUPERVISED = {"loss": ("reward_model/loss", "sft/loss"), "accuracy": ("reward_model/accuracy",)}
 # What says most about a validation of theirs, best first.
 _JUDGED = tuple(SUPERVISED_VALIDATION + name for name in ("reward_model/accuracy", "sft/loss"))
+
+
+class DistinctNames(dict[str, str]):
+    """By metric, its name in a tracker that does not take all characters, or has a file for each.
+
+    `plain` makes a name that the tracker takes, with room for a number, which the later one of two gets that would be
+    equal, or one a folder above the other. `stored` are names that the tracker has from an earlier part of the run.
+    """
+
+    def __init__(self, plain: Callable[[str], str], stored: Iterable[str] = ()) -> None:
+        self._plain, self._stored = plain, frozenset(stored)
+
+    def __missing__(self, name: str) -> str:
+        plain = self._plain(name)
+        first, slash, rest = plain.partition("/")
+        numbered = (f"{first}_{number}{slash}{rest}" for number in itertools.count(2))
+        self[name] = next(each for each in itertools.chain([plain], numbered) if not self._is_taken(each))
+        return self[name]
+
+    def _is_taken(self, name: str) -> bool:
+        others = (f"{other}/" for other in (*self.values(), *self._stored - {name}))
+        return any(other.startswith(f"{name}/") or f"{name}/".startswith(other) for other in others)
 
 
 def reward_parts(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -30,13 +30,14 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
 from grpo_dist.config.keys import as_text, flatten
+from grpo_dist.errors import in_a_line
 from grpo_dist.redact import redact_text
 from grpo_dist.tracking.base import RunInfo, Tracker
-from grpo_dist.tracking.metric_names import GLOBAL_STEP
+from grpo_dist.tracking.metric_names import GLOBAL_STEP, DistinctNames
 from grpo_dist.tracking.samples import SAMPLES, Sample, as_rows
 
 _FINISH_TIMEOUT_S = 30.0  # after SIGTERM it is part of the scheduler's grace period
-_LONGEST_NAME, _LONGEST_VALUE = 250, 6000  # MLflow's limits
+_LONGEST_NAME, _LONGEST_VALUE = 240, 6000  # MLflow's limits, of a name in bytes and less a number
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class MlflowTracker(Tracker):
         self._uri = redact_text(uri)
         self.note = f"MLflow: {self._uri}{away}"
         self._refusal: Exception | None = None
-        self._lost = 0
+        self._lost: Exception | None = None
+        self._names = DistinctNames(_name)
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
@@ -74,8 +76,13 @@ class MlflowTracker(Tracker):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log one step."""
         now = int(time.time() * 1000)
-        batch = [Metric(_name(name), value, now, step) for name, value in {**metrics, GLOBAL_STEP: step}.items()]
-        self._send(lambda: self._client.log_batch(self._id, metrics=batch, synchronous=True))
+        values = {**metrics, GLOBAL_STEP: step}
+
+        def send() -> None:
+            batch = [Metric(self._names[name], value, now, step) for name, value in values.items()]
+            self._client.log_batch(self._id, metrics=batch, synchronous=True)
+
+        self._send(send)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Append one row per sample to the run's table."""
@@ -90,8 +97,9 @@ class MlflowTracker(Tracker):
         self._calls.put(lambda: self._client.set_terminated(self._id, status))
         self._calls.put(None)
         self._thread.join(_FINISH_TIMEOUT_S)
-        if self._lost or self._thread.is_alive():
-            logger.warning("MLflow: %s has not taken all metrics; metrics.jsonl has them", self._uri)
+        if self._lost is not None or self._thread.is_alive():
+            why = f" ({redact_text(in_a_line(self._lost))})" if self._lost is not None else ""
+            logger.warning("MLflow: %s has not taken all metrics%s; metrics.jsonl has them", self._uri, why)
         if self._refusal is not None:
             raise self._refusal
 
@@ -107,7 +115,7 @@ class MlflowTracker(Tracker):
                 call()
             except Exception as error:  # noqa: BLE001 - told by the next `_send`, or at the end
                 if _is_absence(error):
-                    self._lost += 1
+                    self._lost = error
                 else:
                     self._refusal = error
 
@@ -127,16 +135,18 @@ class MlflowTracker(Tracker):
     def _describe(self, config: Mapping[str, Any]) -> None:
         """Log the config: whole as a file, and key by key as parameters, which MLflow never changes."""
         self._client.log_dict(self._id, dict(config), "config.json")
-        stored = self._client.get_run(self._id).data.params
-        values = {_name(key): as_text(value)[:_LONGEST_VALUE] for key, value in flatten(config)}
-        new = [Param(key, value) for key, value in values.items() if key not in stored]
+        stored = self._client.get_run(self._id).data
+        self._names, names = DistinctNames(_name, stored.metrics), DistinctNames(_name, stored.params)
+        values = {names[key]: as_text(value)[:_LONGEST_VALUE] for key, value in flatten(config)}
+        new = [Param(key, value) for key, value in values.items() if key not in stored.params]
         self._client.log_batch(self._id, params=new, synchronous=True)
 
 
 def _name(name: str) -> str:
     """Return the name without what MLflow takes in no name of a metric or parameter; `@` becomes `_at_`, as in verl."""
     plain = re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))
-    return posixpath.normpath(plain).lstrip("/.")[:_LONGEST_NAME]
+    cut = posixpath.normpath(plain).lstrip("/.").encode()[:_LONGEST_NAME].decode(errors="ignore")
+    return cut.rstrip("/") or "_"
 
 
 def _is_absence(error: Exception) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import trackio
 import trackio.run
+from trackio.sqlite_storage import SQLiteStorage
 
 from grpo_dist.tracking.base import RunInfo, Tracker
 from grpo_dist.tracking.samples import SAMPLES, Sample, as_rows
@@ -22,6 +23,11 @@ class TrackioTracker(Tracker):
     which is private if it is made now, or on that server. The run's name is `trainer.experiment_name` and some random
     characters, stored in `run_dir/trackio/run_id`: trackio continues a run by its name.
     """
+
+    @classmethod
+    def check(cls, project_name: str) -> None:
+        """Check the name of the database's file."""
+        SQLiteStorage.validate_project_name(project_name)
 
     def __init__(self, run: RunInfo) -> None:
         name = run.known_id("trackio") or f"{run.experiment_name}-{secrets.token_hex(3)}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import wandb
+from pydantic import ValidationError
 from wandb.sdk.lib.wbauth import read_netrc_auth
 
 from grpo_dist.errors import ConfigError
@@ -38,8 +39,15 @@ class WandbTracker(Tracker):
     """
 
     @classmethod
-    def check(cls) -> None:
-        """Check the W&B mode."""
+    def check(cls, project_name: str) -> None:
+        """Have W&B read its environment variables and the project's name, as it does when a run starts."""
+        settings = wandb.Settings(silent=True)
+        try:
+            settings.update_from_env_vars(dict(os.environ))
+            settings.project = project_name
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise ValueError(f"WANDB_{str(wrong['loc'][0]).upper()}: {wrong['msg']}") from None
         choose_mode()
 
     def __init__(self, run: RunInfo) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo, Tracker
-from grpo_dist.tracking.metric_names import GLOBAL_STEP
+from grpo_dist.tracking.metric_names import GLOBAL_STEP, DistinctNames
 
 _REFRESH_S = 1.0
 """Ray's own shortest interval: it forgets a gauge that has not been set for two of them."""
@@ -38,6 +38,7 @@ class PrometheusTracker(Tracker):
         )
         self._labels = {"project": run.project_name, "experiment": run.experiment_name}
         self._gauges: dict[str, Any] = {}
+        self._names = DistinctNames(gauge_name)
         self._shown: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._refresh, name="prometheus", daemon=True).start()
@@ -48,8 +49,8 @@ class PrometheusTracker(Tracker):
 
         values = self._shown | dict(metrics) | {GLOBAL_STEP: step}
         shown = {name: value for name, value in values.items() if math.isfinite(value)}
-        for name in shown.keys() - self._gauges.keys():
-            gauge = Gauge(gauge_name(name), description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
+        for name in [each for each in shown if each not in self._gauges]:
+            gauge = Gauge(self._names[name], description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
             self._gauges[name] = gauge.set_default_tags(self._labels)
         self._shown = shown  # in one assignment, since the other thread reads it
 

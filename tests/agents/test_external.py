@@ -26,12 +26,13 @@ from tests.agents.fakes import Characters
 from tests.messages import refuses
 
 PROGRAM = """
-import asyncio, os, sys, time
+import asyncio, os, pickle, sys, time
 
 import helper  # beside it
 
 async def play(task, base_url, token):
     assert "grpo_dist" not in sys.modules and os.environ.get("PYTHONPATH") is None
+    assert pickle.loads(pickle.dumps(play)) is play  # as a pool of processes does
     print("playing", task["what"], flush=True)
     if task["what"] == "raise":
         raise OSError("no free port")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from types import SimpleNamespace
 
 import pytest
 
+from grpo_dist.checks import machine
 from grpo_dist.checks.machine import check_machine, gpu_memory_gib, memory_gib
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
@@ -15,7 +15,7 @@ from grpo_dist.plan.node_layout import slots
 from grpo_dist.runtime import cluster
 from grpo_dist.sizes import GIB
 from tests.messages import refuses, says
-from tests.roles.services import Service
+from tests.roles.services import control_service
 
 GPU4 = ("cluster=node8", "trainer.n_gpus_per_node=4")
 
@@ -47,7 +47,7 @@ def test_a_machine_without_gpus_gives_its_own_memory() -> None:
 
 
 def test_the_smallest_gpu_counts_and_the_key_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "logical_cpus", lambda: 8)
     gpus(monkeypatch, 80, 40, 80, 80)
     assert gpu_memory_gib() == [80, 40, 80, 80]
     assert check(*GPU4).gpu_gib == 40
@@ -56,7 +56,7 @@ def test_the_smallest_gpu_counts_and_the_key_goes_before_it(monkeypatch: pytest.
 
 
 def test_fewer_gpus_than_the_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "logical_cpus", lambda: 8)
     gpus(monkeypatch, 80, 80, 80)
     with pytest.raises(ConfigError) as caught:
         check(*GPU4)
@@ -88,8 +88,7 @@ def test_fewer_cpus_than_ray_would_reserve() -> None:
 
 def test_a_cluster_that_does_not_answer_and_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that answers nothing more is known: neither its CPUs nor its GPUs are those of this machine."""
-    with contextlib.closing(Service()) as service:
-        address = f"127.0.0.1:{service.place[1]}"
+    with control_service() as address:
         there = (f"ray_kwargs.ray_init.address={address}", "cluster=node8")
         assert check(*there).gpu_gib is None
         assert check(*there, "cluster.gpu_memory_gib=80").gpu_gib == 80

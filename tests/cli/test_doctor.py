@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import shutil
 import socket
@@ -17,7 +16,7 @@ from grpo_dist.cli import doctor
 from grpo_dist.cli.doctor import FAULT, NOTE, OK, Finding
 from grpo_dist.cli.entry import main
 from tests.messages import says
-from tests.roles.services import Service
+from tests.roles.services import control_service
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +142,7 @@ def test_the_name_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_ray_cluster_and_its_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("grpo_dist.runtime.cluster.running_cluster", lambda: None)
     assert only(doctor.ray_cluster).grade == OK
-    with contextlib.closing(Service()) as service:
-        address = f"127.0.0.1:{service.place[1]}"
+    with control_service() as address:
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert only(doctor.ray_cluster).grade == OK
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
@@ -158,6 +156,11 @@ def test_a_ray_cluster_and_its_token(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         assert only(doctor.ray_cluster).grade == OK
     gone = only(doctor.ray_cluster)
     says(f"{gone.grade} {gone.value} {gone.fix}", FAULT, address, "RAY_ADDRESS")
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("RAY_TMPDIR", "/x" * 40)
+    long = only(doctor.ray_cluster)
+    says(f"{long.grade} {long.value} {long.fix}", FAULT, f"RAY_TMPDIR={'/x' * 40}", 107)
+    assert long.fix == "", "RAY_ADDRESS is not at fault"
 
 
 def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,3 +87,15 @@ def test_the_package_is_the_command_too_and_an_error_is_no_traceback() -> None:
     assert done.returncode == 2
     says(done.stderr, "no_such_thing_at_all")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["-m", "grpo_dist.main"], ["-m", "grpo_dist", "doctor"]])
+def test_a_folder_that_is_gone_is_told(command: list[str], tmp_path: Path) -> None:
+    """The shell of a job whose folder was cleaned up."""
+    gone = tmp_path / "job"
+    gone.mkdir()
+    script = 'rmdir "$PWD" && exec "$@"'
+    started = ["bash", "-c", script, "bash", sys.executable, *command]
+    done = subprocess.run(started, cwd=gone, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    says(done.stderr, 'cd "$PWD"')

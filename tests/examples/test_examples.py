@@ -10,12 +10,14 @@ import shutil
 import stat
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 from dockerfile_parse import DockerfileParser
+from ray._private.runtime_env import packaging
 from safetensors.numpy import save_file
 
 from grpo_dist.assets import resolve_model_path
@@ -321,8 +323,28 @@ def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
         RAY_API_SERVER_ADDRESS="http://head:8265",
     )
     assert done.returncode == 0, done.stderr
-    assert "ray job submit --address http://head:8265 --working-dir . -- " in done.stdout
+    assert "ray job submit --address http://head:8265 --working-dir . --runtime-env-json {" in done.stdout
     assert re.search(r"machines +2 with 8 GPUs each", done.stdout)
+
+
+def test_ray_job_submit_sends_no_run_along(tmp_path: Path) -> None:
+    """By what Ray itself packs: neither checkpoints nor exported models, and all of the user's own files."""
+    kept = ["mine.py", "my runs/reward.py", "rewards/huggingface/score.py", "examples/ray_job_submit.sh"]
+    runs = ["runs/first/global_step_2", 'my runs/a "b" [c]*/latest_checkpointed_iteration.txt', "only/metrics.jsonl"]
+    for name in (*kept, *(f"{Path(run).parent}/huggingface/x.bin" for run in runs), *runs, "global_step_7/x.distcp"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text("x")
+    shutil.copy(EXAMPLES / "ray_job_submit.sh", tmp_path / "tree/examples")
+    ray = tmp_path / "ray"
+    ray.write_text('#!/bin/bash\nwhile [ $# -gt 0 ]; do [ "$1" != --runtime-env-json ] || echo "$2"; shift; done\n')
+    ray.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run_script(tmp_path / "tree/examples/ray_job_submit.sh", cwd=tmp_path, PATH=path)
+    excludes = json.loads(done.stdout)["excludes"]
+    packaging._zip_files(str(tmp_path / "tree"), excludes, str(tmp_path / "sent.zip"), include_gitignore=True)
+    with zipfile.ZipFile(tmp_path / "sent.zip") as sent:
+        assert {name for name in sent.namelist() if not name.endswith("/")} == set(kept)
+    says(done.stderr, "/runs/first", "/only", "/global_step_7")
 
 
 def test_ray_job_submit_without_a_cluster_says_what_to_set(tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
+import ast
 import json.decoder
+import os
+import pickle
+import subprocess
 import sys
 from pathlib import Path
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.plugins import registry
 from grpo_dist.plugins.registry import Registry, load_attribute
 from tests.messages import refuses
 
@@ -67,19 +72,29 @@ def test_custom_code_from_a_module_and_from_a_file(tmp_path: Path) -> None:
     assert shapes().get("json.decoder:JSONDecoder") is json.decoder.JSONDecoder
     file = tmp_path / "my_shapes.py"
     file.write_text("from dataclasses import dataclass\n@dataclass\nclass Star:\n    points: int = 5\n")
-    try:
-        assert shapes().get(f"{file}:Star")().points == 5
-    finally:
-        sys.modules.pop("grpo_dist_custom_my_shapes", None)
+    assert shapes().get(f"{file}:Star")().points == 5
 
 
-def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
+READ = "import pickle, sys; print([function() for function in pickle.load(sys.stdin.buffer)])"
+
+
+def test_files_of_one_name_stay_apart_also_in_another_process(tmp_path: Path) -> None:
+    """What is pickled by name, as for a pool of spawned processes, is found by a process that has loaded no file."""
+    folders, functions = ("a", "b", "a.b %2F ü", os.fsdecode(b"\xff")), []
+    for folder in folders:
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "reward.py").write_text(f"def name():\n    return {folder!r}\n")
-    first = load_attribute(f"{tmp_path}/a/reward.py:name", key="k")
-    second = load_attribute(f"{tmp_path}/b/reward.py:name", key="k")
-    assert (first(), second()) == ("a", "b")
+        (tmp_path / folder / "reward.py").write_text(f"def name():\n    return {folder!a}\n")
+        functions.append(load_attribute(f"{tmp_path}/{folder}/reward.py:name", key="k"))
+    assert [function() for function in functions] == list(folders)
+    content = pickle.dumps(functions)
+    assert pickle.loads(content) == functions
+    done = subprocess.run([sys.executable, "-c", READ], input=content, capture_output=True, timeout=120, check=True)
+    assert ast.literal_eval(done.stdout.decode()) == list(folders)
+
+
+def test_other_names_below_the_module_of_files_are_none() -> None:
+    for name in ("relative%2Freward%2Epy", "%2Fno%2Fsuch%2Ffile%2Epy", "helper", "%2Ftmp/reward.py"):
+        assert registry.find_spec(f"{registry.__name__}.{name}") is None
 
 
 def test_functions_of_one_file_share_its_module_until_it_is_edited(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+import copy
+import math
 import pickle
 from pathlib import Path
 
@@ -74,6 +76,32 @@ def test_union_refuses_a_column_that_differs(column: dict) -> None:
         batch().union(DataProto.from_dict(column))
     with refuses(BatchError, "both", "'uid'"):
         batch().union(DataProto.from_dict({}, {"uid": ["a", "b", "d"]}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1, [2, 3]], [1, [2, 4]]),
+        ({"a": np.array([1, 2])}, {"a": np.array([1, 3])}),
+        (math.nan, 0.0),
+        (np.array([1, math.nan]), np.array([1, 0.0])),
+        ([np.array([1, 2]), "t"], [np.array([1, 2, 3]), "t"]),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 0.0])),
+        (np.array([{"a": 1}, None], dtype=object), np.array([{"a": 2}, None], dtype=object)),
+        (np.array(1.0), [1.0]),
+        ({"a": 1}, {"b": 1}),
+    ],
+)
+def test_union_compares_values_with_what_they_hold(one: object, other: object) -> None:
+    """One is equal to a copy of itself, and never to the other."""
+    first, again = DataProto.from_dict({}, {"v": [one]}), DataProto.from_dict({}, {"v": [copy.deepcopy(one)]})
+    assert len(first.union(again)) == 1
+    for pair in ((one, other), (other, one)):
+        left, right = (DataProto.from_dict({}, {"v": [value]}) for value in pair)
+        with refuses(BatchError, "'v'"):
+            left.union(right)
+    column = {"x": torch.tensor([1.0, math.nan]), "r": Ragged.from_rows([[math.nan], [1]], torch.float32)}
+    DataProto.from_dict(column).union(DataProto.from_dict(copy.deepcopy(column)))
 
 
 # --- rows --------------------------------------------------------------------------------------------------------

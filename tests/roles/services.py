@@ -5,6 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+
+from grpo_dist.runtime.cluster import CHECK_ALIVE
 
 
 class Service:
@@ -32,3 +40,19 @@ class Service:
                     with connection, contextlib.suppress(OSError):
                         connection.recv(100)
                         connection.sendall(b"settings")
+
+
+@contextlib.contextmanager
+def control_service(call: str = CHECK_ALIVE, refusal: grpc.StatusCode | None = None) -> Iterator[str]:
+    """The address of a gRPC service that answers one call, by default that of Ray's control service, or refuses it."""
+
+    def answer(request: bytes, context: Any) -> bytes:
+        return b"" if refusal is None else context.abort(refusal, "no token")
+
+    _, service, method = call.split("/")
+    handler = grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(answer)})
+    server = grpc.server(ThreadPoolExecutor(1), [handler])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with contextlib.closing(SimpleNamespace(close=lambda: server.stop(None).wait())):
+        yield f"127.0.0.1:{port}"

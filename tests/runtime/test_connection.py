@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+from ray._private.utils import check_version_info
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.runtime import connection
@@ -76,6 +77,13 @@ def test_a_cluster_with_another_token_is_named_with_the_way_in(
     with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
         connect(address, None)
     service.close()
+
+
+def test_a_cluster_of_other_versions_is_named_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = {"ray_version": "2.55.1", "python_version": "3.9.7"}
+    monkeypatch.setattr(ray, "init", lambda **_: check_version_info(other, "node", raise_on_mismatch=True))
+    with refuses(ConfigError, "ray_kwargs.ray_init.address=head:6379", *other.values(), ray.__version__):
+        connect("head:6379", None)
 
 
 def test_another_failure_of_ray_stays_what_it_is(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,9 @@ def test_wrong_arguments(arguments: list[str], words: list[str], capsys: pytest.
     says(capsys.readouterr().err, *words)
 
 
-def test_as_a_module(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "grpo_dist", "data", "countdown", "--local_save_dir", str(tmp_path)]
+@pytest.mark.parametrize("module", [["grpo_dist", "data"], ["grpo_dist.tasks.prepare"]])
+def test_as_a_module(module: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", *module, "countdown", "--local_save_dir", str(tmp_path)]
     done = subprocess.run([*command, "--train_size=3", "--test_size=2"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{tmp_path}/train.parquet: 3 rows\n{tmp_path}/test.parquet: 2 rows\n"

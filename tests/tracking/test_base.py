@@ -126,7 +126,7 @@ class Other: ...
 def test_a_tracker_of_ones_own_is_a_class_of_a_file(tmp_path, caplog):
     (tmp_path / "own.py").write_text(OWN)
     name = f"{tmp_path}/own.py:Mine"
-    check_trackers(["console", name])
+    check_trackers(["console", name], "sums")
     assert not (tmp_path / "mine").exists(), "it is not started by the checks"
     with build_trackers([name], RunInfo(run_dir=tmp_path, **RUN)) as trackers:
         assert trackers.notes == [f"metrics: {tmp_path / 'metrics.jsonl'}", "mine of e"]
@@ -146,7 +146,7 @@ def test_a_tracker_of_ones_own_is_a_class_of_a_file(tmp_path, caplog):
 def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path, name, said):
     (tmp_path / "own.py").write_text(OWN)
     with refuses(ConfigError, f"trainer.logger={tmp_path}/own.py:{name}", *said):
-        check_trackers([f"{tmp_path}/own.py:{name}"])
+        check_trackers([f"{tmp_path}/own.py:{name}"], "sums")
 
 
 def test_a_tracker_of_ones_own_that_cannot_start_shows_where(tmp_path):

@@ -18,7 +18,6 @@ from tests.messages import refuses, says
 from tests.mlflow_server import TOKEN, MlflowServer
 from tests.no_network import no_network
 from tests.tracking.test_samples import SAMPLE
-from tests.trainer.metrics_page import PAGE, documented_names
 
 SCORE = "critic/score/mean"
 
@@ -83,7 +82,7 @@ def eighths(*steps: int) -> list[tuple[int, float]]:
 
 def test_without_a_server_it_is_in_the_run_directory(tmp_path, start, monkeypatch, capfd):
     tried = no_network(monkeypatch)
-    check_trackers(["mlflow"])
+    check_trackers(["mlflow"], "sums")
     with start(actor={"lr": 0.125, "names": ["a", None]}, hf_token="do-not-keep-this", long="x" * 7000) as trackers:
         says(trackers.notes[1], f"{tmp_path}/run/mlflow/mlruns")
         log(trackers, 1)
@@ -102,14 +101,34 @@ def test_without_a_server_it_is_in_the_run_directory(tmp_path, start, monkeypatc
     assert (tried, capfd.readouterr().out) == ([], "")
 
 
-def test_the_names_of_all_metrics_are_taken_and_stay_different(tmp_path, start):
-    names = documented_names(PAGE.read_text())
-    assert len(names) > 100
-    with start() as trackers:
-        trackers.log({name: float(i) for i, name in enumerate(names) if "/mean" not in name or "@" not in name}, 1)
-    taken = in_folder(tmp_path).run.data.metrics
-    assert {"val-core/SOURCE/VARIABLE/STATISTIC_at_N", "actor/loss"} <= taken.keys()
-    assert len({mlflow._name(name) for name in names}) == len(set(names))
+AWKWARD = ["e/a", "e/a/b", "x@y", "x_at_y", "x_at_y/z", "..", "ü" * 300, "ü" * 301, "last"]
+
+
+def test_names_that_meet_in_the_folder_lose_nothing(tmp_path, start):
+    """A file beside a folder of its name, and names that become one; also if a resumed run logs them again,
+    or another one logs fewer of them. The config's keys are names too.
+    """
+    config = {"reward_kwargs": {"a": 1, "a/b": 2, "x@y": 3, "x_at_y": 4}}
+    with start(**config) as trackers:
+        trackers.log({name: float(i) for i, name in enumerate(AWKWARD)}, 1)
+    with start(resumed_step=1, **config) as trackers:
+        trackers.log({name: float(i) for i, name in enumerate(AWKWARD)}, 2)
+    with start(resumed_step=2, **config) as trackers:
+        trackers.log({"e/a/b": 1.0, "e": 9.0}, 3)
+        assert len(trackers.notes) == 2, "none was dropped"
+    stored = in_folder(tmp_path)
+    last = {name: [value for _, value in stored.values(name)] for name in stored.run.data.metrics}
+    del last["training/global_step"]
+    assert sorted(last.values()) == [[0, 0], [1, 1, 1], *([i, i] for i in range(2, 9)), [9]]
+    assert {
+        "e/a": [0, 0],
+        "e_2/a/b": [1, 1, 1],
+        "e_3": [9],
+        "x_at_y_2": [3, 3],
+        "x_at_y_3/z": [4, 4],
+    }.items() <= last.items()
+    expected = {"reward_kwargs.a": "1", "reward_kwargs.a_2/b": "2", "reward_kwargs.x_at_y": "3"}
+    assert stored.run.data.params == expected | {"reward_kwargs.x_at_y_2": "4"}
 
 
 def test_samples_are_one_table(tmp_path, start, monkeypatch, capfd):
@@ -205,6 +224,14 @@ def test_without_a_server_at_the_end_the_run_ends_and_says_so(server, start, mon
     says([record.getMessage() for record in caplog.records], "MLflow", server.url, "metrics.jsonl")
 
 
+def test_what_the_folder_does_not_take_is_named_at_the_end(start, tmp_path, caplog):
+    with start() as trackers:
+        folder = in_folder(tmp_path).run.info.artifact_uri.removeprefix("file://").replace("artifacts", "metrics/taken")
+        Path(folder).mkdir(parents=True)
+        trackers.log({"taken": 1.0}, 1)
+    says([record.getMessage() for record in caplog.records], "MLflow", folder, "metrics.jsonl")
+
+
 def test_a_server_that_refuses_stops_the_run(server, start, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "another")
     with refuses(ConfigError, "trainer.logger", "'mlflow'", "UNAUTHENTICATED", "remove 'mlflow'"):
@@ -239,4 +266,4 @@ def test_a_missing_package_names_the_command(name, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, name, "no_such_package_here:Tracker")
     command = f"pip install 'grpo_dist[{name}]'"
     with refuses(ConfigError, "trainer.logger", f"'{name}'", command):
-        check_trackers([name])
+        check_trackers([name], "sums")

@@ -18,8 +18,9 @@ os.environ["TRACKIO_DIR"] = FOLDER  # read when trackio is imported
 
 import trackio  # noqa: E402
 
-from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers  # noqa: E402
-from tests.messages import says  # noqa: E402
+from grpo_dist.errors import ConfigError  # noqa: E402
+from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, check_trackers  # noqa: E402
+from tests.messages import refuses, says  # noqa: E402
 from tests.no_network import no_network  # noqa: E402
 from tests.tracking.test_samples import SAMPLE  # noqa: E402
 from tests.trainer.metrics_page import PAGE, documented_names  # noqa: E402
@@ -94,6 +95,11 @@ def test_samples_are_a_table_of_their_step(start):
         ("2", 1.0, None),
         ("[1, 2]", None, "it raised"),
     ]
+
+
+def test_a_name_that_trackio_keeps_for_itself_is_refused_before_the_run() -> None:
+    with refuses(ConfigError, "trainer.logger", "'trackio'", "trainer.project_name=sums_system", "suffix"):
+        check_trackers(["trackio"], "sums_system")
 
 
 def test_a_resumed_run_goes_on_in_the_same_and_a_fresh_one_is_new(start, tmp_path):

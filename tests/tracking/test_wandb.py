@@ -103,11 +103,28 @@ def test_a_mode_that_cannot_be_stops_the_run_instead_of_prompting(mode, parts, t
         build_trackers(["wandb"], RunInfo(run_dir=tmp_path, config={}, resumed_step=None, **RUN))
 
 
+@pytest.mark.parametrize(
+    ("project", "variables", "named"),
+    [
+        ("a/b", {}, "trainer.project_name=a/b"),
+        ("x" * 129, {}, "128"),
+        ("sums", {"WANDB_MODE": "Offline"}, "WANDB_MODE: "),
+        ("sums", {"WANDB_BASE_URL": "nonsense", "WANDB_MODE": "offline"}, "WANDB_BASE_URL: "),
+        ("sums", {"WANDB_RUN_ID": "a/b"}, "Run ID"),
+    ],
+)
+def test_what_wandb_would_refuse_later_is_found_before_the_run(project, variables, named, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with refuses(ConfigError, "trainer.logger", "'wandb'", named):
+        check_trackers(["wandb"], project)
+
+
 def test_a_server_that_cannot_be_reached_does_not_stop_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.tracking.wandb._INIT_TIMEOUT_S", 2.0)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
-    check_trackers(["wandb"])
+    check_trackers(["wandb"], "sums")
     trackers = build_trackers(["wandb"], RunInfo(run_dir=tmp_path, config={}, resumed_step=None, **RUN))
     says(trackers.notes[1], "W&B offline", "http://127.0.0.1:9", "wandb sync ")
     trackers.close()

@@ -15,6 +15,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo, build_trackers
+from grpo_dist.tracking.metric_names import DistinctNames
 from grpo_dist.trainer.prometheus import gauge_name
 from tests.messages import refuses
 from tests.trainer.metrics_page import PAGE, documented_names
@@ -44,6 +45,8 @@ def test_names(metric: str, name: str) -> None:
 def test_all_metrics_have_different_names() -> None:
     names = documented_names(PAGE.read_text())
     assert len({gauge_name(name) for name in names}) == len(set(names)) > 100
+    apart = DistinctNames(gauge_name)
+    assert [apart["x@y"], apart["x_y"], apart["x@y"]] == ["grpo_dist_x_y", "grpo_dist_x_y_2", "grpo_dist_x_y"]
     assert all(re.fullmatch(r"[a-z_][a-zA-Z0-9_]*", gauge_name(name)) for name in names)
 
 

@@ -57,7 +57,8 @@ def prepare(device: str) -> tempfile.TemporaryDirectory[str]:
     """Set vLLM's environment before it is imported; returns the folder of its sockets and its tokenizer."""
     quiet_environment(device)
     stay_on_loopback()  # the processes of an engine share a node
-    folder = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM itself would never delete its sockets
+    # vLLM itself would never delete its sockets. RAY_TMPDIR is short where TMPDIR is too long for the paths of sockets.
+    folder = tempfile.TemporaryDirectory(prefix="grpo_dist-", dir=os.environ.get("RAY_TMPDIR"))
     os.environ["VLLM_RPC_BASE_PATH"] = folder.name
     return folder
 
