@@ -63,8 +63,8 @@ class Tool:
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind not in _NAMED:
                 raise ConfigError(
-                    f"{TOOLS_KEY}: {named}: no call can give {name!r}, which is {parameter.kind.description}, since calls "
-                    "name their arguments; take an ordinary one, a list or dict for several values"
+                    f"{TOOLS_KEY}: {named}: calls name their arguments, and so cannot give {name!r}, which is "
+                    f"{parameter.kind.description}; take an ordinary argument, a list or dict for several values"
                 )
         try:
             return cls(function.__name__, get_json_schema(function), validate_call(function))

@@ -129,7 +129,7 @@ def _make_row(task: str, settings: str, number: int, instruction: str) -> Row:
     dataset = _dataset(task, settings)
     try:
         entry = dataset[number]
-    except Exception as error:  # noqa: BLE001 - a hundred generators, with settings that are only now looked at
+    except Exception as error:
         raise DataError(f"--task {task}, settings {settings}: entry {number}: {error!r}; change them") from error
     question, answer = entry["question"], "" if entry["answer"] is None else str(entry["answer"])
     with np.printoptions(legacy="1.25"):  # a number of numpy looks like any other
@@ -160,6 +160,6 @@ def _dataset(task: str, settings: str) -> Any:
         raise DataError(f"--task {task}: Reasoning Gym has no such task; it has {', '.join(near)}")
     try:
         return create_dataset(task, **json.loads(settings))
-    except Exception as error:  # noqa: BLE001 - each task has checks of its own
+    except Exception as error:
         known = ", ".join(field.name for field in fields(DATASETS[task][1]))
         raise DataError(f"--task {task}, settings {settings}: {error}; there are {known}") from error
