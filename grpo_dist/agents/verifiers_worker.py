@@ -40,14 +40,13 @@ class Tasks:
 
     async def at(self, index: int) -> Any:
         """The task of an index."""
-        if index >= len(self._read):
-            await asyncio.get_running_loop().run_in_executor(self._reader, self._read_to, index)
-        return self._read[index]
-
-    def _read_to(self, index: int) -> None:
-        self._read.extend(itertools.islice(self._unread, max(0, index + 1 - len(self._read))))
+        await asyncio.get_running_loop().run_in_executor(self._reader, self._read_to, index + 1)
         if index >= len(self._read):
             raise IndexError(f"the row's index is {index}, and the taskset has {len(self._read)} tasks")
+        return self._read[index]
+
+    def _read_to(self, count: int) -> None:
+        self._read.extend(itertools.islice(self._unread, max(0, count - len(self._read))))
 
 
 async def play(task: dict[str, Any], base_url: str, token: str) -> dict[str, Any]:
@@ -56,10 +55,9 @@ async def play(task: dict[str, Any], base_url: str, token: str) -> dict[str, Any
 
     os.environ.setdefault(KEY, "none")
     env, tasks = await _environment(task["taskset"], task.get("env") or {})
-    asked = await tasks.at(task["index"])
     address = f"{base_url.removesuffix('/v1')}/s/{token}/v1"
     context = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=address, api_key_var=KEY))
-    episode = await env.run_slot(env.slots(asked)[0], context)
+    episode = await env.run_slot(env.slots(await tasks.at(task["index"]))[0], context)
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
@@ -88,17 +86,15 @@ async def _environment(taskset: str, settings: dict[str, Any]) -> tuple[Any, Tas
 def _make(taskset: str, settings: dict[str, Any]) -> Any:
     import verifiers.v1 as vf
 
-    asked = taskset, settings.get("id", "")
-    environment, form = vf.environment_class(*asked), vf.env_config_type(*asked)
+    names = taskset, settings.get("id", "")
+    environment, form = vf.environment_class(*names), vf.env_config_type(*names)
     agents = [name for name, field in form.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
     if len(agents) > 1:
-        raise ValueError(
-            f"{taskset} is played by {environment.__name__}, whose agents are {', '.join(agents)}: environments of one "
-            "agent are played here; write an agent loop for this one (docs/environments.md)"
-        )
-    ours = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
-    agent = {name: ours | settings.get(name, {}) for name in agents}
-    config = {**settings, "taskset": {"id": taskset, **settings.get("taskset", {})}, **agent}
+        told = f"{environment.__name__} of {taskset} has the agents {', '.join(agents)}"
+        raise ValueError(f"{told}: one agent is played here; write an agent loop for several")
+    config = {**settings, "taskset": {"id": taskset, **settings.get("taskset", {})}}
+    for name in agents:
+        config[name] = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}, **settings.get(name, {})}
     return environment(form.model_validate(config))
 
 
