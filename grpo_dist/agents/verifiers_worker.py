@@ -35,7 +35,8 @@ class Tasks:
     """The tasks of a taskset, which may have no end: read as far as they are asked for, in a thread of their own."""
 
     def __init__(self, taskset: Any) -> None:
-        self._unread, self._read = iter(taskset), []
+        self._unread = iter(taskset)
+        self._read: list[Any] = []
         self._reader = ThreadPoolExecutor(1)
 
     async def at(self, index: int) -> Any:

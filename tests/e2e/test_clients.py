@@ -18,7 +18,8 @@ from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.engines.vllm.openai_app import openai_app
+from grpo_dist.engines.vllm import openai_app
+from grpo_dist.rewards.output_lines import OutputLines, printing_to
 from tests.agents.speaking import call
 from tests.engines.vllm.speaking_engine import MODEL, OPTIONS, SpeakingEngine
 
@@ -66,12 +67,15 @@ async def test_a_client_uses_tools_as_it_does_elsewhere(client: str, tmp_path: P
         return Response(said, [-0.5] * len(said), False, [0] * len(said))
 
     async def make_app(sample: Any) -> Any:
-        return await openai_app(engine, MODEL, sample, OPTIONS)
+        return await openai_app.openai_app(engine, MODEL, sample, OPTIONS)
 
     gateway = Gateway(make_app)
     session = Session(Recording(SamplingSettings(1, 1.0, 1.0, -1, 4000, 0), tokenizer, 8000, 100_000), sample)
+    printed = OutputLines()
+    openai_app._say_that_tools_are_free.cache_clear()
     try:
-        await gateway.open(session)
+        with printing_to(printed):  # as a worker opens it
+            await gateway.open(session)
         command = [await asyncio.to_thread(interpreter, tmp_path, CLIENTS[client])]
         command += [str(Path(__file__).with_name("clients.py")), client, f"{gateway.url}/v1", session.token]
         playing = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -82,3 +86,4 @@ async def test_a_client_uses_tools_as_it_does_elsewhere(client: str, tmp_path: P
     assert found, errors.decode()[-3000:]
     assert not any(found.values()), "\n".join(f"{case}: {fault}" for case, fault in found.items() if fault)
     assert session.recording.calls, "what was sampled is recorded"
+    assert len(printed.take()[0]) == any("strict" in case for case in found), "the run says once what is left out"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,6 @@ from grpo_dist.engines.vllm.arguments import engine_args
 from grpo_dist.engines.vllm.front import MODEL, REQUEST, FrontSettings, put_front
 from grpo_dist.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 CONTENT_FORMAT = "string"  # templates see the text of a message, as in training, also where they would take its parts
 OPTIONS_KEY = "actor_rollout_ref.rollout.agent.endpoint_kwargs"
 # Of a request's sampling parameters those that would change what is sampled or how it is counted.
@@ -110,7 +110,7 @@ class _Client:
 @cache  # once
 def _say_that_tools_are_free() -> None:
     told = "the grammar of strict tools, parallel_tool_calls=false or endpoint_kwargs.tool_call_parser"
-    logger.warning("an agent's calls of tools are sampled freely in training: without %s", told)
+    sys.stdout.write(f"an agent's calls of tools are sampled freely in training: without {told}\n")  # is shown by a run
 
 
 def _forms_asked_for(request: Mapping[str, Any]) -> list[str]:
