@@ -24,6 +24,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import described, load_attribute
 
 TOOLS_KEY = f"{KWARGS_KEY}.tools"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # what a JSON object can give
 _Outcome = tuple[Any, BaseException | None]  # what a function returns, and what it raises
 
 
@@ -57,6 +58,14 @@ class Tool:
         function = load_attribute(named, key=TOOLS_KEY)
         if not inspect.isfunction(function):
             raise ConfigError(f"{TOOLS_KEY}: {named} must be a function, is {described(function)}")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(f"{TOOLS_KEY}: {named} yields values: a tool returns one; collect them in a list")
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind not in _NAMED:
+                raise ConfigError(
+                    f"{TOOLS_KEY}: {named}: calls name their arguments, and so cannot give {name!r}, which is "
+                    f"{parameter.kind.description}; take an ordinary argument, a list or dict for several values"
+                )
         try:
             return cls(function.__name__, get_json_schema(function), validate_call(function))
         except Exception as error:  # noqa: BLE001 - of either library, of many kinds

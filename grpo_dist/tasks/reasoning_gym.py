@@ -126,7 +126,11 @@ def _share(text: str) -> tuple[str, float, dict[str, Any]]:
 
 
 def _make_row(task: str, settings: str, number: int, instruction: str) -> Row:
-    entry = _dataset(task, settings)[number]
+    dataset = _dataset(task, settings)
+    try:
+        entry = dataset[number]
+    except Exception as error:
+        raise DataError(f"--task {task}, settings {settings}: entry {number}: {error!r}; change them") from error
     question, answer = entry["question"], "" if entry["answer"] is None else str(entry["answer"])
     with np.printoptions(legacy="1.25"):  # a number of numpy looks like any other
         written = repr(entry)
@@ -149,11 +153,13 @@ def _dataset(task: str, settings: str) -> Any:
     check_reward_kwargs()
     from reasoning_gym.factory import DATASETS, create_dataset
 
+    if task == "composite":  # which takes objects, not what YAML has
+        raise DataError("--task composite: a mixture is several tasks, --task chain_sum '{maze: {weight: 2}}'")
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
         raise DataError(f"--task {task}: Reasoning Gym has no such task; it has {', '.join(near)}")
     try:
         return create_dataset(task, **json.loads(settings))
-    except (TypeError, ValueError, AssertionError) as error:
+    except Exception as error:
         known = ", ".join(field.name for field in fields(DATASETS[task][1]))
         raise DataError(f"--task {task}, settings {settings}: {error}; there are {known}") from error

@@ -116,6 +116,41 @@ def no_argument(a: int):
     """A."""
 
 
+def several(*numbers: int):
+    """A.
+
+    Args:
+        numbers: A.
+    """
+
+
+def by_place(number: int = 1, /, *, other: int = 2):
+    """A.
+
+    Args:
+        number: A.
+        other: A.
+    """
+
+
+def whatever(**values: int):
+    """A.
+
+    Args:
+        values: A.
+    """
+
+
+def one_by_one():
+    """A."""
+    yield 1
+
+
+async def one_by_one_later():
+    """A."""
+    yield 1
+
+
 TEXT = "a text"
 '''
 
@@ -225,6 +260,11 @@ def test_a_long_answer_loses_its_middle(file: str) -> None:
         (["no_hints"], ["no_hints", "type hint"]),
         (["no_docstring"], ["no_docstring", "docstring"]),
         (["no_argument"], ["no_argument", "'a'", "`Args:`"]),
+        (["several"], ["several", "'numbers'", "variadic positional"]),
+        (["by_place"], ["by_place", "'number'", "positional-only"]),
+        (["whatever"], ["whatever", "'values'", "variadic keyword"]),
+        (["one_by_one"], ["one_by_one", "list"]),
+        (["one_by_one_later"], ["one_by_one_later", "list"]),
         (["TEXT"], ["TEXT", "'a text'"]),
         (["tell"], ["'tell'", "say"]),
         (["say", "say"], ["'say'"]),

@@ -61,12 +61,25 @@ class Halves(Doubles):
     pass
 
 
+class Broken(Doubles):
+    def __init__(self, config: Config) -> None:
+        raise AttributeError("no 'name'")
+
+
+class Lazy(Doubles):
+    """Looks at its settings when an entry is made."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise IndexError(self.config.largest)
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A package of the real one's form, with three tasks."""
     top, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
     top.__spec__ = ModuleSpec("reasoning_gym", None)
     factory.DATASETS = {"doubles": (Doubles, Config), "halves": (Halves, Config), "countdown": (Doubles, Config)}
+    factory.DATASETS |= {"composite": (Broken, Config), "broken": (Broken, Config), "lazy": (Lazy, Config)}
     factory.create_dataset = lambda name, **settings: factory.DATASETS[name][0](Config(**settings))
     monkeypatch.setitem(sys.modules, "reasoning_gym", top)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
@@ -163,6 +176,9 @@ def test_an_entry_that_cannot_be_written_is_refused(
         (["--task", "dubbles"], ["--task dubbles", "doubles"]),
         (["--task", "{doubles: {largest: 0}}"], ["--task doubles", "positive"]),
         (["--task", "{doubles: {biggest: 3}}"], ["'biggest'", "largest, seed, size"]),
+        (["--task", "{composite: {datasets: [{name: doubles, weight: 1}]}}"], ["--task composite", "{weight: 2}"]),
+        (["--task", "{broken: {}}"], ["--task broken", "'name'"]),
+        (["--task", "{lazy: {largest: 3}}"], ["--task lazy", '"largest": 3', "entry 0", "IndexError"]),
         (["--task", "{doubles: {weight: 0}}"], ["--task {doubles: {weight: 0}}", "weight"]),
         (["--task", "{doubles: {weight: much}}"], ["NAME", "weight: 2"]),
         (["--task", "{doubles: {}, halves: {}}"], ["NAME"]),

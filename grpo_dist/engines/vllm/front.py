@@ -10,6 +10,7 @@ import hmac
 import json
 from argparse import Namespace
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from grpo_dist.hosts import is_this_machine
 MODEL = "policy"  # the name under which it is served
 OPEN_PATH = "/health"  # answers everybody
 SYSTEM_ROLES = ("system", "developer")
+REQUEST: ContextVar[dict[str, Any]] = ContextVar("request")  # the body as the client sent it
 GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
 
 
@@ -148,6 +150,7 @@ async def _filled(scope: Any, receive: Any, form: Form, usage: Usage) -> tuple[A
     except (ValueError, RecursionError):
         said = None
     if isinstance(said, dict):
+        REQUEST.set(said)
         body = json.dumps(as_the_run_asks(said, form, usage)).encode()
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     messages = [{"type": "http.request", "body": body, "more_body": False}]

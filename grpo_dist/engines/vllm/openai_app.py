@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn
 
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -29,7 +31,7 @@ from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.base import AppSample, ParseCalls, RequestRefused, Response, ToolCall
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import engine_args
-from grpo_dist.engines.vllm.front import MODEL, FrontSettings, put_front
+from grpo_dist.engines.vllm.front import MODEL, REQUEST, FrontSettings, put_front
 from grpo_dist.errors import ConfigError
 
 CONTENT_FORMAT = "string"  # templates see the text of a message, as in training, also where they would take its parts
@@ -37,7 +39,6 @@ OPTIONS_KEY = "actor_rollout_ref.rollout.agent.endpoint_kwargs"
 # Of a request's sampling parameters those that would change what is sampled or how it is counted.
 _UNTOUCHED = {
     "n": 1,
-    "structured_outputs": None,
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": (),
@@ -46,8 +47,7 @@ _UNTOUCHED = {
     "repetition_penalty": 1.0,
     "prompt_logprobs": None,
 }
-# How a request asks for them, where that has another name.
-_ASKED_BY = {"structured_outputs": "response_format, or a tool_choice that forces a tool,"}
+_FREE = (None, "auto", "none", "text")  # values that leave the policy to sample what it likes
 
 
 async def openai_app(engine: Any, model_path: str, sample: AppSample, options: Mapping[str, Any]) -> Any:
@@ -58,8 +58,8 @@ async def openai_app(engine: Any, model_path: str, sample: AppSample, options: M
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *quiet])
     os.environ.pop("VLLM_API_KEY", None)  # of another server; here each episode has a key of its own
     for name, value in options.items():
-        if not hasattr(arguments, name) or name == "api_key":
-            raise ConfigError(f"{OPTIONS_KEY}.{name}: vLLM's server has no such argument")
+        if not hasattr(arguments, name) or name in ("api_key", "tool_strict_level"):
+            raise ConfigError(f"{OPTIONS_KEY}.{name}: vLLM's server has no such argument, or none that training heeds")
         setattr(arguments, name, value)
     put_front(arguments, FrontSettings())
     client = _Client(engine, sample)
@@ -94,13 +94,31 @@ class _Client:
         for name, usual in _UNTOUCHED.items():
             value = getattr(params, name, usual)
             if value and value != usual and list(value if isinstance(value, list) else [value]) != [usual]:
-                raise RequestRefused(f"{_ASKED_BY.get(name, name)} changes what the policy would sample; leave it out")
+                raise RequestRefused(f"{name} changes what the policy would sample; leave it out")
+        if params.structured_outputs is not None:  # which the parser of tools may have added
+            if asked := _forms_asked_for(REQUEST.get({})):
+                raise RequestRefused(f"{' and '.join(asked)} changes what the policy would sample; leave it out")
+            _say_that_tools_are_free()
         if (params.logprobs or 0) > 1:
             raise RequestRefused("top_logprobs: only those of sampled tokens are recorded")
         ids = list(prompt["prompt_token_ids"])
         response = await self._sample(ids, params.max_tokens, params.stop or ())
         output = _output(response, params, self.renderer.get_tokenizer())
         yield RequestOutput(request_id, None, ids, None, [output], finished=True)
+
+
+@cache  # once
+def _say_that_tools_are_free() -> None:
+    told = "the grammar of strict tools, parallel_tool_calls=false or endpoint_kwargs.tool_call_parser"
+    sys.stdout.write(f"an agent's calls of tools are sampled freely in training: without {told}\n")  # is shown by a run
+
+
+def _forms_asked_for(request: Mapping[str, Any]) -> list[str]:
+    """What of a request has the engine sample in a given form, by its keys."""
+    said = {key: request.get(key) for key in ("response_format", "structured_outputs", "tool_choice")}
+    said |= {f"{key}.format": (request.get(key) or {}).get("format") for key in ("text", "output_config")}
+    kinds = {key: value.get("type", "given") if isinstance(value, dict) else value for key, value in said.items()}
+    return [f"{key}={kind}" for key, kind in kinds.items() if kind not in _FREE]
 
 
 def _output(response: Response, params: Any, tokenizer: Any) -> CompletionOutput:

@@ -8,18 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from grpo_dist.agents import ToolAgent
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.base import ToolCall
+from grpo_dist.engines.base import Response, ToolCall
 from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm import openai_app
 from grpo_dist.engines.vllm.openai_app import server_arguments, vllm_parser
 from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import ConfigError
 from tests.agents.speaking import MESSAGES, TOOLS, Speaker, call, parts, play, tokenizer_of
-from tests.messages import refuses
+from tests.engines.vllm.speaking_engine import OPTIONS, SpeakingEngine
+from tests.messages import refuses, says
 from tests.worker_settings import changed, engine_settings
 
 MODEL = resolve_model_path("builtin:tiny-qwen3")
@@ -90,6 +93,106 @@ def test_options_that_are_wrong_or_given_otherwise_are_refused(more: list[str], 
 def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
     with refuses(ConfigError, "actor_rollout_ref.rollout.engine_kwargs.vllm", "no_such"):
         arguments(settings=changed(SETTINGS, vllm={"no_such": 1}))
+
+
+# --- requests of agents in training ---------------------------------------------------------------------------------
+ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+STRICT = {
+    CHAT: {"messages": MESSAGES, "tools": [{"type": "function", "function": ADD | {"strict": True}}]},
+    RESPONSES: {"input": "2+3?", "tools": [{"type": "function", "strict": True, **ADD}]},
+    ANTHROPIC: {
+        "messages": MESSAGES,
+        "max_tokens": 300,
+        "tools": [{"name": "add", "strict": True, "input_schema": ADD["parameters"]}],
+    },
+}
+ONE_CALL = {"parallel_tool_calls": False}
+JSON_FORM = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def engine() -> SpeakingEngine:
+    return SpeakingEngine()
+
+
+async def asked(engine: SpeakingEngine, path: str, body: Any, parser: str = "hermes") -> tuple[httpx.Response, str]:
+    """What an agent is answered where the policy calls `add` twice, and the prompt."""
+    tokenizer, prompts = engine.renderer.get_tokenizer(), []
+
+    async def sample(ids: list[int], most: int | None, stop: Any) -> Response:
+        prompts.append(tokenizer.decode(ids))
+        said = [*tokenizer.encode(call("add", '{"a": 2}') * 2, add_special_tokens=False), tokenizer.eos_token_id]
+        return Response(said, [-0.5] * len(said), False, [3] * len(said))
+
+    app = await openai_app.openai_app(engine, MODEL, sample, OPTIONS | {"tool_call_parser": parser})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answer = await client.post(path, json={"model": "policy", **body})
+    return answer, "".join(prompts)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "parser", "calls"),
+    [
+        (CHAT, {}, "hermes", 2),
+        (CHAT, ONE_CALL, "hermes", 1),
+        (CHAT, {"tool_choice": "auto", "response_format": {"type": "text"}}, "hermes", 2),
+        (RESPONSES, {"text": {"format": {"type": "text"}}}, "hermes", 2),
+        (RESPONSES, ONE_CALL, "hermes", 1),
+        (ANTHROPIC, {}, "hermes", 2),
+        (ANTHROPIC, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "hermes", 1),
+        (CHAT, {"tools": [{"type": "function", "function": ADD}]}, "glm47", 0),  # whose grammar is always there
+    ],
+)
+async def test_what_clients_write_by_themselves_is_not_refused(
+    engine: SpeakingEngine, capsys: pytest.CaptureFixture[str], path: str, more: Any, parser: str, calls: int
+) -> None:
+    """And it is sampled as freely as all of a run is, which is said once."""
+    openai_app._say_that_tools_are_free.cache_clear()
+    for _ in range(2):
+        answer, prompt = await asked(engine, path, STRICT[path] | more, parser)
+        assert answer.status_code == 200, answer.text
+    assert '"name": "add"' in prompt
+    if calls:
+        found = answer.json()
+        made = {
+            CHAT: lambda: found["choices"][0]["message"]["tool_calls"],
+            RESPONSES: lambda: [part for part in found["output"] if part["type"] == "function_call"],
+            ANTHROPIC: lambda: [part for part in found["content"] if part["type"] == "tool_use"],
+        }[path]()
+        assert len(made) == calls
+    told = capsys.readouterr().out
+    assert told.count("strict") == 1
+    says(told, "strict", "parallel_tool_calls=false", "endpoint_kwargs.tool_call_parser")
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "named"),
+    [
+        (CHAT, {"tool_choice": "required"}, ["tool_choice=required"]),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}, ["tool_choice=function"]),
+        (CHAT, {"response_format": {"type": "json_object"}}, ["response_format=json_object"]),
+        (CHAT, {"structured_outputs": {"regex": "a+"}, **ONE_CALL}, ["structured_outputs"]),
+        (RESPONSES, {"tool_choice": "required"}, ["tool_choice=required"]),
+        (RESPONSES, {"text": {"format": JSON_FORM}}, ["text.format=json_schema"]),
+        (ANTHROPIC, {"tool_choice": {"type": "any"}}, ["tool_choice=any"]),
+        (ANTHROPIC, {"output_config": {"format": JSON_FORM}}, ["output_config.format=json_schema"]),
+    ],
+)
+async def test_what_forces_a_form_is_refused_by_what_stands_in_the_request(
+    engine: SpeakingEngine, path: str, more: Any, named: list[str]
+) -> None:
+    answer, prompt = await asked(engine, path, STRICT[path] | more)
+    assert (answer.status_code, prompt) == (400, "")
+    message = answer.json()["error"]["message"]
+    says(message, *named)
+    assert "strict" not in message
+
+
+@pytest.mark.parametrize("name", ["no_such", "api_key", "tool_strict_level"])
+async def test_options_that_training_does_not_heed_are_refused(engine: SpeakingEngine, name: str) -> None:
+    with refuses(ConfigError, f"endpoint_kwargs.{name}"):
+        await openai_app.openai_app(engine, MODEL, None, {name: "function"})  # type: ignore[arg-type]
 
 
 # --- parsers ----------------------------------------------------------------------------------------------------------
