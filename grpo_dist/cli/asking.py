@@ -178,7 +178,9 @@ async def judge(
     asker: Asker, scorer: Scorer, prompt: Prompt, responses: Sequence[Response]
 ) -> list[RewardResult | Failure]:
     """Return what the reward function says of the responses to a prompt, all together, as in a run."""
-    model = asker.model
-    steps = {"step": model.usage.step or 0, "max_steps": model.config.trainer.total_training_steps}
-    samples = [replace(sample_of(prompt, asker.text(one)), token_ids=one.token_ids, **steps) for one in responses]
+    step, most = asker.model.usage.step or 0, asker.model.config.trainer.total_training_steps
+    samples = [
+        replace(sample_of(prompt, asker.text(one)), token_ids=one.token_ids, step=step, max_steps=most)
+        for one in responses
+    ]
     return await asyncio.to_thread(scorer.score, samples)

@@ -97,9 +97,9 @@ def find_trained(
             folder = exported(checkpoint, trusted_run(checkpoint, trust=trust))
         return TrainedModel(name, folder, _config_of(str(folder), folder, overrides), read_usage(folder))
     config = with_overrides(values, overrides, GRPO)
-    if lacking := hidden(source / RESOLVED_CONFIG, config, ASKED, given):
+    lacking, unscored = (hidden(source / RESOLVED_CONFIG, config, keys, given) for keys in (ASKED, REWARD))
+    if lacking:
         raise ConfigError(lacking)
-    unscored = hidden(source / RESOLVED_CONFIG, config, REWARD, given)
     if not trust:
         require_trust(source / RESOLVED_CONFIG, code_of_run(config, ENGINE, given))
         if code := code_of_run(config, REWARD, given):

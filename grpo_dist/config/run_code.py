@@ -64,21 +64,17 @@ def refusal(file: Path, lines: Sequence[str]) -> str:
 
 
 def hidden_keys(config: Any, keys: tuple[str, ...] = ("",), given: Any = None) -> list[str]:
-    """Return the keys below these whose values a run has saved without what looks like a secret; for `given` see
-    `code_of_run`.
-    """
+    """Return the keys below these that a run has saved without a secret; `given` as in `code_of_run`."""
     values, own = ({} if one is None else dict(flatten(one.model_dump(mode="json"))) for one in (config, given))
-    saved = {name: value for name, value in values.items() if name.startswith(keys) and own.get(name) != value}
-    return [name for name, value in saved.items() if lacks_secret(name, value)]
+    names = (name for name in values if name.startswith(keys) and own.get(name) != values[name])
+    return [name for name in names if lacks_secret(name, values[name])]
 
 
 def hidden(file: Path, config: Any, keys: tuple[str, ...], given: Any) -> str:
-    """Return what to do where `hidden_keys` has found something in a file; "": it has not."""
+    """Return what to do where `hidden_keys` finds something in a file that is needed; "": it does not."""
     names = ", ".join(hidden_keys(config, keys, given))
-    return names and (
-        f"{file} has {REDACTED} in the place of {names}, which is needed here: what looks like a secret is not saved. "
-        "Say it on the command line, as KEY=VALUE"
-    )
+    why = f"{file} has {REDACTED} in the place of {names}, which is needed here: what looks like a secret is not saved"
+    return names and f"{why}. Say it on the command line, as KEY=VALUE"
 
 
 def _code(key: str, value: Any) -> Iterator[str]:

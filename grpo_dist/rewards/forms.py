@@ -43,10 +43,8 @@ TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "l
 class Sample:
     """One response to score, and its row: see `Prompt` for the fields that come from there.
 
-    Attributes:
-        token_ids: of the response; None: there are none, as it is a text that somebody wrote.
-        step: the last one that was trained before.
-        max_steps: the number of the run's steps; None: not known.
+    `token_ids` are those of the response (None: a text that somebody wrote has none), `step` is the last one that was
+    trained before, and `max_steps` the number of the run's (None: not known).
     """
 
     solution_str: str
@@ -286,14 +284,13 @@ def _trl_arguments(function: RewardFunction, samples: Sequence[Sample], logged: 
     ]  # fmt: skip
     names = dict.fromkeys(str(name) for row in rows for name in row)
     given = {name: [row.get(name) for row in rows] for name in names} | columns
-    state, most = SimpleNamespace(global_step=samples[0].step), samples[0].max_steps
-    if most is not None:
-        state.max_steps = most
-    of_trainer = {"trainer_state": state, **_loggers(logged)}
-    if all(s.token_ids is not None for s in samples):
-        of_trainer["completion_ids"] = [s.token_ids for s in samples]
+    most = {} if samples[0].max_steps is None else {"max_steps": samples[0].max_steps}
+    trainer = {"trainer_state": SimpleNamespace(global_step=samples[0].step, **most), **_loggers(logged)}
+    if tokens := [list(s.token_ids) for s in samples if s.token_ids is not None]:
+        trainer["completion_ids"] = tokens
     parameters = inspect.signature(function.function).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    # Not all that take any column know what to do with these. What the config says stands above all.
-    given |= {name: value for name, value in of_trainer.items() if name in parameters}
-    return {n: v for n, v in given.items() if (takes_all or n in parameters) and n not in function.reward_kwargs}
+    # Who takes any column need not know what to do with the trainer's. What the config says stands above all.
+    given = {n: v for n, v in given.items() if takes_all or n in parameters}
+    given |= {n: v for n, v in trainer.items() if n in parameters}
+    return {n: v for n, v in given.items() if n not in function.reward_kwargs}

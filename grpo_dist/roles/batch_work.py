@@ -150,7 +150,7 @@ class BatchWork(Process):
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
             values = {name: float(column[i]) for name, column in extras.items()}
             values = {name: value for name, value in values.items() if not math.isnan(value)}
-            samples.append(json.loads(data["said"][i] or "{}") | values | row)
+            samples.append(json.loads(data["said"][i]) | values | row)
         return samples
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:

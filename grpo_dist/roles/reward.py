@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 
 EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
+Text = tuple[str, Sequence[int]]
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
 
 
@@ -211,8 +213,7 @@ class RewardWorker(BatchWork):
             columns |= self.teacher_prompts.columns(task, texts, earned, said, responses)
         if self.teacher is not None and not task.validation:
             columns |= self.teacher.columns(data["prompts"], responses)
-        texts_said = [json.dumps(result.texts) if result.texts else "" for result in results]
-        scored = DataProto.from_dict(columns, {"failure": failures, "said": texts_said})
+        scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)
         return label, [failure for failure in failures if failure], scored
@@ -222,16 +223,14 @@ class RewardWorker(BatchWork):
         asked = [i for i in range(len(texts)) if self.function_weight or np.isnan(given[i])]
         results = [RewardResult(float(reward), {}) for reward in given]
         rows = tokens.rows()
-        said = [(texts[i], rows[i].tolist()) for i in asked]
-        for i, result in zip(asked, self._score_texts(said, task, asked), strict=True):
+        with_tokens = [(texts[i], array("i", rows[i].tolist())) for i in asked]
+        for i, result in zip(asked, self._score_texts(with_tokens, task, asked), strict=True):
             own = not np.isnan(given[i])
             results[i] = replace(result, score=float(given[i]) + self.function_weight * result.score) if own else result
         return results
 
-    def _score_texts(
-        self, texts: Sequence[tuple[str, list[int]]], task: Task, rows: Sequence[int]
-    ) -> list[RewardResult]:
-        """Call the function for the texts and tokens of these rows of a group."""
+    def _score_texts(self, texts: Sequence[Text], task: Task, rows: Sequence[int]) -> list[RewardResult]:
+        """Call the function for the texts, with their tokens, of these rows of a group."""
         if not texts:
             return []
         from grpo_dist.rewards.forms import Failure, Sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,8 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
         trust: whether the folder may name code to run.
 
     Raises:
-        ConfigError: the folder has no such step, or an override is wrong, or the step needs code that it may not name,
-            or a value that was not saved and is not among the overrides.
+        ConfigError: the folder has no such step, an override is wrong or lacks a value that was not saved, or the step
+            needs code that it may not name.
         DataError: its file cannot be read.
     """
     if not (run_dir / METRICS).is_file():
@@ -108,13 +108,17 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     values = dict(read_config(run_dir))
     if "actor_rollout_ref" not in values:
         raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
-    unsaved = tuple(hidden_keys(saved_values(values, GRPO)))
+    unsaved = hidden_keys(saved_values(values, GRPO))
     own = [text for text in overrides if text.lstrip("+").partition("=")[0] in unsaved]
     ran, config = with_overrides(values, own, GRPO), with_overrides(values, overrides, GRPO)
     given = with_overrides({}, overrides, GRPO)
     if lacking := hidden(run_dir / CONFIG, config, RESCORED, given):
         raise ConfigError(lacking)
-    _check_values(run_dir, ran, unsaved)
+    folder = last_checkpoint(run_dir)
+    had = read_state(folder).code if unsaved and folder is not None else {}
+    has = digest_code(ran, had)
+    if others := [key for key in unsaved if has.get(key) != had.get(key, has.get(key))]:
+        raise ConfigError(f"{', '.join(others)} was another value in the run, by its digest in {folder}")
     if drafted := drafts(ran):
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
@@ -128,16 +132,6 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     if ran.old_log_probs_from == "rollout" != config.old_log_probs_from and "old_log_probs" in data.columns():
         _, data = data.pop(("old_log_probs",))  # they are the sampler's
     return Recorded(run_dir, step, config, data, metrics, ran if len(overrides) > len(own) else None)
-
-
-def _check_values(run_dir: Path, ran: RunConfig, unsaved: Sequence[str]) -> None:
-    """Refuse a value that was given for one that was not saved, and is another one by its digest in the checkpoint."""
-    folder = last_checkpoint(run_dir)
-    had = {} if folder is None else read_state(folder).code
-    has = digest_code(ran, had)
-    for key in unsaved:
-        if key in had and key in has and has[key] != had[key]:
-            raise ConfigError(f"the value of {key} is not the one that the run had, by its digest in {folder}")
 
 
 def _check_recomputed(ran: RunConfig, config: RunConfig) -> None:

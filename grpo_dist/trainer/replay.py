@@ -48,7 +48,7 @@ from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_
 from grpo_dist.trainer.settings import rank_settings, reward_settings
 
 LR_TOLERANCE = 1e-6  # relative
-_UID = re.compile(r"step(?P<step>\d+)-prompt(?P<prompt>\d+)(-try\d+)?")
+_UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
 # Of the update's metrics those that follow from batch and weights.
 UPDATE_METRICS = (
     "actor/loss",
@@ -64,10 +64,8 @@ UPDATE_METRICS = (
 def reward_worker(config: RunConfig) -> Iterator[RewardWorker]:
     """A reward process's work in this process; the function itself runs in a child, as in a run."""
     worker = RewardWorker()
-    steps = config.trainer.total_training_steps
-    worker.start(
-        replace(reward_settings(config), teacher=None, max_steps=steps)
-    )  # what that told is not part of scores
+    settings = replace(reward_settings(config), max_steps=config.trainer.total_training_steps)
+    worker.start(replace(settings, teacher=None))  # what it told is not part of scores
     try:
         yield worker
     finally:
@@ -96,9 +94,8 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
     for start, end in zip(starts, [*starts[1:], len(uids)], strict=True):
         group = data.slice(start, end)
         rewards = np.full(end - start, np.nan, np.float32) if given is None else given[start:end]
-        named = _UID.fullmatch(uids[start])
-        assert named is not None, "its prompt was found by it"
-        task = Task.of(prompts[uids[start]], model_scores=_model_scores(group), step=int(named["step"]) - 1)
+        before = int(uids[start].removeprefix("step").partition("-")[0]) - 1
+        task = Task.of(prompts[uids[start]], model_scores=_model_scores(group), step=before)
         label, failed, scored = worker.score_group(group, task, rewards)
         parts.append(scored)
         labels.append(label)
@@ -293,11 +290,11 @@ def _prompts(recorded: Recorded, worker: RewardWorker) -> dict[str, Prompt]:
     by_uid = {}
     for uid in dict.fromkeys(recorded.data["uid"]):
         named = _UID.fullmatch(uid)
-        if named is None or int(named["prompt"]) not in by_index:
+        if named is None or int(named[1]) not in by_index:
             raise DataError(
                 f"data.train_files: {uid} of step {recorded.step} is not among its {len(rows)} rows any more"
             )
-        by_uid[uid] = by_index[int(named["prompt"])]
+        by_uid[uid] = by_index[int(named[1])]
     return by_uid
 
 

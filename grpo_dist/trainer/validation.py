@@ -45,13 +45,12 @@ def validation_requests(
         step: the last one that was trained.
     """
 
-    def request(prompt: TokenizedPrompt) -> GroupRequest:
-        index = prompt.prompt.index
+    def request(prompt: TokenizedPrompt, index: int) -> GroupRequest:
         seed = None if sampling.seed is None else group_seed(run_seed, _SEED_STEP, index)
         seeded = dataclasses.replace(sampling, seed=seed)
         return make_request(f"val-{index}", prompt, seeded, validation=True, step=step)
 
-    return [request(prompt) for prompt in prompts]
+    return [request(prompt, prompt.prompt.index) for prompt in prompts]
 
 
 @dataclass

@@ -133,7 +133,11 @@ def sample_batch(masks: list[list[int]] | None = None) -> DataProtoRef:
             "response_mask": Ragged.from_rows(masks or [[1] * len(row) for row in RESPONSES], torch.int8),
             "score": torch.tensor([12.0, torch.nan, 11.0]),
         },
-        {"uid": ["p0"] * 3, "failure": ["", "it raised", "too slow"], "said": ['{"why": "good", "gts": "no"}', "", ""]},
+        {
+            "uid": ["p0"] * 3,
+            "failure": ["", "it raised", "too slow"],
+            "said": ['{"why": "good", "gts": "no"}', "{}", "{}"],
+        },
     )
     return DataProtoRef.put(data, small=("uid", "score"))
 

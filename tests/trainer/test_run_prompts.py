@@ -95,7 +95,6 @@ def test_texts_are_asked_as_they_stand_where_that_is_said(tmp_path: Path) -> Non
     assert asked() == chat
     plain = "data.apply_chat_template=false"
     assert asked(plain) == ["1+1=", chat[1]]
-    assert asked(plain, "data.prompt_template='{data_source}: {prompt}'")[0].startswith("arithmetic: 1+1=")
     assert asked(plain, "data.system_prompt='8+'")[0] == "8+\n1+1="
 
 

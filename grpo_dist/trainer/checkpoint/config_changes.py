@@ -228,7 +228,7 @@ def digest_code(config: JobConfig, like: Mapping[str, str] = MappingProxyType({}
             digests[key] = _VALUE + hashlib.blake2b(as_text(values[key]).encode(), digest_size=2).hexdigest()
     for key, value in flatten(_plain(config)):
         inner = {name: part for name, part in values.items() if f"{name}.".startswith(f"{key}.")}
-        if lacks_secret(key, value) and inner != {key: value}:
+        if inner != {key: value} and lacks_secret(key, value):
             salt = like.get(key, "").removeprefix(_HIDDEN).partition(" ")[0] or secrets.token_hex(8)
             digest = hashlib.scrypt(as_text(inner).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=2)
             digests[key] = f"{_HIDDEN}{salt} {digest.hex()}"
@@ -256,8 +256,8 @@ def _edited(
     """Keys that name the same Python file as before, whose content has changed, or whose value is not saved and has."""
     same = (key for key in code if before.get(key) == after.get(key) and not code[key].startswith(_VALUE))
     changed = [key for key in same if key in old_code and code[key] != old_code[key]]
-    others = {key: "another value, not saved" for key in changed if code[key].startswith(_HIDDEN)}
-    return [f"{key} has {others[key]}" if key in others else f"{key}: {after[key]} was edited" for key in changed]
+    hidden = [f"{key} has another value, which is not saved" for key in changed if code[key].startswith(_HIDDEN)]
+    return hidden + [f"{key}: {after[key]} was edited" for key in changed if not code[key].startswith(_HIDDEN)]
 
 
 def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
