@@ -117,8 +117,8 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     folder = last_checkpoint(run_dir)
     had = read_state(folder).code if unsaved and folder is not None else {}
     has = digest_code(ran, had)
-    if others := [key for key in unsaved if has.get(key) != had.get(key, has.get(key))]:
-        raise ConfigError(f"{', '.join(others)} was another value in the run, by its digest in {folder}")
+    if changed := [key for key in has if key in unsaved and has[key] != had.get(key, has[key])]:
+        raise ConfigError(f"{', '.join(changed)} was another value in the run, by its digest in {folder}")
     if drafted := drafts(ran):
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"

@@ -151,14 +151,15 @@ def stepped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 def test_a_replay_takes_what_was_not_saved_if_it_is_what_the_run_had(stepped: Folder) -> None:
     key, cut = "custom_reward_function.reward_kwargs.key", "algorithm.mask_truncated_responses=true"
-    run_dir = stepped(f"+{key}=answer")
+    others = "actor_rollout_ref.rollout.agent.agent_kwargs={api_key: not-needed}"
+    run_dir = stepped(f"+{key}=answer", others)
     with refuses(ConfigError, run_dir / "config.yaml", key, "KEY=VALUE"):
         read_recorded(run_dir, 1, trust=True)
     for more, ran in (((), type(None)), ((cut,), RunConfig)):
         found = read_recorded(run_dir, 1, (f"{key}=other", *more), trust=True)
         assert found.config.custom_reward_function.reward_kwargs == {"key": "other"}
         assert isinstance(found.ran, ran), "what a run has not saved makes it no other config"
-    config = with_overrides({}, [f"+{key}=answer", f"{REWARD}=reward.py"], GRPO)
+    config = with_overrides({}, [f"+{key}=answer", f"{REWARD}=reward.py", others], GRPO)
     state = replace(run_state(1), code=digest_code(config))
     publish_checkpoint(begin_checkpoint(run_dir, 1), state, saved_config(config))
     with refuses(ConfigError, key, run_dir / "global_step_1"):

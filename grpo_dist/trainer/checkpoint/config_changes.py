@@ -233,7 +233,7 @@ def digest_code(config: JobConfig, like: Mapping[str, str] = MappingProxyType({}
             digest = hashlib.scrypt(as_text(inner).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=2)
             digests[key] = f"{_HIDDEN}{salt} {digest.hex()}"
     for key, value in values.items():
-        written = [digest[0] for text in _texts(value) if (digest := DIGEST.search(text))]
+        written = [found[0] for text in _texts(value) if (found := DIGEST.search(text))]
         named = dict.fromkeys(Path(parse_code(text).source) for text in _texts(value))
         files = [file for file in named if file.suffix == ".py" and file.is_file()]
         if files or written:
