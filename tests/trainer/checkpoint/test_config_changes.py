@@ -360,29 +360,6 @@ def test_code_that_was_edited_is_told(tmp_path: Path) -> None:
         told(f"{keys[0]}={other}", named[1])
 
 
-def test_another_value_that_is_not_saved_is_told(tmp_path: Path) -> None:
-    """The digests of two starts have nothing in common, and tell nothing of the value."""
-    key = "custom_reward_function.reward_kwargs"
-    had = config(f"+{key}={{key: answer, credentials: {{user: me}}, n: 1}}")
-    (tmp_path / "config.yaml").write_text(saved_config(had))
-    code = digest_code(had)
-    assert list(code) == [f"{key}.key", f"{key}.credentials"]
-    assert not set(code.values()) & set(digest_code(had).values())
-    assert digest_code(had, code) == code
-    assert all(len(digest) == len("hidden 0123456789abcdef 1234") for digest in code.values())
-
-    def told(value: str) -> list[str]:
-        now = config(f"+{key}={value}")
-        return check_changes(tmp_path, RunState(1, 1, {}, code=code), now, {}, digest_code(now, code))
-
-    assert told("{key: answer, credentials: {user: me}, n: 1}") == []
-    (line,) = told("{key: other, credentials: {user: me}, n: 1}")
-    says(line, f"{key}.key")
-    assert "other" not in line.split()
-    (line,) = told("{key: answer, credentials: {user: you}, n: 1}")
-    says(line, f"{key}.credentials")
-
-
 def test_an_edited_function_object_is_told_by_its_folder(tmp_path: Path) -> None:
     def named(digest: str, name: str = "score") -> RunConfig:
         file = tmp_path / "functions" / digest / f"{name}.pkl"
