@@ -75,7 +75,7 @@ def train(
         reward_funcs: a reward function or a list, whose scores are added: functions, callable objects, or where they
             are as text (`file.py:function`). In each of the forms of docs/rewards.md. Empty: what the config says.
         train_dataset: rows: dicts, a `datasets.Dataset`, a pandas DataFrame; or what `data.train_files` takes. None:
-            what the config says.
+            what the config says; with a model of your own it must say something.
         eval_dataset: likewise for validation.
         config: keys as on the command line, flat or nested: `{"trainer.total_training_steps": 20, "recipe": "dapo"}`.
             With `trainer.dry_run` the plan is printed and everything is checked, and nothing is trained.
@@ -86,7 +86,7 @@ def train(
         The run's folder, model and metrics.
 
     Raises:
-        ConfigError: an argument and `config` both set a key.
+        ConfigError: an argument and `config` both set a key, or no rows are given for a model of your own.
         GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
         KeyboardInterrupt: the run was interrupted.
     """
@@ -114,6 +114,12 @@ def train(
     for argument, (key, value) in set_by.items():
         if value is not None and key in keys_set:
             raise ConfigError(f"{argument}=, config={{{key!r}: ...}}: both set {key}; leave one of them out")
+    own = "actor_rollout_ref.model.path" in {*keys_set, *([model_key] if model is not None else [])}
+    if own and train_dataset is None and not keys_set & {"data", "data.train_files"}:
+        raise ConfigError(
+            "train_dataset=None: which rows is the model to train on? Give train_dataset=, or say it in config: "
+            "{'data.train_files': FILE}, or {'data': OPTION}, of which arithmetic is the built-in sums"
+        )
     if model is not None:
         given[model_key] = str(model)
     try:

@@ -6,6 +6,7 @@ Slack's, ... tokens), or because the config took it from the environment.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 REDACTED = "***"
+_STAND_IN = "a1b2c3d4e5f6g7h8"  # in the place of one: redacted again, where a name, an option or a URL says so
 
 # Parts of a word of a name: the whole name is of a secret, wherever in it they stand.
 _SECRET_WORD = re.compile(
@@ -115,6 +117,13 @@ def without_environment(text: str) -> str:
     return text
 
 
+def lacks_secret(name: str, saved: Any) -> bool:
+    """Tell whether a value that was saved under a name lacks a secret; other `***`, as in a prompt, are its own."""
+    text = json.dumps({name: saved}, default=str)
+    whole = json.loads(text.replace(REDACTED, _STAND_IN))
+    return REDACTED in text and (f'"{REDACTED}"' in text or redact(whole) != whole)
+
+
 def hide_in_texts(value: str, reference: str) -> None:
     """Replace a value that came from the environment in all texts from now on; files and folders stay readable."""
     if len(value) >= _LEAST_CHARACTERS and not os.path.exists(value):
@@ -138,7 +147,9 @@ def _hide(text: str, named: re.Pattern[str], values: re.Pattern[str]) -> str:
     kept, end = [], 0
     for match in named.finditer(text):
         name, sign = match.group("name", "sign")
-        prose = named is _ASSIGNED and (name.lower() == "key" or (name.lower() in _ORDINARY and sign.strip() == ":"))
+        of_path = sign == ": " and text[: match.start()].endswith("/")  # FOLDER/some_key: what is wrong with it
+        ordinary = name.lower() in _ORDINARY and sign.strip() == ":"
+        prose = named is _ASSIGNED and (name.lower() == "key" or ordinary or of_path)
         if match.start() < end or prose or not names_a_secret(name):
             continue
         value = values.match(text, match.end())

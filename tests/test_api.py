@@ -50,8 +50,28 @@ def test_a_model_may_be_an_option_of_its_group(given: dict[str, Any], tmp_path: 
     assert given == {"model": "tiny"}
     given.clear()
     (tmp_path / "tiny").mkdir()
-    grpo_dist.train("tiny")
-    assert given == {"actor_rollout_ref.model.path": "tiny"}
+    grpo_dist.train("tiny", config={"data": "gsm8k"})
+    assert given == {"actor_rollout_ref.model.path": "tiny", "data": "gsm8k"}
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("models/mine", {}),
+        ("models/mine", {"data.seed": 3, "model": "hf"}),
+        ("org/mine", {"data": {"val_files": "rows.jsonl"}}),
+        (None, {"actor_rollout_ref": {"model": {"path": "models/mine"}}}),
+    ],
+)
+def test_rows_for_a_model_of_ones_own_are_asked_for(
+    model: str | None, config: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """The built-in sums are for the built-in model."""
+    with refuses(ConfigError, "train_dataset", "data.train_files"):
+        grpo_dist.train(model, length, config=config)
+    assert given == {}
+    grpo_dist.train(model, length, config=config | {"data": "arithmetic"})
+    assert given["data"] == "arithmetic"
 
 
 def test_a_model_object_is_answered(given: dict[str, Any]) -> None:
@@ -142,6 +162,10 @@ def test_what_trl_has_and_is_not_taken_is_answered(given: dict[str, Any]) -> Non
         ({"trainer": {"seeds": 2}}, ["trainer.seeds"]),
         (SMALL | {"actor_rollout_ref.rollout.n": 0}, ["actor_rollout_ref.rollout.n=0"]),
         (SMALL | {"data.train_files": "gone.jsonl"}, ["gone.jsonl"]),
+        (
+            SMALL | {"custom_reward_function.path": ["rewards.py:f", "org/judge"]},
+            ["custom_reward_function.path=org/judge", "reward_model.enable=true", "reward_model.model.path=org/judge"],
+        ),
     ],
 )
 def test_what_the_command_refuses_is_raised(config: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
@@ -171,8 +195,8 @@ def test_what_an_argument_and_the_config_both_set_is_refused(
 
 
 def test_a_group_and_a_path_of_the_same_model_are_taken(given: dict[str, Any]) -> None:
-    grpo_dist.train("models/mine", config={"model": "hf"})
-    assert given == {"model": "hf", "actor_rollout_ref.model.path": "models/mine"}
+    grpo_dist.train("models/mine", train_dataset="rows.jsonl", config={"model": "hf"})
+    assert given == {"model": "hf", "actor_rollout_ref.model.path": "models/mine", "data.train_files": "rows.jsonl"}
 
 
 @pytest.mark.parametrize("dry_run", [True, "config"])

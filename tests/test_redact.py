@@ -2,7 +2,7 @@ import pytest
 
 from grpo_dist.config.keys import leaf_keys, section_keys
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
-from grpo_dist.redact import REDACTED, hide_in_texts, names_a_secret, redact, redact_text
+from grpo_dist.redact import REDACTED, hide_in_texts, lacks_secret, names_a_secret, redact, redact_text
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,39 @@ def test_copy_is_deep_and_unset_secrets_stay_unset():
         ("got {'password': 'SECRET', 'a': 2}", "got {'password': ***, 'a': 2}"),
         ("headers: {Authorization: Bearer SECRET}", "headers: {Authorization: ***}"),
         ("data.tokenizer=a: eos_token=b, max_token_len=3", "data.tokenizer=a: eos_token=b, max_token_len=3"),
+        (
+            "model.path=/a/judge_key: model.index.json is missing",
+            "model.path=/a/judge_key: model.index.json is missing",
+        ),
+        ("x=/a/judge_key/api_key=SECRET, b/my_key:SECRET", "x=/a/judge_key/api_key=***, b/my_key:***"),
+        ("{'org/api_key': 'SECRET'}", "{'org/api_key': ***}"),
     ],
 )
 def test_a_text_about_a_config(text: str, shown: str) -> None:
     assert redact_text(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "lacking"),
+    [
+        ("a.key", "answer", True),
+        ("a.key", 5, True),
+        ("a.text", "hf_abcdefghijklmnop1234", True),
+        ("a.headers", {"Accept": "json", "Authorization": "Bearer abc"}, True),
+        ("a.functions", [{"path": "f", "reward_kwargs": {"pass_token": "x"}}], True),
+        ("a.command", ["serve", "--token", "abc"], True),
+        ("a.prompt", "call it with --token abc", True),
+        ("a.url", "http://user:word@judge/score?n=1", True),
+        ("a.url", "http://judge/score?sig=abc", True),
+        ("a.key", None, False),
+        ("a.prompt", "*** be brief ***", False),
+        ("a.separators", ["\n***\n", "---"], False),
+    ],
+)
+def test_what_a_saved_value_lacks(name: str, value: object, lacking: bool) -> None:
+    """It is seen in the saved value alone, and in no value that is whole."""
+    assert lacks_secret(name, redact({name: value})[name]) == lacking
+    assert not lacks_secret(name, value)
 
 
 def test_no_key_of_the_config_is_a_secret() -> None:

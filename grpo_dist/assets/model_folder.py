@@ -247,6 +247,7 @@ class Usage:
     Attributes:
         step: the training step after which the model was written; None: not known.
         system_prompt: comes first, where a prompt has no system message of its own.
+        apply_chat_template: whether a prompt that is a text is a message of the user.
         apply_chat_template_kwargs: variables of the chat template.
         sampling: temperature, top_p, top_k, max_tokens and stop, as `SamplingSettings` has them.
         checkpoint: digest of the checkpoint that has the same weights (checkpoint/manifest.py); None: there is none.
@@ -261,6 +262,7 @@ class Usage:
     checkpoint: str | None = None
     run: str | None = None
     dtype: str | None = None
+    apply_chat_template: bool = True
 
     def write(self, folder: Path) -> None:
         """Write it into the folder of a model."""

@@ -22,6 +22,7 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     digest_code,
     find_changes,
     read_config,
+    told,
 )
 from grpo_dist.trainer.checkpoint.folder import RunState, find_checkpoint, last_checkpoint, leftovers, read_state
 from grpo_dist.trainer.checkpoint.identity import is_model_of
@@ -60,7 +61,7 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
         if verify:
             raise
         return ""  # damaged: the run will look for an earlier one
-    changes = check_changes(folder, state, config, identity, digest_code(config))
+    changes = check_changes(folder, state, config, identity, digest_code(config, state.code))
     if changes and trainer.resume_mode == "force" and _is_trained(config, state, steps) and not trainer.val_only:
         listed = "\n".join(f"  {line}" for line in changes)
         raise ConfigError(
@@ -68,7 +69,8 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
             f"{state.step} of {steps}:\n{listed}\nRaise trainer.total_training_steps or trainer.total_epochs, "
             "or set trainer.stop_at to another value"
         )
-    return nothing_to_train(config, steps) if is_finished(config, steps) else f"checkpoint to resume from: {folder}"
+    text = nothing_to_train(config, steps) if is_finished(config, steps) else f"checkpoint to resume from: {folder}"
+    return "\n".join([text, *told(changes)])
 
 
 def _check_model(config: JobConfig, run_dir: Path) -> None:

@@ -165,7 +165,8 @@ def given_prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Promp
     if files:
         return read_prompts(model.config, "--prompts", files, -1, NO_ANSWERS), True
     texts = [[{"role": "user", "content": text}] for text in given]
-    return [prompt_of(messages, i, f"prompt {i + 1}") for i, messages in enumerate(texts)], False
+    prompts = [prompt_of(messages, i, f"prompt {i + 1}") for i, messages in enumerate(texts)]
+    return [replace(prompt, is_plain=not model.config.data.apply_chat_template) for prompt in prompts], False
 
 
 def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "prompt") -> Prompt:
@@ -173,6 +174,13 @@ def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "p
     return Prompt(index, "", messages, None, {}, location)
 
 
-async def judge(scorer: Scorer, prompt: Prompt, texts: Sequence[str]) -> list[RewardResult | Failure]:
+async def judge(
+    asker: Asker, scorer: Scorer, prompt: Prompt, responses: Sequence[Response]
+) -> list[RewardResult | Failure]:
     """Return what the reward function says of the responses to a prompt, all together, as in a run."""
-    return await asyncio.to_thread(scorer.score, [sample_of(prompt, text) for text in texts])
+    step, most = asker.model.usage.step or 0, asker.model.config.trainer.total_training_steps
+    samples = [
+        replace(sample_of(prompt, asker.text(one)), token_ids=one.token_ids, step=step, max_steps=most)
+        for one in responses
+    ]
+    return await asyncio.to_thread(scorer.score, samples)

@@ -88,7 +88,8 @@ def _sample(config: RunConfig, prompt: Prompt, text: str) -> Sample:
     """Return the response with what a reward process knows of its row; the reward model's score is a stand-in."""
     sample = sample_of(prompt, text)
     stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
-    return replace(sample, extra_info=sample.extra_info | stand_in)
+    extra_info = sample.extra_info | stand_in
+    return replace(sample, extra_info=extra_info, max_steps=config.trainer.total_training_steps)
 
 
 def _shown(

@@ -226,7 +226,7 @@ async def _answers(
     async with asking(model, sampling, max_model_len, limits) as asker:
         async for prompt, responses in asker.answers(prompts):
             texts = [asker.text(response) for response in responses]
-            answers.append(Answers(prompt, texts, responses, await judge(scorer, prompt, texts)))
+            answers.append(Answers(prompt, texts, responses, await judge(asker, scorer, prompt, responses)))
     return answers
 
 

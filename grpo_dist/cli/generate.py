@@ -75,7 +75,7 @@ async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> 
             if prompt.ground_truth is not None:
                 row["ground_truth"] = prompt.ground_truth
             if scorer is not None:
-                results = await judge(scorer, prompt, texts)
+                results = await judge(asker, scorer, prompt, responses)
                 row["scores"] = [result.score if isinstance(result, RewardResult) else None for result in results]
             file.write(json_line(row))
             file.flush()

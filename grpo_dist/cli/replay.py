@@ -37,11 +37,13 @@ def main(arguments: Sequence[str]) -> int:
         options.overrides.insert(0, str(options.step))  # argparse takes the first one for STEP
     if not (options.overrides if options.steps else isinstance(options.step, int)):
         raise ConfigError("give a STEP to compute again; --steps is for another config, key=value")
-    if options.overrides:
+    if options.steps:
         return _compare(options)
     from grpo_dist.trainer.replay import rescore, retarget, reward_worker  # Ray: seconds
 
-    recorded = read_recorded(expanded(options.run_dir), options.step, trust=options.trust)
+    recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
+    if recorded.ran is not None:
+        return _compare(options)
     with reward_worker(recorded.config) as worker:
         scores, _ = rescore(recorded, worker)
         same = _tell("rewards", recorded, scores, SCORE_TOLERANCE)

@@ -22,6 +22,7 @@ from grpo_dist.config.run_code import (
     SUPERVISED_MODEL,
     TRUST_KEY,
     code_of_run,
+    hidden,
     refusal,
     require_trust,
 )
@@ -43,6 +44,7 @@ from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.settings import engine_settings
 
 AGENT_KEY, SINGLE_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"
+ASKED = "data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.engine_kwargs."  # what asking a model needs
 MOST_TOKENS = 8192  # of a sequence, where nobody asks for more: memory of the KV cache
 
 
@@ -94,7 +96,10 @@ def find_trained(
         if checkpoint is not None:
             folder = exported(checkpoint, trusted_run(checkpoint, trust=trust))
         return TrainedModel(name, folder, _config_of(str(folder), folder, overrides), read_usage(folder))
-    config, unscored = with_overrides(values, overrides, GRPO), ""
+    config = with_overrides(values, overrides, GRPO)
+    lacking, unscored = (hidden(source / RESOLVED_CONFIG, config, keys, given) for keys in (ASKED, REWARD))
+    if lacking:
+        raise ConfigError(lacking)
     if not trust:
         require_trust(source / RESOLVED_CONFIG, code_of_run(config, ENGINE, given))
         if code := code_of_run(config, REWARD, given):
@@ -206,7 +211,8 @@ def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
 
 def _config_of(named: str, folder: Path, overrides: Sequence[str]) -> RunConfig:
     """The defaults for a model that is named so: those of the built-in one do for no other."""
-    return _with_model(with_overrides({}, [(POLICY_KEY, named), *overrides], GRPO), folder)
+    as_told = ("data.apply_chat_template", read_usage(folder).apply_chat_template)
+    return _with_model(with_overrides({}, [(POLICY_KEY, named), as_told, *overrides], GRPO), folder)
 
 
 def _with_model(config: RunConfig, folder: Path) -> RunConfig:

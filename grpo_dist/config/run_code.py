@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.problems import one_line, shown, value_of
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import parse_code
+from grpo_dist.redact import REDACTED, lacks_secret
 
 FLAG = "--trust-run-code"
 
@@ -59,6 +61,20 @@ def refusal(file: Path, lines: Sequence[str]) -> str:
         f"{file} names code to run, or what to start and ask:\n{listed}\nA command does not take that from a folder, "
         f"which may be somebody else's. If you trust this one, add {FLAG}; or set these keys yourself (key=value)"
     )
+
+
+def hidden_keys(config: Any, keys: tuple[str, ...] = ("",), given: Any = None) -> list[str]:
+    """Return the keys below these that a run has saved without a secret; `given` as in `code_of_run`."""
+    values, own = ({} if one is None else dict(flatten(one.model_dump(mode="json"))) for one in (config, given))
+    names = (name for name in values if name.startswith(keys) and own.get(name) != values[name])
+    return [name for name in names if lacks_secret(name, values[name])]
+
+
+def hidden(file: Path, config: Any, keys: tuple[str, ...], given: Any) -> str:
+    """Return what to do where `hidden_keys` finds something in a file that is needed; "": it does not."""
+    names = ", ".join(hidden_keys(config, keys, given))
+    why = f"{file} has {REDACTED} in the place of {names}, which is needed here: what looks like a secret is not saved"
+    return names and f"{why}. Say it on the command line, as KEY=VALUE"
 
 
 def _code(key: str, value: Any) -> Iterator[str]:

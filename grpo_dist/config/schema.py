@@ -88,6 +88,7 @@ class DataConfig(JobDataConfig):
     truncation: Literal["error", "left", "right", "middle"]
     curriculum: CurriculumConfig
     sampler: Annotated[SamplerConfig, Resume.OTHER_ORDER]
+    apply_chat_template: bool
     apply_chat_template_kwargs: dict[str, Any]
 
 

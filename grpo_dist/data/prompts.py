@@ -41,6 +41,7 @@ class Prompt:
         is_text: whether the row's prompt is a text, which became one message of the user.
         taken: what was found without being named, as config keys and the values that say the same.
         unread: what the row has that would change what the policy is asked, and is not read; see `columns.UNREAD`.
+        is_plain: whether it is asked as it stands, without the chat template.
         has_added_system: whether the first message is one that `add_system_prompt` has put there.
     """
 
@@ -54,6 +55,7 @@ class Prompt:
     is_text: bool = False
     taken: Mapping[str, str] = field(default_factory=dict)
     unread: Sequence[str] = ()
+    is_plain: bool = False
     has_added_system: bool = False
 
 

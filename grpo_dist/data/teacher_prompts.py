@@ -46,16 +46,16 @@ class TeacherPrompts:
             parts = [(section.success_template, texts[k]) for k in good[:1]]
             feedback = str(said[i].get(section.feedback_name or "") or task.extra_info.get(section.feedback_name) or "")
             parts += [(section.feedback_template, feedback)] * bool(feedback.strip())
-            prompts.append(self._rendered(task.messages, "".join(form.replace(TEXT, text) for form, text in parts)))
+            prompts.append(self._rendered(task, "".join(form.replace(TEXT, text) for form, text in parts)))
         mask = torch.tensor([float(bool(prompt)) for prompt in prompts]).repeat_interleave(of.lengths)
         return {TEACHER_PROMPTS: Ragged.from_rows(prompts, torch.int32), TEACHER_MASK: Ragged(mask, of.offsets)}
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], shown: str) -> list[int]:
-        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    def _rendered(self, task: Any, shown: str) -> list[int]:
+        asked = [i for i, message in enumerate(task.messages) if message["role"] == "user"]
         if not (shown and asked):
             return []
-        changed = [dict(message) for message in messages]
+        changed = [dict(message) for message in task.messages]
         changed[asked[-1]]["content"] += shown
-        row = Prompt(0, "", changed, None, {}, "the prompt of a teacher")
+        row = Prompt(0, "", changed, None, {}, "the prompt of a teacher", is_plain=task.is_plain)
         token_ids = prompt_ids(row, self.tokenizer, self.template_kwargs)
         return token_ids if len(token_ids) <= (self.section.longest_prompt or len(token_ids)) else []

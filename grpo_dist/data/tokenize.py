@@ -12,7 +12,6 @@ from grpo_dist.data.conversations import (
     KWARGS_KEY,
     check_template_kwargs,
     open_text_ids,
-    render_conversation,
     row_errors,
     template_problem,
 )
@@ -48,9 +47,9 @@ def tokenize_prompts(
 
     A prompt that ends in a turn of the assistant is not closed: the response goes on from that turn.
 
-    A tokenizer without a chat template (a base model) gets the contents of the messages, in order, joined by
-    newlines, with the special tokens it puts in front of any text (such as BOS); roles are left out and
-    nothing marks the end of the prompt, so the response continues the last line.
+    A tokenizer without a chat template (a base model), or of a plain prompt, gets the contents of the messages, in
+    order, joined by newlines, with the special tokens it puts in front of any text (such as BOS); roles are left out
+    and nothing marks the end of the prompt, so the response continues the last line.
 
     Args:
         max_prompt_length: most tokens per prompt, template included.
@@ -120,8 +119,8 @@ def prompt_ids(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any
             **variables,
         )
 
-    if not tokenizer.chat_template:
-        token_ids = open_text_ids(render_conversation(tokenizer, prompt.messages, [])[0], tokenizer)
+    if prompt.is_plain or not tokenizer.chat_template:
+        token_ids = open_text_ids("\n".join(message["content"] for message in prompt.messages), tokenizer)
     else:
         try:
             token_ids = render(prompt.messages, template_kwargs)

@@ -165,6 +165,9 @@ def sampling_rules(config: RunConfig) -> Iterator[str]:
     if data.prompt_template is not None and data.prompt_key != "prompt":
         why = "both say what the prompt is; set the first to null, or leave out the second"
         yield f"<data.prompt_template>, <data.prompt_key>: {why}"
+    if not (data.apply_chat_template or rollout.agent.is_single_turn):
+        why = "this agent loop writes its turns by the chat template; set the first to true, or leave out the second"
+        yield f"<data.apply_chat_template>, <rollout.agent.default_agent_loop>: {why}"
     if data.gen_batch_size not in (None, data.train_batch_size) and not filters:
         why = "without algorithm.filter_groups.enable=true a step samples the prompts that it trains on; set it to null"
         yield f"<data.gen_batch_size>, <data.train_batch_size>: {why}"

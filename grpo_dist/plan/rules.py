@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,11 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
     for key, _, source in _own_code(config):
         if (source.endswith(".py") or "/" in source) and not is_file(source):
-            yield missing_path(key, source, "file")
+            missing = missing_path(key, source, "file")
+            if key == "custom_reward_function.path" and not source.endswith((".py", ".pkl")):  # as TRL names a model
+                remedy = f"; a reward model is named by reward_model.enable=true reward_model.model.path={source}"
+                missing = replace(missing, text=missing.text + remedy)
+            yield missing
 
 
 def code_is_not_tried(config: RunConfig) -> Iterator[Problem]:

@@ -6,18 +6,24 @@ others could have written is refused.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
+import re
 import stat
 import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from grpo_dist.errors import ConfigError
 
 FOLDER, ENDING = "functions", ".pkl"
+DIGEST = re.compile(
+    rf"(?<=/{FOLDER}/)[0-9a-f]{{12}}/(?=[^/:]+{re.escape(ENDING)}:)"
+)  # in what `write_function` returns
 
 
 def write_function(function: Callable[..., Any], name: str, folder: Path, key: str) -> str:
@@ -26,8 +32,8 @@ def write_function(function: Callable[..., Any], name: str, folder: Path, key: s
     Code of the module that it stands in goes along, unless that module is an installed package.
 
     Args:
-        name: under which it is found; files of other names stay.
-        folder: of the run; the file goes to `functions/` in it.
+        name: under which it is found.
+        folder: of the run; the file goes to `functions/DIGEST/` in it, and those of other functions stay.
         key: for messages.
 
     Returns:
@@ -43,7 +49,7 @@ def write_function(function: Callable[..., Any], name: str, folder: Path, key: s
     if own:
         cloudpickle.register_pickle_by_value(module)
     try:
-        content = cloudpickle.dumps(function)
+        content, digest = cloudpickle.dumps(function), _digest(function)
     except Exception as error:  # of many kinds
         raise ConfigError(
             f"{key}: {name} cannot be sent to other processes ({type(error).__name__}: {error}); open files, locks and "
@@ -52,7 +58,7 @@ def write_function(function: Callable[..., Any], name: str, folder: Path, key: s
     finally:
         if own:
             cloudpickle.unregister_pickle_by_value(module)
-    path = folder.absolute() / FOLDER / f"{name}{ENDING}"
+    path = folder.absolute() / FOLDER / digest / f"{name}{ENDING}"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)
@@ -77,6 +83,39 @@ def function_name(function: Callable[..., Any]) -> str:
     """The name of a function, or of a callable object's class."""
     name = getattr(function, "__name__", None) or type(function).__name__
     return "function" if name == "<lambda>" else str(name)
+
+
+def _digest(function: Callable[..., Any]) -> str:
+    """A digest of what goes along with a function, the same in each process that defines it: without the place of the
+    code, and the order of sets.
+    """
+    import cloudpickle
+
+    def steady(value: Any) -> Any:
+        if isinstance(value, CodeType):
+            return value.co_code, value.co_names, value.co_varnames, [steady(part) for part in value.co_consts]
+        return sorted(map(repr, value)) if isinstance(value, set | frozenset) else value
+
+    def names(code: CodeType) -> set[str]:
+        return {*code.co_names}.union(*(names(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+    class Contents(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            reduced = super().reducer_override(value)
+            if reduced is NotImplemented or not isinstance(value, FunctionType | type) or value.__module__ == "types":
+                return reduced
+            if isinstance(value, type):
+                inner = {name: part for name, part in vars(value).items() if callable(part) or name[:2] != "__"}
+                inner["bases"] = value.__bases__
+            else:
+                known = value.__globals__
+                inner = {name: known[name] for name in sorted(names(value.__code__)) if name in known}
+                cells = (cell.cell_contents for cell in value.__closure__ or () if cell != CellType())
+                inner["code"] = [*map(steady, (value.__code__, value.__defaults__, value.__kwdefaults__, *cells))]
+            return dict, (), None, None, ((name, steady(part)) for name, part in inner.items())
+
+    Contents(file := io.BytesIO()).dump(function)
+    return hashlib.sha256(file.getvalue()).hexdigest()[:12]
 
 
 def _is_installed(module: ModuleType) -> bool:

@@ -77,6 +77,7 @@ FIELDS: dict[str, Field] = {
     ),
     "score": Field("(N,)", "float32", "raw reward of the sequence, whoever earned it; nan: it has none", "reward"),
     "failure": Field("(N,)", "object (str)", "why the reward function failed on it; empty: it did not", "reward"),
+    "said": Field("(N,)", "object (str)", "texts that the reward function returned of it by name, as JSON", "reward"),
     "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores minus the KL penalty", "targets"),
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),

@@ -4,7 +4,7 @@
     batch      compute_score(data_sources, solution_strs, ground_truths, extra_infos)             verl's batch manager
     trl        reward(prompts, completions, **columns)                                            TRL
                with data_source, ground_truth, the row's other columns and every entry of extra_info, as lists, as far
-               as the function takes them
+               as the function takes them; completion_ids, trainer_state, log_extra, log_metric where it names them
 
 Each may be `async def`; calls for single responses then run at the same time. The form is told by the names of the
 parameters (`form_of`).
@@ -17,8 +17,10 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
@@ -34,12 +36,16 @@ from grpo_dist.rewards.contract import (
 )
 
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-TRL_ARGUMENTS = ("prompts", "completions")
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to score, and its row: see `Prompt` for the fields that come from there."""
+    """One response to score, and its row: see `Prompt` for the fields that come from there.
+
+    `token_ids` are those of the response (None: a text that somebody wrote has none), `step` is the last one that was
+    trained before, and `max_steps` the number of the run's (None: not known).
+    """
 
     solution_str: str
     data_source: str
@@ -48,6 +54,9 @@ class Sample:
     messages: list[dict[str, Any]]
     columns: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False
+    token_ids: Sequence[int] | None = None
+    step: int = 0
+    max_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,8 @@ async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) ->
 
 
 def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[RewardResult | Failure]:
-    arguments = _trl_arguments(function, samples) if function.form == "trl" else _batch_arguments(samples)
+    logged = [dict[str, Any]() for _ in samples]  # of each, as if the function had returned it beside the score
+    arguments = _trl_arguments(function, samples, logged) if function.form == "trl" else _batch_arguments(samples)
     try:
         returned = function.function(**arguments, **function.reward_kwargs)
         scores = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
@@ -208,8 +218,26 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
         yield from [_failure(function, samples[0], error)] * len(samples)
         return
-    for sample, value in zip(samples, values, strict=True):
+    for sample, value, own in zip(samples, values, logged, strict=True):
+        if own and value is not None:
+            value = own | (dict(value) if isinstance(value, Mapping) else {"score": value})
         yield _check(function, sample, value)
+
+
+def _loggers(logged: Sequence[dict[str, Any]]) -> dict[str, Callable[..., None]]:
+    """Return TRL's `log_extra` and `log_metric`: what they are given becomes values of the responses, in `logged`."""
+    metrics: dict[str, list[float]] = {}
+
+    def log_extra(column: str, values: Iterable[Any]) -> None:
+        for own, value in zip(logged, values, strict=True):
+            own[column] = value if isinstance(value, numbers.Real) else str(value)
+
+    def log_metric(name: str, value: float) -> None:
+        metrics.setdefault(name, []).append(float(value))
+        for own in logged:
+            own[name] = math.fsum(metrics[name]) / len(metrics[name])
+
+    return {"log_extra": log_extra, "log_metric": log_metric}
 
 
 def _failure(function: RewardFunction, sample: Sample, error: BaseException) -> Failure:
@@ -237,13 +265,13 @@ def _batch_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def _trl_arguments(function: RewardFunction, samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Return what a TRL function takes of prompts, completions and columns.
+def _trl_arguments(function: RewardFunction, samples: Sequence[Sample], logged: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a TRL function takes of prompts, completions and columns, and what TRL's trainer gives beside them.
 
     Prompts and completions are lists of messages, a completion of one of the assistant's; or texts, where the row's
     prompt is a text.
     """
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Any] = {
         "prompts": [s.messages[-1]["content"] if s.is_text else list(s.messages) for s in samples],
         "completions": [
             s.solution_str if s.is_text else [{"role": "assistant", "content": s.solution_str}] for s in samples
@@ -256,7 +284,13 @@ def _trl_arguments(function: RewardFunction, samples: Sequence[Sample]) -> dict[
     ]  # fmt: skip
     names = dict.fromkeys(str(name) for row in rows for name in row)
     given = {name: [row.get(name) for row in rows] for name in names} | columns
+    most = {} if samples[0].max_steps is None else {"max_steps": samples[0].max_steps}
+    trainer = {"trainer_state": SimpleNamespace(global_step=samples[0].step, **most), **_loggers(logged)}
+    if tokens := [list(s.token_ids) for s in samples if s.token_ids is not None]:
+        trainer["completion_ids"] = tokens
     parameters = inspect.signature(function.function).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    # What the config says stands above a column of that name.
-    return {n: v for n, v in given.items() if (takes_all or n in parameters) and n not in function.reward_kwargs}
+    # Who takes any column need not know what to do with the trainer's. What the config says stands above all.
+    given = {n: v for n, v in given.items() if takes_all or n in parameters}
+    given |= {n: v for n, v in trainer.items() if n in parameters}
+    return {n: v for n, v in given.items() if n not in function.reward_kwargs}

@@ -34,7 +34,7 @@ from grpo_dist.tracking.rollouts import is_recorded, make_room, write_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE_COLUMNS = ("uid", "prompts", "responses", "response_mask", "score", "failure")
+SAMPLE_COLUMNS = ("uid", "prompts", "responses", "response_mask", "score", "failure", "said")
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 # Why sampler and trainer may differ: see `trainer.metrics.mismatch_causes`.
 Causes = tuple[np.ndarray | None, np.ndarray | None, bool]
@@ -129,10 +129,10 @@ class BatchWork(Process):
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
 
-        Beside them stands what the reward function has returned besides the score, such as the score of each function
-        of several. A response that it failed on has `failure`, which says why; its score may be None. The output of an
-        episode into which its environment put text is there in `parts` too: who wrote it ("policy" or "environment"),
-        what, and "branch" where it does not go on from what stands before it.
+        Beside them stands what the reward function has returned besides the score: texts, and numbers such as the score
+        of each function of several. A response that it failed on has `failure`, which says why; its score may be None.
+        The output of an episode into which its environment put text is there in `parts` too: who wrote it ("policy" or
+        "environment"), what, and "branch" where it does not go on from what stands before it.
         """
         data = batch.fetch(with_branches(SAMPLE_COLUMNS, batch.columns))
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
@@ -148,8 +148,9 @@ class BatchWork(Process):
             row |= {"failure": failure} if failure else {}
             row |= self._parts(*written[i])
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
-            values = {name: float(column[i]) for name, column in extras.items() if name not in row}
-            samples.append(row | {name: value for name, value in values.items() if not math.isnan(value)})
+            values = {name: float(column[i]) for name, column in extras.items()}
+            values = {name: value for name, value in values.items() if not math.isnan(value)}
+            samples.append(json.loads(data["said"][i]) | values | row)
         return samples
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +29,7 @@ from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 
 EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
+Text = tuple[str, Sequence[int]]
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
 
 
@@ -57,7 +60,7 @@ class RewardSettings:
     rewards of their own (rewards/steps.py), with `by_agent` the agents of an episode. `label` names the value of the
     function that says which responses, or which of their steps, are good: for a reward model that is retrained. With
     `self_distillation` responses get the prompts of their teacher, rendered with `template_kwargs`; with `teacher` what
-    one behind an endpoint tells of them.
+    one behind an endpoint tells of them. `max_steps` is the number of the run's steps, where it is known.
     """
 
     tokenizer_path: str
@@ -75,6 +78,7 @@ class RewardSettings:
     self_distillation: SelfDistillationConfig | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     teacher: TeacherEndpointConfig | None = None
+    max_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ class Task:
     """What the reward function is told about a prompt. In validation there is no overlong penalty.
 
     `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
-    Those of steps are an array of lists. `columns` and `is_text` are those of the `Prompt`.
+    Those of steps are an array of lists. `columns`, `is_text` and `is_plain` are those of the `Prompt`. `step` is the
+    last one that was trained before the responses train, or are validated.
     """
 
     data_source: str
@@ -93,12 +98,14 @@ class Task:
     model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False
+    is_plain: bool = False
+    step: int = 0
 
     @classmethod
     def of(cls, row: Prompt, **more: Any) -> Task:
         """Return the task of a row."""
         of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
-        return cls(*of_row, columns=row.columns, is_text=row.is_text, **more)
+        return cls(*of_row, columns=row.columns, is_text=row.is_text, is_plain=row.is_plain, **more)
 
 
 class RewardWorker(BatchWork):
@@ -126,7 +133,7 @@ class RewardWorker(BatchWork):
         )
         self.teacher = None if settings.teacher is None else TeacherEndpoint(settings.teacher)
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
-        self.function_name = settings.function_name
+        self.function_name, self.max_steps = settings.function_name, settings.max_steps
         self.scorer = Scorer(
             settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
         )
@@ -173,8 +180,9 @@ class RewardWorker(BatchWork):
     def score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
         """Score a group whose episodes have brought the rewards `given`, nan where one brought none; see `score`."""
         responses, mask = data["responses"], data["response_mask"]
-        texts = self._decode(scored_branches(data))
-        results = self._with_rewards(texts, task, given)
+        tokens = scored_branches(data)
+        texts = self._decode(tokens)
+        results = self._with_rewards(texts, tokens, task, given)
         failures = [result.failure for result in results]
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
         penalties = torch.zeros_like(scores)
@@ -205,22 +213,24 @@ class RewardWorker(BatchWork):
             columns |= self.teacher_prompts.columns(task, texts, earned, said, responses)
         if self.teacher is not None and not task.validation:
             columns |= self.teacher.columns(data["prompts"], responses)
-        scored = DataProto.from_dict(columns, {"failure": failures})
+        scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)
         return label, [failure for failure in failures if failure], scored
 
-    def _with_rewards(self, texts: Sequence[str], task: Task, given: np.ndarray) -> list[RewardResult]:
+    def _with_rewards(self, texts: Sequence[str], tokens: Ragged, task: Task, given: np.ndarray) -> list[RewardResult]:
         """The results of the reward function, where it is asked, and of the episodes."""
         asked = [i for i in range(len(texts)) if self.function_weight or np.isnan(given[i])]
         results = [RewardResult(float(reward), {}) for reward in given]
-        for i, result in zip(asked, self._score_texts([texts[i] for i in asked], task, asked), strict=True):
+        rows = tokens.rows()
+        with_tokens = [(texts[i], array("i", rows[i].tolist())) for i in asked]
+        for i, result in zip(asked, self._score_texts(with_tokens, task, asked), strict=True):
             own = not np.isnan(given[i])
             results[i] = replace(result, score=float(given[i]) + self.function_weight * result.score) if own else result
         return results
 
-    def _score_texts(self, texts: Sequence[str], task: Task, rows: Sequence[int]) -> list[RewardResult]:
-        """Call the function for the texts of these rows of a group."""
+    def _score_texts(self, texts: Sequence[Text], task: Task, rows: Sequence[int]) -> list[RewardResult]:
+        """Call the function for the texts, with their tokens, of these rows of a group."""
         if not texts:
             return []
         from grpo_dist.rewards.forms import Failure, Sample
@@ -230,9 +240,10 @@ class RewardWorker(BatchWork):
             {name: list(values[i]) if name == RM_STEP_SCORES else float(values[i]) for name, values in said}
             for i in rows
         ]
+        of_row, steps = (task.messages, task.columns, task.is_text), (task.step, self.max_steps)
         samples = [
-            Sample(text, task.data_source, task.ground_truth, extra, task.messages, task.columns, task.is_text)
-            for text, extra in zip(texts, (task.extra_info | scores for scores in model_scores), strict=True)
+            Sample(text, task.data_source, task.ground_truth, task.extra_info | scores, *of_row, ids, *steps)
+            for (text, ids), scores in zip(texts, model_scores, strict=True)
         ]
         asked = shown_prompt(task.messages)
         results: list[RewardResult] = []

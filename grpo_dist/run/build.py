@@ -144,7 +144,7 @@ async def start_roles(config: JobConfig, roles: Roles, num_steps: int) -> None:
     starting = asyncio.ensure_future(roles.rollout.start(engines))
     if place.shares_gpu:  # vLLM would count the memory of roles that load meanwhile as its own
         await starting
-    reward = roles.reward.start([reward_settings(config)] * len(roles.reward.workers))
+    reward = roles.reward.start([replace(reward_settings(config), max_steps=num_steps)] * len(roles.reward.workers))
     footprints, *_ = await asyncio.gather(starting, reward, *gangs())
     roles.rollout.note_started(footprints)
     if roles.ref is not None and config.has_teacher and objective_settings(config).exact_kl:

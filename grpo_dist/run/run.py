@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_dist.assets import is_on_the_hub
 from grpo_dist.checks.all_checks import check_all
 from grpo_dist.checks.models import build_models, checked_models
-from grpo_dist.checks.run_folder import is_finished, nothing_to_train
+from grpo_dist.checks.run_folder import check_resume, is_finished
 from grpo_dist.config.run_code import ENGINE, FLAG, REWARD, code_of_run
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
@@ -74,7 +74,7 @@ def _run(
     ready = check_all(config, lambda line: None, dry_run=False)
     if is_finished(config, ready.steps):
         if config.trainer.console:
-            show(nothing_to_train(config, ready.steps) + "\n")
+            show(check_resume(config, ready.data.identity, ready.steps, verify=False) + "\n")
         return
     if changed := [row for row in checked_models(config) if row.settings.changes_model]:
         build_models(changed, config.device, lambda line: None)  # what is changed may not fit a model

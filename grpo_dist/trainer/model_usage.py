@@ -23,7 +23,8 @@ def model_usage(config: JobConfig, step: int | None) -> Usage:
     if isinstance(config, RunConfig):
         _, sampling = sampling_settings(config)
         values = {name: getattr(sampling, name) for name in SAMPLING}
-        return Usage(step, config.data.system_prompt, config.data.apply_chat_template_kwargs, values)
+        data, plain = config.data, config.data.apply_chat_template
+        return Usage(step, data.system_prompt, data.apply_chat_template_kwargs, values, apply_chat_template=plain)
     if isinstance(config, SFTConfig):
         return Usage(step, apply_chat_template_kwargs=config.data.apply_chat_template_kwargs)
     return Usage(step)

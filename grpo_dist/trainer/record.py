@@ -21,7 +21,7 @@ from grpo_dist.errors import ConfigError, DiskError
 from grpo_dist.terminal import show
 from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.config_changes import saved_config, told
 
 if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run connects
     from grpo_dist.trainer.checkpoint.resume import Resumed
@@ -86,9 +86,7 @@ def _resume_notes(config: JobConfig, resumed: Resumed | None, steps: int) -> lis
     """Messages about the checkpoint from which the run resumes."""
     if resumed is None:
         return []
-    notes = [f"resumed from {resumed.folder}"]
-    if resumed.changes:
-        notes.append("\n  ".join(["the config has changed since then:", *resumed.changes]))
+    notes = [f"resumed from {resumed.folder}", *told(resumed.changes)]
     if resumed.state.step >= steps and not config.trainer.val_only:
         exported = "; the model is exported" if config.trainer.export_hf_model else ""
         notes.append(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from grpo_dist.config.keys import flatten
-from grpo_dist.config.load import with_overrides
-from grpo_dist.config.run_code import LOSS, MODEL, REWARD, UPDATE, code_of_run, require_trust
+from grpo_dist.config.load import saved_values, with_overrides
+from grpo_dist.config.run_code import LOSS, MODEL, REWARD, UPDATE, code_of_run, hidden, hidden_keys, require_trust
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
@@ -20,8 +20,8 @@ from grpo_dist.plan.rules import drafts
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.jsonl import METRICS, ROLLOUTS, read_metrics
-from grpo_dist.trainer.checkpoint.config_changes import compare_configs, read_config
-from grpo_dist.trainer.checkpoint.folder import CONFIG
+from grpo_dist.trainer.checkpoint.config_changes import compare_configs, digest_code, read_config
+from grpo_dist.trainer.checkpoint.folder import CONFIG, last_checkpoint, read_state
 
 # Keys that say what is made of responses that are there: scores, advantages and the loss.
 RECOMPUTED = re.compile(
@@ -29,6 +29,7 @@ RECOMPUTED = re.compile(
     r"reward_fn_key|data_source)|actor_rollout_ref\.(rollout\.agent\.reward_function_weight|actor\.(clip_|tau_|loss_|kl_|"
     r"entropy_|use_kl_loss|policy_loss|observation_coeff|top_entropy_quantile))"
 )
+RESCORED = (*REWARD, "data.", "algorithm.", "actor_rollout_ref.model.")  # what scores and updates are computed from
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
 
 
@@ -40,7 +41,7 @@ class Recorded:
         config: of the run, with the overrides.
         data: the step's batch.
         metrics: the step's row of metrics.jsonl.
-        ran: the config without the overrides; None: there are none.
+        ran: the config without the overrides; None: there are none, but for values that the run has not saved.
     """
 
     run_dir: Path
@@ -93,7 +94,8 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
         trust: whether the folder may name code to run.
 
     Raises:
-        ConfigError: the folder has no such step, or an override is wrong, or the step needs code that it may not name.
+        ConfigError: the folder has no such step, an override is wrong or lacks a value that was not saved, or the step
+            needs code that it may not name.
         DataError: its file cannot be read.
     """
     if not (run_dir / METRICS).is_file():
@@ -106,21 +108,30 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     values = dict(read_config(run_dir))
     if "actor_rollout_ref" not in values:
         raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
-    ran, config = with_overrides(values, (), GRPO), with_overrides(values, overrides, GRPO)
+    unsaved = hidden_keys(saved_values(values, GRPO))
+    own = [text for text in overrides if text.lstrip("+").partition("=")[0] in unsaved]
+    ran, config = with_overrides(values, own, GRPO), with_overrides(values, overrides, GRPO)
+    given = with_overrides({}, overrides, GRPO)
+    if lacking := hidden(run_dir / CONFIG, config, RESCORED, given):
+        raise ConfigError(lacking)
+    folder = last_checkpoint(run_dir)
+    had = read_state(folder).code if unsaved and folder is not None else {}
+    has = digest_code(ran, had)
+    if changed := [key for key in has if key in unsaved and has[key] != had.get(key, has[key])]:
+        raise ConfigError(f"{', '.join(changed)} was another value in the run, by its digest in {folder}")
     if drafted := drafts(ran):
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
         )
     _check_recomputed(ran, config)
     if not trust:
-        given = with_overrides({}, overrides, GRPO)
         code = [*code_of_run(config, (*MODEL, *REWARD, *UPDATE), given), *code_of_run(ran, LOSS, given)]
         require_trust(run_dir / CONFIG, list(dict.fromkeys(code)))
     data = read_step(path)
     metrics = next((row for row in read_metrics(run_dir / METRICS) if row["step"] == step), {})
     if ran.old_log_probs_from == "rollout" != config.old_log_probs_from and "old_log_probs" in data.columns():
         _, data = data.pop(("old_log_probs",))  # they are the sampler's
-    return Recorded(run_dir, step, config, data, metrics, ran if overrides else None)
+    return Recorded(run_dir, step, config, data, metrics, ran if len(overrides) > len(own) else None)
 
 
 def _check_recomputed(ran: RunConfig, config: RunConfig) -> None:

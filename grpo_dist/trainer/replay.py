@@ -64,7 +64,8 @@ UPDATE_METRICS = (
 def reward_worker(config: RunConfig) -> Iterator[RewardWorker]:
     """A reward process's work in this process; the function itself runs in a child, as in a run."""
     worker = RewardWorker()
-    worker.start(replace(reward_settings(config), teacher=None))  # what it told is not part of scores
+    settings = replace(reward_settings(config), max_steps=config.trainer.total_training_steps)
+    worker.start(replace(settings, teacher=None))  # what it told is not part of scores
     try:
         yield worker
     finally:
@@ -93,7 +94,8 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
     for start, end in zip(starts, [*starts[1:], len(uids)], strict=True):
         group = data.slice(start, end)
         rewards = np.full(end - start, np.nan, np.float32) if given is None else given[start:end]
-        task = Task.of(prompts[uids[start]], model_scores=_model_scores(group))
+        before = int(uids[start].removeprefix("step").partition("-")[0]) - 1
+        task = Task.of(prompts[uids[start]], model_scores=_model_scores(group), step=before)
         label, failed, scored = worker.score_group(group, task, rewards)
         parts.append(scored)
         labels.append(label)

@@ -6,7 +6,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_dist.agents import load_agent_loop
@@ -221,7 +221,7 @@ def read_prompts(
     )
     if built_in:
         check_data_sources(prompt.data_source for prompt in prompts)
-    return prompts
+    return prompts if data.apply_chat_template else [replace(prompt, is_plain=prompt.is_text) for prompt in prompts]
 
 
 def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:

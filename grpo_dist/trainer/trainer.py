@@ -300,6 +300,7 @@ class GRPOTrainer(TrainingLoop):
     def validate(self) -> None:
         """Validate the last step now, or beside the next one (`trainer.val_in_background`)."""
         trainer, self.validating = self.config.trainer, bool(self.data.validation)
+        self.validation.step = self.step
         judges = trainer.keep_best_metric is not None and self.save_is_due()  # the checkpoint has to have its figures
         beside = trainer.val_in_background and not (trainer.val_only or judges) and 0 < self.step < self.total_steps
         if self.validating and not beside:

@@ -36,19 +36,21 @@ _SEED_STEP = 0  # training steps count from 1
 
 
 def validation_requests(
-    prompts: Sequence[TokenizedPrompt], sampling: SamplingSettings, run_seed: int
+    prompts: Sequence[TokenizedPrompt], sampling: SamplingSettings, run_seed: int, step: int = 0
 ) -> list[GroupRequest]:
     """Build the requests for all validation prompts.
 
     Args:
         sampling: a seed, if set, is replaced by one per prompt, the same at every validation.
+        step: the last one that was trained.
     """
 
-    def seeded(index: int) -> SamplingSettings:
+    def request(prompt: TokenizedPrompt, index: int) -> GroupRequest:
         seed = None if sampling.seed is None else group_seed(run_seed, _SEED_STEP, index)
-        return dataclasses.replace(sampling, seed=seed)
+        seeded = dataclasses.replace(sampling, seed=seed)
+        return make_request(f"val-{index}", prompt, seeded, validation=True, step=step)
 
-    return [make_request(f"val-{p.prompt.index}", p, seeded(p.prompt.index), validation=True) for p in prompts]
+    return [request(prompt, prompt.prompt.index) for prompt in prompts]
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Validation:
     sampling: SamplingSettings
     pump: RolloutPump
     place: Placement
+    step: int = 0
     _job: RolloutJob | None = None
 
     @property
@@ -73,7 +76,7 @@ class Validation:
         weights does not wait for.
         """
         if self._job is None:
-            requests = validation_requests(self.prompts, self.sampling, self.config.trainer.seed)
+            requests = validation_requests(self.prompts, self.sampling, self.config.trainer.seed, self.step)
             self._job = self.pump.submit(requests, first=self.config.trainer.max_staleness > 0)
         return self._job
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -22,7 +23,8 @@ from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
 from grpo_dist.plan.memory import RoleMemory, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.sizes import GIB
-from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST
+from grpo_dist.trainer.checkpoint.config_changes import digest_code
+from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, STATE
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest, write_manifest
 from grpo_dist.trainer.record import EXPORTED
 from tests.messages import refuses, says
@@ -139,6 +141,19 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_train_longer(command:
     for length, key in (("3", "trainer.total_training_steps"), ("null", "trainer.total_epochs")):
         says(nothing_to_train(load(command, tmp_path, f"trainer.total_training_steps={length}"), 3), key)
     assert not is_finished(config, LAST + 1), "more steps are more to do"
+
+
+def test_an_edited_function_is_told_by_a_run_that_goes_on_and_by_a_finished_one(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**row):\n    return 0.1\n")
+    config = load(GRPO, tmp_path, f"custom_reward_function.path={reward}")
+    finished_run(config, LAST)
+    state = tmp_path / "run" / f"global_step_{LAST}" / STATE
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"code": digest_code(config)}))
+    reward.write_text("def compute_score(**row):\n    return 0.9\n")
+    for steps in (LAST, LAST + 1):
+        assert is_finished(config, steps) == (steps == LAST)
+        says(check_resume(config, {}, steps, verify=False), f"global_step_{LAST}", str(reward), "edited")
 
 
 def test_a_run_that_was_stopped_before_its_model_was_written_is_not_finished(tmp_path: Path) -> None:

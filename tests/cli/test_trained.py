@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import grpo_dist.cli.trained as trained
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import FILE, Usage, read_usage
+from grpo_dist.cli.asking import given_prompts
 from grpo_dist.cli.evaluate import _models
 from grpo_dist.cli.trained import base_of, engine_for, find_trained
 from grpo_dist.errors import ConfigError, DataError
@@ -72,13 +73,15 @@ def test_the_model_of_a_fine_tuned_run_is_asked_with_its_template(tmp_path: Path
 
 
 def test_a_folder_says_how_it_is_asked(tmp_path: Path) -> None:
-    usage = Usage(3, "Be brief.", {"enable_thinking": False}, {"temperature": 0.7, "stop": ["end"]})
+    sampling = {"temperature": 0.7, "stop": ["end"]}
+    usage = Usage(3, "Be brief.", {"enable_thinking": False}, sampling, apply_chat_template=False)
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 100}')
     usage.write(folder)
     found = find_trained(str(folder))
     assert found.usage == usage
+    assert [prompt.is_plain for prompt in given_prompts(found, ["1+1="])[0]] == [True]
     assert found.name == str(folder)
     assert engine_for(found).rollout.kv_cache_memory_gib is None, "not the built-in model's"
     assert engine_for(found).max_model_len == 100

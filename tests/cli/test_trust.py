@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grpo_dist.cli.entry import main
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import FLAG
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.protocol import DataProto
+from grpo_dist.trainer.checkpoint.config_changes import digest_code, saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
 from grpo_dist.trainer.record import EXPORTED, write_config
 from grpo_dist.trainer.recorded_step import read_recorded
@@ -89,6 +91,38 @@ def test_scores_need_trust_or_a_function_of_the_users_own(folder: Folder, capsys
     assert Path(MARK).exists()
 
 
+@pytest.mark.parametrize("command", ["generate", "eval", "serve"])
+def test_what_the_engine_needs_and_was_not_saved_is_asked_for(
+    command: str, folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hidden = {"data.apply_chat_template_kwargs": "user_key", f"{VLLM}.hf_overrides": "pass_token"}
+    line = [f"{key}={{{name}: abc}}" for key, name in hidden.items()]
+    run_dir = folder(*line, "data.system_prompt='*** be brief ***'")
+    more = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}[command]
+    assert main([command, str(run_dir), FLAG, *more]) == 2
+    told = capsys.readouterr().err
+    says(told, run_dir / "config.yaml", *(f"{key}.{name}" for key, name in hidden.items()), "KEY=VALUE")
+    assert "system_prompt" not in told
+    assert main([command, str(run_dir), FLAG, line[0], *more]) == 2
+    says(told := capsys.readouterr().err, f"{VLLM}.hf_overrides.pass_token")
+    assert "user_key" not in told
+
+
+def test_a_score_needs_what_was_not_saved(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text("def compute_score(key, **row):\n    return 1.0 * (key == 'answer')\n")
+    key = "custom_reward_function.reward_kwargs.key"
+    run_dir = folder(f"+{key}=answer")
+    assert main(["eval", str(run_dir), ENGINE, FLAG]) == 2
+    says(capsys.readouterr().err, run_dir / "config.yaml", key, "KEY=VALUE")
+    assert main(["generate", str(run_dir), ENGINE, FLAG, "--prompts", "rows.jsonl"]) == 0
+    shown = capsys.readouterr()
+    says(shown.err, key)
+    assert "scores" not in json.loads(shown.out)
+    for value, score in (("answer", 1.0), ("other", 0.0)):
+        assert main(["eval", str(run_dir), ENGINE, FLAG, f"{key}={value}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["reward mean@1"][0] == score
+
+
 @pytest.mark.deep
 def test_an_export_loads_the_models_own_code_only_with_trust(
     folder: Folder, capsys: pytest.CaptureFixture[str]
@@ -102,15 +136,49 @@ def test_an_export_loads_the_models_own_code_only_with_trust(
     assert TRUST not in capsys.readouterr().err
 
 
+<<<<<<< HEAD
 @pytest.mark.deep
 def test_a_replay_runs_no_function_unasked(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
     monkeypatch.setattr("grpo_dist.trainer.recorded_step.read_parquet", read.append)
+=======
+@pytest.fixture
+def stepped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """As `folder`, with a recorded step."""
+    monkeypatch.setattr("grpo_dist.trainer.recorded_step.read_parquet", lambda path: DataProto())
+
+    def make(*overrides: str) -> Path:
+        run_dir = folder(*overrides)
+        (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+        (run_dir / "rollouts").mkdir()
+        (run_dir / "rollouts/1.parquet").touch()
+        return run_dir
+
+    return make
+
+
+def test_a_replay_takes_what_was_not_saved_if_it_is_what_the_run_had(stepped: Folder) -> None:
+    key, cut = "custom_reward_function.reward_kwargs.key", "algorithm.mask_truncated_responses=true"
+    others = "actor_rollout_ref.rollout.agent.agent_kwargs={api_key: not-needed}"
+    run_dir = stepped(f"+{key}=answer", others)
+    with refuses(ConfigError, run_dir / "config.yaml", key, "KEY=VALUE"):
+        read_recorded(run_dir, 1, trust=True)
+    for more, ran in (((), type(None)), ((cut,), RunConfig)):
+        found = read_recorded(run_dir, 1, (f"{key}=other", *more), trust=True)
+        assert found.config.custom_reward_function.reward_kwargs == {"key": "other"}
+        assert isinstance(found.ran, ran), "what a run has not saved makes it no other config"
+    config = with_overrides({}, [f"+{key}=answer", f"{REWARD}=reward.py", others], GRPO)
+    state = replace(run_state(1), code=digest_code(config))
+    publish_checkpoint(begin_checkpoint(run_dir, 1), state, saved_config(config))
+    with refuses(ConfigError, key, run_dir / "global_step_1"):
+        read_recorded(run_dir, 1, (f"{key}=other",), trust=True)
+    assert read_recorded(run_dir, 1, (f"{key}=answer",), trust=True).ran is None
+
+
+def test_a_replay_runs_no_function_unasked(stepped: Folder) -> None:
+>>>>>>> w_e
     estimator = "algorithm.adv_estimator=mine.py:estimate"
-    run_dir = folder(estimator)
-    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
-    (run_dir / "rollouts").mkdir()
-    (run_dir / "rollouts/1.parquet").touch()
+    run_dir = stepped(estimator)
     with refuses(ConfigError, run_dir / "config.yaml", estimator, f"{REWARD}=reward.py", FLAG):
         read_recorded(run_dir, 1)
     with refuses(ConfigError, estimator):

@@ -126,6 +126,29 @@ def test_another_value_is_another_experiment(tmp_path: Path, monkeypatch: pytest
     assert changes(tmp_path, only_secret, {}) == []
 
 
+def test_another_value_that_is_not_saved_is_told(tmp_path: Path) -> None:
+    """The digests of two starts have nothing in common, and tell nothing of the value."""
+    key = "custom_reward_function.reward_kwargs"
+    had, _ = load_config([f"+{key}={{key: answer, credentials: {{user: me}}, n: 1}}"])
+    (tmp_path / CONFIG).write_text(saved_config(had))
+    code = digest_code(had)
+    assert list(code) == [f"{key}.key", f"{key}.credentials"]
+    assert not set(code.values()) & set(digest_code(had).values())
+    assert digest_code(had, code) == code
+    assert all(len(digest) == len("hidden 0123456789abcdef 1234") for digest in code.values())
+
+    def told(value: str) -> list[str]:
+        now, _ = load_config([f"+{key}={value}"])
+        return check_changes(tmp_path, RunState(1, 1, {}, code=code), now, {}, digest_code(now, code))
+
+    assert told("{key: answer, credentials: {user: me}, n: 1}") == []
+    (line,) = told("{key: other, credentials: {user: me}, n: 1}")
+    says(line, f"{key}.key")
+    assert "other" not in line.split()
+    (line,) = told("{key: answer, credentials: {user: you}, n: 1}")
+    says(line, f"{key}.credentials")
+
+
 @pytest.mark.parametrize("character", "\x85\u2028\u2029\x0b\x1c\r\n\t\x1b")
 def test_any_text_is_read_back_as_it_was_saved(character: str) -> None:
     text = f"a{character}b {character}"

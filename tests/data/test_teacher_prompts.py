@@ -28,7 +28,7 @@ def made(
     told = [{"judge": text} if text else {} for text in said or [""] * len(texts)]
     of = Ragged.from_rows([[5]] * len(texts), torch.int32)
     columns = TeacherPrompts(section, byte_tokenizer(), {"suffix": "~"}).columns(
-        Task("d", "2", row[1], row[0]), texts, scores, told, of
+        Task("d", "2", row[1], row[0], is_plain=len(row) > 2), texts, scores, told, of
     )
     prompts = [prompt.tolist() for prompt in columns["teacher_prompts"].rows()]
     assert columns["teacher_mask"].values.tolist() == [float(bool(prompt)) for prompt in prompts]
@@ -47,6 +47,11 @@ def test_each_response_is_shown_the_next_success_and_never_itself() -> None:
     prompts = made(FOUR, [1.0, 0.5, 1.5, math.nan])
     assert shown(prompts) == ["/right: c.", "/right: c.", "/right: a.", "/right: a."]
     assert MESSAGES[1]["content"] == "1+1?", "the row stands as it is"
+
+
+def test_the_teacher_of_a_plain_prompt_reads_one_too() -> None:
+    (prompt, _) = made(["a", "b"], [0.0, 1.0], row=(*ROW, "plain"))
+    assert byte_tokenizer().decode(prompt) == "S\n1+1?/right: b."
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,9 @@ def test_the_file_of_an_agent_loop_is_there(tmp_path):
     says(refused(f"{key}=tool_agnt"), f"{key}=tool_agnt", "single_turn_agent", "tool_agent")
     (tmp_path / "loop.py").write_text("")
     load(f"{key}={tmp_path}/loop.py:Loop", "actor_rollout_ref.rollout.agent.agent_kwargs={depth: 2}")
+    plain = "data.apply_chat_template=false"
+    load(plain)
+    says(refused(f"{key}=external", plain), f"{key}=external", plain)
 
 
 def test_hub_data_needs_the_library(monkeypatch):

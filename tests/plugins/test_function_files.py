@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import threading
@@ -44,7 +45,59 @@ def test_functions_objects_and_lambdas_work_in_other_processes(tmp_path: Path) -
     for function, expected in ((triple, "12"), (Adder(5), "9"), (lambda value: value * value, "16")):
         spec = write_function(function, function_name(function), tmp_path, "key")
         assert elsewhere(spec, 4, tmp_path) == expected
-    assert {path.name for path in (tmp_path / "functions").iterdir()} == {"triple.pkl", "Adder.pkl", "function.pkl"}
+    assert {path.name for path in tmp_path.rglob("*.pkl")} == {"triple.pkl", "Adder.pkl", "function.pkl"}
+
+
+CELL = """
+import functools
+STOPS = {"a", "b", "c", "d"}
+FACTOR = 3
+def again(n):
+    return n if n < 2 else again(n - 1)
+def helper(text):
+    return FACTOR * (text in {"p", "q", "r"}) * (text not in STOPS) + again(2)
+class Judge:
+    def __init__(self):
+        self.weight = 4
+    def __call__(self, completions):
+        return [self.weight * helper(text) for text in completions]
+def score(completions, *, weight=1):
+    return [weight * helper(text) for text in completions]
+made = {"score": score, "part": functools.partial(score, weight=5), "Judge": Judge()}
+"""
+WRITER = """
+import sys
+from pathlib import Path
+from grpo_dist.plugins.function_files import write_function
+code, line, folder = sys.argv[1:]
+exec(compile("\\n" * int(line) + code, f"/tmp/cell_{line}.py", "exec"))
+print([write_function(each, name, Path(folder), "key") for name, each in made.items()])
+"""
+
+
+def test_the_folder_tells_an_edited_function_from_one_that_another_kernel_has(tmp_path: Path) -> None:
+    """Whatever the cell's file, its line and the order of its sets are."""
+
+    def written(code: str = CELL, line: int = 0) -> list[str]:
+        command = [sys.executable, "-c", WRITER, code, str(line), str(tmp_path)]
+        return ast.literal_eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    first = written()
+    assert written(line=7) == first
+    edits = (
+        ("again(n - 1)", "again(n - 2)", "score part Judge"),
+        ('"r"}', '"s"}', "score part Judge"),
+        ('"d"}', '"e"}', "score part Judge"),
+        ("FACTOR = 3", "FACTOR = 4", "score part Judge"),
+        ("weight=5", "weight=6", "part"),
+        ("self.weight = 4", "self.weight = 5", "Judge"),
+        ("self.weight * helper", "self.weight + helper", "Judge"),
+    )
+    for old, new, changed in edits:
+        assert old in CELL
+        now = written(CELL.replace(old, new))
+        assert [spec.rpartition(":")[2] for spec, had in zip(now, first, strict=True) if spec != had] == changed.split()
+    assert all(Path(spec.rpartition(":")[0]).is_file() for spec in first), "those of the run before stay"
 
 
 def test_what_cannot_be_sent_is_named() -> None:

@@ -1,6 +1,7 @@
 """Every form of reward function, called for a group of two responses."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.contract import RewardFunction, RewardResult
 from grpo_dist.rewards.forms import Failure, Sample, form_of, score_group
+from grpo_dist.rewards.load import _row_needs
 from tests.messages import refuses, says
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]
@@ -93,6 +95,45 @@ def test_trls_form_gets_texts_where_the_prompt_is_a_text() -> None:
         return [float(len(completion)) for completion in completions]
 
     assert [result.score for result in score_group(RewardFunction("mine", reward, {}, "trl"), rows)] == [1, 4]
+
+
+def test_what_trls_trainer_gives_where_a_function_names_it() -> None:
+    """By hand: the metric's two values have the mean 0.5; a score stands above what was logged under its name."""
+    rows = [replace(sample, token_ids=[5] * (i + 1), step=6, max_steps=10) for i, sample in enumerate(SAMPLES)]
+
+    def reward(completions: list, completion_ids: list, trainer_state: Any, log_extra: Any, log_metric: Any) -> list:
+        log_extra("found", ["four", None])
+        log_extra("size", [1, 2.5])
+        log_metric("share", 0.25)
+        log_metric("share", 0.75)
+        log_metric("score", 9)
+        progress = trainer_state.global_step / trainer_state.max_steps
+        return [progress + len(completion_ids[0]), {"score": len(completion_ids[1]), "own": 3}]
+
+    function = RewardFunction("mine", reward, {}, form_of(reward))
+    first, second = score_group(function, rows)
+    assert (first.score, first.extra, first.texts) == (1.6, {"size": 1, "share": 0.5}, {"found": "four"})
+    assert (second.score, second.texts) == (2, {"found": "None"})
+    assert second.extra == {"size": 2.5, "share": 0.5, "own": 3}
+    assert _row_needs(reward, "trl", {}).needed == frozenset(), "they are no columns of the rows"
+
+
+def test_what_trls_trainer_gives_is_not_made_up() -> None:
+    """Who checks a text has no tokens, the run's length may be unknown, and too few values are told."""
+
+    def length(completions: list, trainer_state: Any) -> list:
+        return [trainer_state.max_steps] * 2
+
+    def tokens(completions: list, completion_ids: list) -> list:
+        return [0.0] * 2
+
+    def few(completions: list, log_extra: Any) -> list:
+        log_extra("found", ["four"])
+        return [0.0] * 2
+
+    for function, name in ((length, "max_steps"), (tokens, "completion_ids"), (few, "log_extra")):
+        failure, _ = results(function)
+        says(failure.text, name)
 
 
 def test_async_calls_overlap() -> None:

@@ -133,7 +133,11 @@ def sample_batch(masks: list[list[int]] | None = None) -> DataProtoRef:
             "response_mask": Ragged.from_rows(masks or [[1] * len(row) for row in RESPONSES], torch.int8),
             "score": torch.tensor([12.0, torch.nan, 11.0]),
         },
-        {"uid": ["p0"] * 3, "failure": ["", "it raised", "too slow"]},
+        {
+            "uid": ["p0"] * 3,
+            "failure": ["", "it raised", "too slow"],
+            "said": ['{"why": "good", "gts": "no"}', "{}", "{}"],
+        },
     )
     return DataProtoRef.put(data, small=("uid", "score"))
 
@@ -158,6 +162,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
         "score": 12.0,
         "advantage": 0.5,
         "short": 2.0,
+        "why": "good",
     }
     assert ["short" in line for line in lines] == [True, False, True]
     assert [line["output"] for line in lines] == ["w5 w6", "w6", "w5"]

@@ -339,17 +339,18 @@ def test_the_function_gets_the_whole_row() -> None:
     """From the prompt by way of the request to each sample, with the reward model's numbers."""
     seen: list[Sample] = []
     worker = object.__new__(RewardWorker)
+    worker.max_steps = 9
     worker.scorer = SimpleNamespace(score=lambda samples: seen.extend(samples) or [RewardResult(1.0, {})] * 2)
     asked = [{"role": "user", "content": "1+1?"}]
     prompt = Prompt(0, "d", asked, "2", {"unit": "m"}, "a.jsonl, line 1", {"level": 3}, is_text=True)
     request = make_request(
-        "u", TokenizedPrompt(prompt, np.array([1], np.int32)), SamplingSettings(2, 1.0, 1.0, -1, 4, 0)
+        "u", TokenizedPrompt(prompt, np.array([1], np.int32)), SamplingSettings(2, 1.0, 1.0, -1, 4, 0), step=3
     )
     task = replace(request.task, model_scores={"rm_score": np.array([0.5, 1.0])})
-    worker._score_texts(["2", "3"], task, [0, 1])
+    worker._score_texts([("2", [7, 8]), ("3", [9])], task, [0, 1])
     assert seen == [
-        Sample("2", "d", "2", {"unit": "m", "rm_score": 0.5}, asked, {"level": 3}, is_text=True),
-        Sample("3", "d", "2", {"unit": "m", "rm_score": 1.0}, asked, {"level": 3}, is_text=True),
+        Sample("2", "d", "2", {"unit": "m", "rm_score": 0.5}, asked, {"level": 3}, True, [7, 8], 3, 9),
+        Sample("3", "d", "2", {"unit": "m", "rm_score": 1.0}, asked, {"level": 3}, True, [9], 3, 9),
     ]
 
 

@@ -81,7 +81,7 @@ def scored_batch() -> DataProtoRef:
     """With all columns that targets and samples are made of."""
     columns = ("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs")
     data = DataProto.from_dict(
-        {name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score", "failure")}
+        {name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score", "failure", "said")}
     )
     return DataProtoRef.put(data, small=())
 

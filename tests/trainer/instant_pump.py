@@ -117,6 +117,7 @@ def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSam
                 messages=[],
                 columns={},
                 is_text=False,
+                is_plain=False,
             ),
         )
         for i in scores

@@ -95,6 +95,23 @@ def test_the_system_prompt_is_tokenized_and_own_ones_are_counted(tmp_path: Path)
     assert load(tmp_path, "data.system_prompt='8'", contents=["1+1=?", "2+2=?"])[1] == []
 
 
+def test_texts_are_asked_as_they_stand_where_that_is_said(tmp_path: Path) -> None:
+    """As in TRL; conversations are written by the chat template all the same."""
+    contents = ["1+1=", [{"role": "user", "content": "2+2="}]]
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
+
+    def asked(*overrides: str) -> list[str]:
+        prompts, _ = load(tmp_path, *overrides, contents=contents)
+        return [tokenizer.decode(prompt.token_ids) for prompt in prompts.train]
+
+    chat = ["<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"]
+    chat += [chat[0].replace("1", "2")]
+    assert asked() == chat
+    plain = "data.apply_chat_template=false"
+    assert asked(plain) == ["1+1=", chat[1]]
+    assert asked(plain, "data.system_prompt='8+'")[0] == "8+\n1+1="
+
+
 def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
     contents: list = ["1+1=?", "2+2=?", "3+3=?"]
     assert isinstance(load(tmp_path, contents=contents)[0].sampler, PromptSampler)

@@ -103,7 +103,14 @@ def test_every_prompt_has_a_seed_of_its_own_where_there_are_seeds() -> None:
         SimpleNamespace(
             token_ids=np.array([index]),
             prompt=SimpleNamespace(
-                index=index, data_source="d", ground_truth="", extra_info={}, messages=[], columns={}, is_text=False
+                index=index,
+                data_source="d",
+                ground_truth="",
+                extra_info={},
+                messages=[],
+                columns={},
+                is_text=False,
+                is_plain=False,
             ),
         )
         for index in (3, 5)

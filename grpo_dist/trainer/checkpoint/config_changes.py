@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -27,15 +29,16 @@ from grpo_dist.data.columns import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import command_of
+from grpo_dist.plugins.function_files import DIGEST
 from grpo_dist.plugins.names import parse_code
-from grpo_dist.redact import names_a_secret
+from grpo_dist.redact import lacks_secret, names_a_secret
 from grpo_dist.trainer.checkpoint.folder import CONFIG, RunState
 
 if TYPE_CHECKING:
     from grpo_dist.data.tokenize import TokenizedPrompt
 
 MISSING = "(not set)"
-_VALUE = "value "
+_VALUE, _HIDDEN = "value ", "hidden "
 _ROLES = "actor_rollout_ref"
 _OPTIMS = f"{_ROLES}.actor.optim", "critic.optim", "optim"
 _LORA = "lora_alpha", "target_modules", "exclude_modules", "lora.merge"
@@ -98,7 +101,7 @@ def check_changes(
 
     Args:
         prompts: number and fingerprint of the current training rows.
-        code: `digest_code` of the current config.
+        code: `digest_code` of the current config, like those of the checkpoint.
 
     Raises:
         CheckpointError: a change makes the checkpoint unusable, or it is of another experiment and the config does not
@@ -109,7 +112,7 @@ def check_changes(
         key for key, digest in code.items() if digest.startswith(_VALUE) and state.code.get(key, digest) != digest
     ]
     changes = find_changes(folder, config, others)
-    changes.shown += _edited(dict(flatten(read_config(folder))), dict(flatten(_plain(config))), state.code, code)
+    changes.shown += _edited(_flat(read_config(folder)), _flat(_plain(config)), state.code, code)
     if state.prompts and state.prompts != prompts:
         if state.prompts["count"] != prompts["count"]:
             what = f"{state.prompts['count']} -> {prompts['count']} training rows"
@@ -123,6 +126,11 @@ def check_changes(
     return changes.experiment + changes.shown
 
 
+def told(changes: Sequence[str]) -> list[str]:
+    """One text that lists what `check_changes` has found, if it has found something."""
+    return ["\n  ".join(["the config has changed since then:", *changes])] if changes else []
+
+
 def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) -> Changes:
     """The changes of the config since one that was written into a folder.
 
@@ -133,8 +141,8 @@ def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) ->
     Raises:
         CheckpointError: that one cannot be read.
     """
-    new = dict(flatten(_plain(config)))
-    old = dict(flatten(with_later_keys(read_config(folder), command_of(config))))
+    new = _flat(_plain(config))
+    old = _flat(with_later_keys(read_config(folder), command_of(config)))
     old |= {key: "another value" for key in others}
     return compare_configs(old, new, type(config))
 
@@ -142,6 +150,11 @@ def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) ->
 def _plain(config: JobConfig) -> Any:
     """A config as one that was saved and read."""
     return yaml.safe_load(saved_config(config))
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key; a function that was given as an object has the same place after an edit."""
+    return dict(flatten(json.loads(DIGEST.sub("", json.dumps(values, default=str)))))
 
 
 def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
@@ -201,20 +214,30 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], schema: type
     return changes
 
 
-def digest_code(config: JobConfig) -> dict[str, str]:
-    """Digests, by config key, of the Python files that the config names (`file.py` or `file.py:attribute`), and of the
-    values that come from the environment: these are of two bytes, which tell nothing of the value.
+def digest_code(config: JobConfig, like: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Digests, by config key, of the functions that the config names (`file.py` or `file.py:attribute`), and of the
+    values that come from the environment or are not saved: these are of two bytes, which tell nothing of the value.
+
+    Args:
+        like: other digests, whose salts are used again, so that those of equal values are equal.
     """
     values, digests = dict(flatten(config.model_dump(mode="json"))), {}
     for place in config.references:
         key = ".".join(map(str, itertools.takewhile(lambda name: isinstance(name, str), place)))
         if not names_a_secret(key):  # a new password makes no other experiment
             digests[key] = _VALUE + hashlib.blake2b(as_text(values[key]).encode(), digest_size=2).hexdigest()
+    for key, value in flatten(_plain(config)):
+        inner = {name: part for name, part in values.items() if f"{name}.".startswith(f"{key}.")}
+        if inner != {key: value} and lacks_secret(key, value):
+            salt = like.get(key, "").removeprefix(_HIDDEN).partition(" ")[0] or secrets.token_hex(8)
+            digest = hashlib.scrypt(as_text(inner).encode(), salt=salt.encode(), n=2**14, r=8, p=1, dklen=2)
+            digests[key] = f"{_HIDDEN}{salt} {digest.hex()}"
     for key, value in values.items():
+        written = [found[0] for text in _texts(value) if (found := DIGEST.search(text))]
         named = dict.fromkeys(Path(parse_code(text).source) for text in _texts(value))
         files = [file for file in named if file.suffix == ".py" and file.is_file()]
-        if files:
-            digests[key] = " ".join(digest_file(file).blake2b for file in files)
+        if files or written:
+            digests[key] = " ".join([*(digest_file(file).blake2b for file in files), *written])
     return digests
 
 
@@ -230,9 +253,11 @@ def _texts(value: Any) -> Iterator[str]:
 def _edited(
     before: Mapping[str, Any], after: Mapping[str, Any], old_code: Mapping[str, str], code: Mapping[str, str]
 ) -> list[str]:
-    """Keys that name the same Python file as before, whose content has changed."""
+    """Keys that name the same Python file as before, whose content has changed, or whose value is not saved and has."""
     same = (key for key in code if before.get(key) == after.get(key) and not code[key].startswith(_VALUE))
-    return [f"{key}: {after[key]} was edited" for key in same if key in old_code and code[key] != old_code[key]]
+    changed = [key for key in same if key in old_code and code[key] != old_code[key]]
+    hidden = [f"{key} has another value, which is not saved" for key in changed if code[key].startswith(_HIDDEN)]
+    return hidden + [f"{key}: {after[key]} was edited" for key in changed if not code[key].startswith(_HIDDEN)]
 
 
 def _effective(config: Mapping[str, Any]) -> dict[str, Any]:

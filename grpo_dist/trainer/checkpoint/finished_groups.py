@@ -59,6 +59,8 @@ async def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], re
     """
     groups: dict[str, Group] = {}
     for description in described:
+        if "said" not in description["scores"]["columns"]:  # of an earlier version: they are sampled again
+            continue
         rows: dict[str, int] = description["rows"]
         names = [*description["responses"]["small"], *description["scores"]["small"]]
         small, data = await reward.read_groups(str(folder / FOLDER / description["name"]), names)

@@ -46,7 +46,7 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
             forget_last(run_dir)
         return None
     state = read_state(folder)
-    changes = check_changes(folder, state, config, prompts, digest_code(config))
+    changes = check_changes(folder, state, config, prompts, digest_code(config, state.code))
     if changes and (num_groups := sum(len(description["rows"]) for description in state.finished)):
         changes.append(f"so {num_groups} finished groups of coming steps are not used, but sampled again")
     return Resumed(folder, state, changes)

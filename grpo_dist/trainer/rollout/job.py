@@ -185,10 +185,10 @@ def group_seed(run_seed: int, step: int, prompt_index: int, attempt: int = 0) ->
 
 
 def make_request(
-    uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False
+    uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False, step: int = 0
 ) -> GroupRequest:
-    """Return the request for a group of responses to a prompt."""
-    return GroupRequest(uid, prompt.token_ids, sampling, Task.of(prompt.prompt, validation=validation))
+    """Return the request for a group of responses to a prompt, after so many steps."""
+    return GroupRequest(uid, prompt.token_ids, sampling, Task.of(prompt.prompt, validation=validation, step=step))
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:

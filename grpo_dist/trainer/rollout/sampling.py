@@ -320,7 +320,7 @@ class TrainingSampler:
             if self.sampling.seed is not None:
                 seed = group_seed(self.config.trainer.seed, step, index, attempt)
             uid = f"step{step}-prompt{index}" + (f"-try{attempt + 1}" if attempt else "")
-            requests.append(make_request(uid, prompt, dataclasses.replace(self.sampling, seed=seed)))
+            requests.append(make_request(uid, prompt, dataclasses.replace(self.sampling, seed=seed), step=step - 1))
         return requests
 
     def _greedy(self, requests: Sequence[GroupRequest]) -> Iterator[GroupRequest]:

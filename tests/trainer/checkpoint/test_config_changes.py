@@ -360,6 +360,26 @@ def test_code_that_was_edited_is_told(tmp_path: Path) -> None:
         told(f"{keys[0]}={other}", named[1])
 
 
+def test_an_edited_function_object_is_told_by_its_folder(tmp_path: Path) -> None:
+    def named(digest: str, name: str = "score") -> RunConfig:
+        file = tmp_path / "functions" / digest / f"{name}.pkl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        return config(f"custom_reward_function.path={file}:{name}")
+
+    (tmp_path / "config.yaml").write_text(saved_config(named("0123456789ab")))
+    state = RunState(1, 1, {}, code=digest_code(named("0123456789ab")))
+
+    def told(now: RunConfig) -> list[str]:
+        return check_changes(tmp_path, state, now, {}, digest_code(now))
+
+    assert told(named("0123456789ab")) == []
+    (line,) = told(named("0123456789ac"))
+    says(line, "custom_reward_function.path", "score.pkl", "edited")
+    with refuses(CheckpointError, "custom_reward_function.path"):
+        told(named("0123456789ac", "other"))
+
+
 def test_every_file_of_a_list_of_functions_counts(tmp_path: Path) -> None:
     first, second = (tmp_path / f"{name}.py" for name in "ab")
     for file in (first, second):
