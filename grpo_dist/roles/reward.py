@@ -146,10 +146,10 @@ class RewardWorker(BatchWork):
 
         Returns:
             ((found, printed, seconds), data).
-            found: (label, failures) of each group. The label has `score`, with a penalty for long responses that
-                without it, the numbers of the reward model and the function's other values as `reward_extra/NAME`, and
-                for validation `failed` and, if the function finds
-                answers, `pred_id`. Failures say why responses could not be scored, one text for each of them.
+            found: (label, failures) of each group. The label has `score`, with a penalty for long responses what it is
+                without it too, the numbers of the reward model and the function's other values as `reward_extra/NAME`,
+                and for validation `failed` and, if the function finds answers, `pred_id`. Failures say why responses
+                could not be scored, one text for each of them.
             printed: the first lines that the function printed, and the number of further lines.
             seconds: that it took.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the

@@ -66,7 +66,7 @@ class RolloutJob:
     @property
     def num_unfinished(self) -> tuple[int, int]:
         """Episodes that have begun, and those of them that have failed, of groups that a checkpoint does not hold."""
-        left = [i for i in self.failed_attempts if i not in self.scores and i not in self.cancelled]
+        left = [i for i in list(self.failed_attempts) if i not in self.scores and i not in self.cancelled]
         failed = sum(error.was_last for i in left for error in self.failed_attempts[i])
         return sum(self.requests[i].sampling.n for i in left), failed
 

@@ -160,9 +160,9 @@ class RolloutPump:
     def _with_source(self, group: DataProtoRef, request: GroupRequest) -> DataProtoRef:
         """The group with the numbers of its data source, and of that one's teacher in this run."""
         source = request.task.data_source
-        numbers = {SOURCE: zlib.crc32(source.encode()) % 2**31} | (
-            {TEACHER: self.teachers.get(source, -1)} if self.teachers else {}
-        )
+        numbers = {SOURCE: zlib.crc32(source.encode()) % 2**31}
+        if self.teachers:
+            numbers[TEACHER] = self.teachers.get(source, -1)
         columns = {name: np.full(len(group), number, np.int64) for name, number in numbers.items()}
         return replace(group, small=group.small | columns)
 

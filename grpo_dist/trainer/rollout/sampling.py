@@ -153,7 +153,7 @@ class TrainingSampler:
         """The ledger as JSON: prompts that were drawn and have not trained, by step."""
         # copies, because sampling continues while they are written
         jobs = [job for state in self.open.values() for job in state.jobs]
-        begun, failed = np.array([job.num_unfinished for job in jobs]).reshape(-1, 2).sum(0).tolist()
+        begun, failed = map(sum, zip((0, 0), *(job.num_unfinished for job in jobs), strict=True))
         return {
             "open": {str(step): state.prompts() for step, state in self.open.items()},
             "backlog": list(self.backlog),
@@ -161,7 +161,7 @@ class TrainingSampler:
             **{name: {str(step): getattr(state, name) for step, state in self.open.items()} for name in _DROPPED},
             "learned": sorted(self.learned.elements()),
             "batch_sizes": self.batch_sizes,
-            "failed": {job.requests[i].uid: told for job in jobs for i in job.scores if any(told := job.told(i))},
+            "failed": {job.requests[i].uid: told for job in jobs for i in list(job.scores) if any(told := job.told(i))},
             "num_episodes": [self.pump.num_episodes - begun, self.pump.num_failed_episodes - failed],
         }
 
