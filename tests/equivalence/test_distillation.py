@@ -246,7 +246,7 @@ def test_the_loss_over_a_teachers_tokens_is_the_plain_formulas_in_any_layout_and
     ):
         z = model(input_ids=torch.cat([prompt, response]).long()[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
         total = total + kl_penalty("full", z.gather(1, ids.long()), told / TEMPERATURE).sum()
-        mass += torch.softmax(z * TEMPERATURE, -1).gather(1, ids.long()).sum().item()
+        mass += torch.softmax(z, -1).gather(1, ids.long()).sum().item()
     count = len(data["responses"].values)
     (total / count).backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()

@@ -87,8 +87,7 @@ def token_values(
     mass = None
     if top is not None:
         own, difference = top.compared(scaled)
-        plain = log_p if temperature == 1 else torch.log_softmax(logits.float(), -1)  # as the teacher's are
-        kl, mass = (own.exp() * difference).sum(1), plain.gather(1, top.ids).exp().sum(1)
+        kl, mass = (own.exp() * difference).sum(1), log_p.gather(1, top.ids).exp().sum(1)
     return TokenValues(log_probs, sums, entropy, kl, norms, mass)
 
 
