@@ -16,7 +16,8 @@ class Turns:
     Attributes:
         spans: of each turn its first token in the response, the one behind its last, and the agent's name. A turn that
             found no room in the row has no tokens.
-        rewards: by the last token of their turn.
+        rewards: by the last token of their turn; of one without tokens by that of its agent's turn before it, and by
+            -1 where there is none: an estimator passes rewards on to what was sampled before them.
     """
 
     def __init__(self) -> None:
@@ -29,10 +30,9 @@ class Turns:
         if not spans or (turn is not None and not 0 <= turn < len(spans)):
             asked = f"turn={turn}, agent_name={agent_name!r}"
             raise IndexError(f"episode.add_step_reward({asked}): {len(spans)} turns were sampled that it could be for")
-        first, end, _ = spans[-1 if turn is None else turn]
-        value = finite("episode.add_step_reward", value)
-        if end > first:
-            self.rewards[end - 1] = self.rewards.get(end - 1, 0.0) + value
+        end, name = len(spans) if turn is None else turn + 1, spans[-1 if turn is None else turn][2]
+        place = max((end - 1 for first, end, whose in spans[:end] if end > first and whose == name), default=-1)
+        self.rewards[place] = self.rewards.get(place, 0.0) + finite("episode.add_step_reward", value)
 
     def step_rewards(self, num_tokens: int) -> list[float]:
         """Return the reward on each token; nan: none."""

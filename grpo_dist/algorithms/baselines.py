@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_MEAN, _COUNT, _BASELINE = "rae/score/", "rae/sequences/", "rae/baseline/"
+SCORES = "rae/"  # before the names of all metrics of this file
+_MEAN, _COUNT, _BASELINE = f"{SCORES}score/", f"{SCORES}sequences/", f"{SCORES}baseline/"
 
 
 def score_metrics(scores: Mapping[int, tuple[float, int]]) -> dict[str, float]:
@@ -16,7 +17,7 @@ def score_metrics(scores: Mapping[int, tuple[float, int]]) -> dict[str, float]:
 
 @dataclass
 class AgentBaselines:
-    """Exponential moving averages of scores, by the number of the agent's name.
+    """Exponential moving averages of scores, by the number of an agent in a data source (`agents.baseline_keys`).
 
     SPIRAL (arXiv 2506.24119): b <- decay b + (1 - decay) score, sequence by sequence, from 0. Here the n sequences of
     a step count together, b <- decay^n b + (1 - decay^n) their mean, and their advantages are against b before it, so

@@ -1,19 +1,21 @@
 """From scores and log-probs to what the update trains on. Everything here sees the whole batch at once.
 
-response_mask        less truncated responses (`mask_truncated`), groups of equal scores (`mask_equal_groups`), rejected
-                     responses (`rollout_correction`) and those without a score, with which no other is compared
+response_mask        less truncated responses (`mask_truncated`), groups whose scores teach nothing
+                     (`mask_equal_groups`), rejected responses (`rollout_correction`) and those without a score, with
+                     which no other is compared
 token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`); distill: no scores
 advantages, returns  by the estimator; advantages are 0 on tokens of low entropy (`top_entropy_quantile`)
 rollout_is_weights   importance weights against the sampler (`rollout_correction`); 0 where the second moment of the
                      log-ratios is too large (`m2_threshold`)
 selected_tokens      what clip_cov and kl_cov treat apart
-observation_mask     1 on tokens that the policy has not sampled, for observation_coeff
+observation_mask     1 on tokens that answer a turn of the policy, for observation_coeff
 prompt_weights       1 / tokens of the prompt's responses, for loss_agg_mode prompt-mean
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,16 +24,19 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantage import ADVANTAGE, Groups, compute_advantage
 from grpo_dist.algorithms.advantage.agents import mean_scores
-from grpo_dist.algorithms.advantage.returns import turn_states
-from grpo_dist.algorithms.baselines import score_metrics
+from grpo_dist.algorithms.baselines import SCORES, score_metrics
 from grpo_dist.algorithms.correction import compute_rollout_correction, second_moment_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import token_selection
+from grpo_dist.algorithms.turns import answers, turn_states
 from grpo_dist.plugins.names import SCORELESS_ADV_ESTIMATORS
 
 # Keeps the explained variance finite where all returns are equal; verl's value.
 EXPLAINED_EPS = 1e-5
+_NORMS = "old_gradient_norms"
+# An advantage of less than this share of a response's scores is rounding: means are taken in float64.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,12 @@ class TargetSettings:
             "rollout": the sampler's; corrections, if any, are the objective's. "update": those of the update to come,
             so that nothing here may need them.
         mask_truncated: responses that were cut at their longest length do not train.
-        mask_equal_groups: groups whose responses all have the same score do not train.
+        mask_equal_groups: groups in which the scores alone give no token an advantage do not train.
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
         loss_mode: the policy loss, which may select tokens.
         loss_options: its options.
         by_prompt: whether the loss is a mean over prompts.
-        observations: whether the loss has a term of the tokens that the policy has not sampled.
+        observations: whether the loss has a term of the tokens that answer the policy's turns.
         critic: whether there is one, whose `values` are a column; else the values of an estimator that needs them are
             0.
         by_agent: whether the tokens of each agent are compared as a sequence of their own.
@@ -93,8 +98,9 @@ class TargetSettings:
             "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
             "old_entropies": self.top_entropy_quantile < 1 or "entropies" in self.needs,
-            "old_gradient_norms": "gradient_norms" in self.needs,
+            _NORMS: "gradient_norms" in self.needs,
             "responses": "turn_states" in self.needs,
+            "predecessors": "turn_states" in self.needs or self.observations,
             "step_mask": "step_mask" in self.needs,
             "values": self.critic,
             "agent_ids": self.by_agent,
@@ -110,6 +116,7 @@ def compute_targets(
     truncated: Tensor,
     scored: Tensor | None = None,
     kl_coef: float = 0.0,
+    sources: Tensor | None = None,
     reward_baselines: Tensor | None = None,
     reward_components: Mapping[str, Tensor] | None = None,
     generator: torch.Generator | None = None,
@@ -122,11 +129,13 @@ def compute_targets(
 
     Args:
         columns: (N, T) tensors: `token_level_scores`, `response_mask`, `rollout_log_probs` and `settings.columns`.
+            Without `predecessors` there are no branches.
         settings: what to do.
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.
         scored: (N,) bool, whether the response has a score; None: all have one.
         kl_coef: weight of the KL penalty in the reward.
+        sources: (N,) numbers of data sources below 2^31; None: all are one.
         reward_baselines: (N,) scores of the greedy responses, for estimators that need them; nan counts as no score.
         reward_components: (N,) scores by name, nan where a response has none; the same.
         generator: for selections at random.
@@ -135,7 +144,7 @@ def compute_targets(
         ((N, T) tensors by name as above, with `old_log_probs` where they are the sampler's; metrics).
     """
     whole: dict[str, Any] = {"kl_coef": kl_coef, "generator": generator}
-    rows: dict[str, Any] = {"truncated": truncated, "reward_baselines": reward_baselines}
+    rows: dict[str, Any] = {"truncated": truncated, "sources": sources, "reward_baselines": reward_baselines}
     if scored is not None and reward_baselines is not None:
         scored = scored & ~reward_baselines.isnan()
     if scored is None or bool(scored.all()) or settings.adv_estimator in SCORELESS_ADV_ESTIMATORS:
@@ -154,6 +163,8 @@ def compute_targets(
         reward_components={name: values[taken] for name, values in (reward_components or {}).items()},
         **whole,
     )
+    if not len(scored_rows):
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(SCORES)}
     zeros = torch.zeros(columns["response_mask"].shape)
     back = {name: columns["token_level_scores"].float() if name == "token_level_rewards" else zeros for name in out}
     return {name: back[name].index_copy(0, scored_rows, out[name][: len(scored_rows)].float()) for name in out}, metrics
@@ -166,53 +177,38 @@ def _targets(
     index: Any,
     truncated: Tensor,
     kl_coef: float,
-    reward_baselines: Tensor | None,
-    reward_components: Mapping[str, Tensor] | None,
     generator: torch.Generator | None,
+    **compared: Any,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """`compute_targets` of responses that all have a score."""
+    """`compute_targets` of responses that all have a score; `compared` is what estimators read, row by row."""
     rollout = columns["rollout_log_probs"]
     from_actor = settings.old_log_probs_from == "actor"
     old = columns["old_log_probs"] if from_actor else rollout
-    mask = columns["response_mask"].float()
+    mask, rewards = columns["response_mask"].float(), columns["token_level_scores"].float()
+    estimate = _estimator(columns, settings, index=index, **compared)
     if settings.mask_truncated:
         mask = mask * (1 - truncated.float()).unsqueeze(-1)
     if settings.mask_equal_groups:
-        mask = mask * (Groups.of(index).to(mask.device).std(columns["token_level_scores"].sum(-1)) > 0)[:, None]
+        plain = estimate(token_level_rewards=rewards, response_mask=mask, gradient_norms=columns.get(_NORMS))
+        mask = mask * _teaches(plain[0], rewards, index)
     weights: Tensor | None = None
     metrics: dict[str, float] = {}
     if from_actor:
         weights, mask, metrics = compute_rollout_correction(
             old_log_probs=old, rollout_log_probs=rollout, response_mask=mask, **settings.rollout_correction
         )
-    rewards = columns["token_level_scores"].float()
     if settings.adv_estimator in SCORELESS_ADV_ESTIMATORS:
         rewards = torch.zeros_like(rewards)
     if settings.kl_penalty is not None:
         kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"], key="algorithm.kl_penalty")
         rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)
-        metrics |= {"actor/reward_kl_penalty": _mean_of_responses(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
-    without_critic = torch.zeros_like(rewards) if "values" in settings.needs else None
-    values = columns["values"].float() if settings.critic else without_critic
-    norms = columns.get("old_gradient_norms")
-    states = turn_states(columns["responses"].long(), columns["response_mask"]) if "responses" in columns else None
-    advantages, returns = compute_advantage(
-        settings.adv_estimator,
-        token_level_rewards=rewards,
-        response_mask=mask,
-        index=index,
-        agent_ids=columns.get("agent_ids"),
-        values=values,
-        entropies=columns["old_entropies"] if "entropies" in settings.needs else None,
-        gradient_norms=norms if norms is None or weights is None else norms * weights.square(),
-        turn_states=states,
-        reward_baselines=reward_baselines,
-        step_mask=columns.get("step_mask"),
-        reward_components=reward_components,
-        config=settings.options,
-    )
+        metrics |= _mean_of_responses("actor/reward_kl_penalty", kl, mask)
+        metrics["actor/reward_kl_penalty_coeff"] = kl_coef
+    norms = columns.get(_NORMS)
+    weighted = norms if norms is None or weights is None else norms * weights.square()
+    advantages, returns = estimate(token_level_rewards=rewards, response_mask=mask, gradient_norms=weighted)
     if "agent_baselines" in settings.needs:
-        metrics |= score_metrics(mean_scores(rewards, columns.get("agent_ids")))
+        metrics |= score_metrics(mean_scores(rewards, columns.get("agent_ids"), compared["sources"]))
     if settings.top_entropy_quantile < 1:
         advantages = advantages * high_entropy(columns["old_entropies"], mask, settings.top_entropy_quantile)
     if settings.m2_threshold is not None:
@@ -235,10 +231,38 @@ def _targets(
         "old_log_probs": old if settings.old_log_probs_from == "rollout" else None,
         "rollout_is_weights": weights,
         "selected_tokens": None if selected is None else selected.float(),
-        "observation_mask": 1 - columns["response_mask"].float() if settings.observations else None,  # and padding
+        "observation_mask": answers(columns["response_mask"], columns.get("predecessors"))
+        if settings.observations
+        else None,
         "prompt_weights": _prompt_weights(mask, index) if settings.by_prompt else None,
     }
     return out | {name: value for name, value in optional.items() if value is not None}, metrics
+
+
+def _estimator(
+    columns: Mapping[str, Tensor], settings: TargetSettings, **compared: Any
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the estimator of these rows; what is missing are its rewards, mask and gradient norms."""
+    needs, sampled = settings.needs, columns["response_mask"]
+    values = columns["values"].float() if settings.critic else torch.zeros(sampled.shape)
+    if "turn_states" in needs:
+        compared["turn_states"] = turn_states(columns["responses"].long(), sampled, columns.get("predecessors"))
+    return functools.partial(
+        compute_advantage,
+        settings.adv_estimator,
+        agent_ids=columns.get("agent_ids"),
+        values=values if settings.critic or "values" in needs else None,
+        entropies=columns["old_entropies"] if "entropies" in needs else None,
+        step_mask=columns.get("step_mask"),
+        config={**settings.options, "sources": compared.pop("sources")},
+        **compared,
+    )
+
+
+def _teaches(advantages: Tensor, scores: Tensor, index: Any) -> Tensor:
+    """(N, 1): 1 on the responses of groups in which a token has an advantage."""
+    told = (advantages.abs() > ROUNDING * scores.abs().sum(-1, keepdim=True)).any(-1)
+    return (Groups.of(index).to(told.device).sum(told) > 0).float()[:, None]
 
 
 def _prompt_weights(mask: Tensor, index: Any) -> Tensor:
@@ -272,11 +296,11 @@ def _critic_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, 
     return metrics
 
 
-def _mean_of_responses(values: Tensor, mask: Tensor) -> float:
-    """Mean over the responses of the mean over their tokens that train; responses without one do not count."""
+def _mean_of_responses(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean over the responses of the mean over their tokens that train; nothing where none does."""
     tokens = mask.sum(-1)
-    means = values.where(mask > 0, 0.0).sum(-1) / tokens.clamp_min(1)
-    return float(means.sum() / (tokens > 0).sum().clamp_min(1))
+    means = values.where(mask > 0, 0.0).sum(-1)[tokens > 0] / tokens[tokens > 0]
+    return {name: float(means.mean())} if len(means) else {}
 
 
 def high_entropy(entropies: Tensor, mask: Tensor, share: float) -> Tensor:

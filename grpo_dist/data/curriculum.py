@@ -29,7 +29,8 @@ class Curriculum(Protocol):
         """Return the positions in `prompts` of the next batch: batch_size different ones."""
 
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
-        """Learn from results: position -> the scores of its n responses, float32.
+        """Learn from results: position -> the scores of its n responses, float32, without `reward.overlong_buffer`'s
+        penalty.
 
         Responses without a score are not among them, nor is a prompt without any other response: those that the reward
         function failed on, unless `reward.failure_score` is set. Called after each batch is sampled and scored, also

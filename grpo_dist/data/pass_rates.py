@@ -8,7 +8,7 @@ ones to a and the failed ones to b. A prompt's weight is the variance that a sco
 The policy changes, so all evidence decays with every batch, and a prompt that has not been seen for long goes back to
 the prior. Some of each batch are prompts that were drawn least often, whatever their weight. With `max_pass_rate`
 prompts that have passed so often are not drawn again, as in ScaleRL (arXiv 2510.13786), which draws the others equally
-often (`exploration` 1).
+often (`exploration` 1); of the others, where a batch cannot be filled without them, those that were drawn least often.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PassRateCurriculum:
         keys = np.log(self.weights()) + rng.gumbel(size=len(self.visits))
         keys[solved] = -np.inf
         keys[least_visited] = np.inf
-        batch = rng.permutation(np.argsort(-keys, kind="stable")[: self.batch_size])
+        batch = rng.permutation(np.lexsort((ties, self.visits, -keys))[: self.batch_size])
         self.visits[batch] += 1
         return batch
 

@@ -17,12 +17,13 @@ from grpo_dist.plan.sampler_rules import CORRECTION, correction_rules
 from grpo_dist.plan.teacher_rules import endpoint_rules, reference_rules, self_distillation_rules
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
+    EQUAL_SCORES_ADV_ESTIMATORS,
     GROUP_ADV_ESTIMATORS,
     OLD_POLICY_ADV_ESTIMATORS,
     OVERLONG_PENALTY,
     REWARD_MODEL_FUNCTION,
-    SCORELESS_ADV_ESTIMATORS,
     SEQUENCE_LOSSES,
+    TOKEN_ADV_ESTIMATORS,
     parse_code,
 )
 from grpo_dist.sizes import ENGINE_LORA_RANKS
@@ -80,7 +81,7 @@ def method_rules(config: RunConfig) -> Iterator[str]:
         yield f"<critic.enable>, <algorithm.adv_estimator>: {why}"
     if config.needs_critic and config.critic.loss_agg_mode == "prompt-mean":
         yield "<critic.loss_agg_mode>: the values of a critic are no prompt's; set it to token-mean"
-    if algorithm.mask_equal_groups and estimator in ("rl_zvp", *SCORELESS_ADV_ESTIMATORS):
+    if algorithm.mask_equal_groups and estimator in EQUAL_SCORES_ADV_ESTIMATORS:
         why = "this estimator trains groups of equal scores too; set the first to false"
         yield f"<algorithm.mask_equal_groups>, <algorithm.adv_estimator>: {why}"
     if actor.observation_coeff and config.actor_rollout_ref.rollout.agent.is_single_turn:
@@ -95,6 +96,12 @@ def method_rules(config: RunConfig) -> Iterator[str]:
         key = "algorithm.adv_estimator" if estimator in OLD_POLICY_ADV_ESTIMATORS else "actor.top_entropy_quantile"
         why = "it goes by the pass that bypass_mode leaves out"
         yield f"<{key}>, <{CORRECTION}.bypass_mode>: {why}; set the second to false"
+    returns = {"reinforce_plus_plus": algorithm.use_kl_in_reward or algorithm.gamma != 1}
+    returns |= {"remax": algorithm.use_kl_in_reward} | dict.fromkeys(TOKEN_ADV_ESTIMATORS, True)
+    if loss == "geo_mean" and (algorithm.credit == "agent" or returns.get(estimator)):
+        key = "credit" if algorithm.credit == "agent" else "adv_estimator"
+        why = "the loss has one advantage for a response, the mean, in which those of its tokens cancel; choose gspo"
+        yield f"<actor.policy_loss.loss_mode>, <algorithm.{key}>: {why}"
     if actor.top_entropy_quantile < 1 and loss in SEQUENCE_LOSSES[:2]:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield f"<actor.top_entropy_quantile>, <actor.policy_loss.loss_mode>: {why}"

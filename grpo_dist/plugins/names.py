@@ -31,7 +31,12 @@ GROUP_ADV_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
 )
 # ... and all estimators.
-ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", "rae", "distill")
+_ALONE = ("reinforce_plus_plus", "remax", "gae", "rae", "distill")
+ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, *_ALONE)
+# Those that may give a group of equal scores an advantage too, since they compare with something else, or whiten ...
+EQUAL_SCORES_ADV_ESTIMATORS = (*_ALONE, "rl_zvp", "gdpo", "reinforce_plus_plus_baseline")
+# ... and those that give the tokens of a response different ones, whatever the reward is made of.
+TOKEN_ADV_ESTIMATORS = ("grpo_process", "gigpo", "rl_zvp", "optimal_token_baseline", "gae", "distill")
 # Those that read, of the policy before the update, more than log-probs: which column.
 OLD_POLICY_ADV_ESTIMATORS = {"rl_zvp": "old_entropies", "optimal_token_baseline": "old_gradient_norms"}
 SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores

@@ -14,6 +14,8 @@ from grpo_dist.plugins.names import REWARD_EXTRA
 
 # Prefix of the columns for the reward function's values besides the score: (N,) float32, nan if not returned.
 EXTRA = REWARD_EXTRA
+SOURCE, TEACHER = "source", "teacher"  # of handles: numbers of each row's data source, and of its teacher of several
+UNPENALISED = "unpenalised_score"
 # In the column `labels`: a token without one.
 NO_LABEL = -1
 
@@ -30,6 +32,7 @@ class Field:
 
 FIELDS: dict[str, Field] = {
     "uid": Field("(N,)", "object (str)", "group id: one per prompt instance", "sampler"),
+    "source": Field("(N,)", "int64", "a number of the prompt's data source, by its name", "sampler"),
     "prompts": Field("ragged (N, P_i)", "int32", "prompt token ids, chat template applied", "data"),
     "responses": Field("ragged (N, R_i)", "int32", "response token ids, end-of-sequence included", "rollout"),
     "response_mask": Field(
@@ -76,6 +79,7 @@ FIELDS: dict[str, Field] = {
         "ragged (N, R_i)", "float32", "raw reward; an outcome reward is on the last trained token", "reward"
     ),
     "score": Field("(N,)", "float32", "raw reward of the sequence, whoever earned it; nan: it has none", "reward"),
+    UNPENALISED: Field("(N,)", "float32", "of handles: score without the penalty for long responses", "reward"),
     "failure": Field("(N,)", "object (str)", "why the reward function failed on it; empty: it did not", "reward"),
     "said": Field("(N,)", "object (str)", "texts that the reward function returned of it by name, as JSON", "reward"),
     "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores minus the KL penalty", "targets"),

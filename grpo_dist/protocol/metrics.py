@@ -69,5 +69,5 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Metrics as plain floats."""
-    return {name: metric.value for name, metric in metrics.items()}
+    """Metrics as plain floats, without the means of nothing."""
+    return {name: m.value for name, m in metrics.items() if not isinstance(m, Mean) or m.count}

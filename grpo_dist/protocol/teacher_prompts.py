@@ -10,7 +10,6 @@ from grpo_dist.protocol.data_proto import DataProto
 from grpo_dist.protocol.ragged import Ragged
 
 TEACHER_PROMPTS, TEACHER_MASK = "teacher_prompts", "teacher_mask"
-TEACHER = "teacher"  # of handles: the number of each row's teacher, where there are several
 
 
 def as_teacher_reads(data: DataProto) -> DataProto:

@@ -24,7 +24,7 @@ from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush
 from grpo_dist.errors import CheckpointError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS, branch_starts, scored_branches, with_branches
-from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.protocol.fields import EXTRA, SOURCE
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.rewards.weighted import chosen_components
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -81,12 +81,16 @@ class BatchWork(Process):
             components = dict.fromkeys(self.components, absent) | components
         with printing_to(self.printed):
             out, metrics = compute_targets(
-                {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
+                {
+                    name: data[name].to_padded(-1 if name == PREDECESSORS else 0)
+                    for name in (*TARGET_COLUMNS, *settings.columns)
+                },
                 settings,
                 index=data["uid"],
                 truncated=small["truncated"],
                 scored=~small["score"].isnan(),
                 kl_coef=kl_coef,
+                sources=small.get(SOURCE),
                 reward_baselines=small.get("reward_baseline"),
                 reward_components=components,
                 generator=torch.Generator().manual_seed(seed),

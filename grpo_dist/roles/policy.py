@@ -30,8 +30,9 @@ from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import with_branches
+from grpo_dist.protocol.fields import TEACHER
 from grpo_dist.protocol.routes import with_routes
-from grpo_dist.protocol.teacher_prompts import TEACHER, TEACHER_PROMPTS, as_teacher_reads
+from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory

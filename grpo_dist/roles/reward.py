@@ -22,7 +22,7 @@ from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
-from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.protocol.fields import EXTRA, UNPENALISED
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.rewards.teacher_endpoint import TeacherEndpoint
 from grpo_dist.roles.batch_work import BatchWork
@@ -57,10 +57,11 @@ class RewardSettings:
     A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it
     has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
     score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
-    rewards of their own (rewards/steps.py), with `by_agent` the agents of an episode. `label` names the value of the
-    function that says which responses, or which of their steps, are good: for a reward model that is retrained. With
-    `self_distillation` responses get the prompts of their teacher, rendered with `template_kwargs`; with `teacher` what
-    one behind an endpoint tells of them. `max_steps` is the number of the run's steps, where it is known.
+    rewards of their own (rewards/steps.py), with `by_turn` the turns of an episode, with `by_agent` its agents. `label`
+    names the value of the function that says which responses, or which of their steps, are good: for a reward model
+    that is retrained. With `self_distillation` responses get the prompts of their teacher, rendered with
+    `template_kwargs`; with `teacher` what one behind an endpoint tells of them. `max_steps` is the number of the
+    run's steps, where it is known.
     """
 
     tokenizer_path: str
@@ -73,6 +74,7 @@ class RewardSettings:
     function_weight: float = 0.0
     overlong_penalty: OverlongPenalty | None = None
     step_separator: str | None = None
+    by_turn: bool = False
     by_agent: bool = False
     label: str | None = None
     self_distillation: SelfDistillationConfig | None = None
@@ -127,7 +129,7 @@ class RewardWorker(BatchWork):
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
-        self.by_agent, shown = settings.by_agent, settings.self_distillation
+        self.by_turn, self.by_agent, shown = settings.by_turn, settings.by_agent, settings.self_distillation
         self.teacher_prompts = (
             None if shown is None else TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
         )
@@ -152,9 +154,10 @@ class RewardWorker(BatchWork):
 
         Returns:
             ((found, printed, seconds), data).
-            found: (label, failures) of each group. The label has `score`, the numbers of the reward model and the
-                function's other values as `reward_extra/NAME`, and for validation `failed` and, if the function finds
-                answers, `pred_id`. Failures say why responses could not be scored, one text for each of them.
+            found: (label, failures) of each group. The label has `score`, with a penalty for long responses what it is
+                without it too, the numbers of the reward model and the function's other values as `reward_extra/NAME`,
+                and for validation `failed` and, if the function finds answers, `pred_id`. Failures say why responses
+                could not be scored, one text for each of them.
             printed: the first lines that the function printed, and the number of further lines.
             seconds: that it took.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
@@ -191,26 +194,28 @@ class RewardWorker(BatchWork):
         extras |= {EXTRA + name: values for name, values in task.model_scores.items() if name != RM_STEP_SCORES}
         if self.overlong_penalty is not None and not task.validation:
             penalties = self.overlong_penalty(responses.lengths)
-            extras[EXTRA + OVERLONG_PENALTY] = penalties.numpy()
+            extras |= {EXTRA + OVERLONG_PENALTY: penalties.numpy(), UNPENALISED: scores.numpy()}
         if task.validation and any(result.pred is not None for result in results):
             extras["pred_id"] = pred_ids([result.pred for result in results])
         if task.validation:
             extras["failed"] = np.array([bool(failure) for failure in failures])
         columns: dict[str, Any] = {"score": scores + penalties}
-        if self.by_agent:
-            columns["token_level_scores"], columns["step_mask"] = on_agents(scores, penalties, data)
+        if self.by_agent or (self.by_turn and "episode_step_rewards" in data.columns()):
+            agents = data["agent_ids"] if self.by_agent else Ragged(torch.ones_like(mask.values), mask.offsets)
+            given_steps = data["episode_step_rewards"]
+            columns["token_level_scores"], columns["step_mask"] = on_agents(scores, penalties, agents, given_steps)
         elif self.step_separator is None:
             columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
         else:
-            given_steps = data["episode_step_rewards"].rows() if "episode_step_rewards" in data.columns() else ()
-            steps, columns["step_mask"] = self._on_steps(results, responses, given_steps)
+            of_turns = data["episode_step_rewards"].rows() if "episode_step_rewards" in data.columns() else ()
+            steps, columns["step_mask"] = self._on_steps(results, responses, of_turns)
             penalty = on_last_token(penalties, responses)
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         if self.label is not None and not task.validation:
             columns["rule_labels"] = self._labels(self.label, texts, results)
         if self.teacher_prompts is not None and not task.validation:
-            said, earned = [result.texts for result in results], columns["score"].tolist()
-            columns |= self.teacher_prompts.columns(task, texts, earned, said, responses)
+            said = [result.texts for result in results]
+            columns |= self.teacher_prompts.columns(task, texts, scores.tolist(), said, responses)
         if self.teacher is not None and not task.validation:
             columns |= self.teacher.columns(data["prompts"], responses)
         scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
@@ -309,18 +314,21 @@ class RewardWorker(BatchWork):
         return [text[len(before) :] for text, before in zip(with_token, without, strict=True)]
 
 
-def on_agents(scores: torch.Tensor, penalties: torch.Tensor, data: DataProto) -> tuple[Ragged, Ragged]:
+def on_agents(
+    scores: torch.Tensor, penalties: torch.Tensor, agents: Ragged, step_rewards: Ragged
+) -> tuple[Ragged, Ragged]:
     """Put each agent's rewards on its tokens: those of its own steps, or the episode's on its last token.
 
     Args:
         scores: (N,) the episodes'.
         penalties: (N,) that each agent has too, on its last token.
-        data: `agent_ids` and `episode_step_rewards`.
+        agents: the number of each token's agent, 0: of none.
+        step_rewards: `episode_step_rewards`.
 
     Returns:
         (rewards, 0 elsewhere; 1 where one is).
     """
-    agents, own = data["agent_ids"], data["episode_step_rewards"].values.clone()
+    own = step_rewards.values.clone()
     values, mask = torch.zeros_like(own), torch.zeros(len(own), dtype=torch.int8)
     for row, start, score, penalty in zip(agents.rows(), agents.offsets.tolist(), scores, penalties, strict=False):
         for agent in row[row > 0].unique():

@@ -135,7 +135,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     """Return what a reward process is built from."""
     model, code = config.actor_rollout_ref.model, config.reward_code
     buffer = config.reward.overlong_buffer
-    teaching = config.algorithm.self_distillation
+    teaching, needs = config.algorithm.self_distillation, target_settings(config).needs
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(
         model.path,
@@ -145,7 +145,8 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         failure_score=config.reward.failure_score,
         overlong_penalty=penalty if buffer.enable else None,
         function_weight=config.actor_rollout_ref.rollout.agent.reward_function_weight,
-        step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
+        step_separator=config.reward.step_separator if "step_mask" in needs else None,
+        by_turn="turn_rewards" in needs,
         by_agent=config.algorithm.credit == "agent",
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
         self_distillation=teaching if teaching.enable else None,

@@ -35,10 +35,19 @@ def test_rewards_sit_on_the_last_token_of_their_turn_and_add_up() -> None:
     made.reward(0.5, 0, "b")
     made.reward(2.0, agent_name="a")
     made.reward(-1.0, 1, "a")
-    made.reward(9.0)  # of the turn without tokens
     assert made.rewards == {1: 1.0, 4: 0.5, 5: 1.0}
     rewards = made.step_rewards(6)
     assert [i for i, value in enumerate(rewards) if not math.isnan(value)] == [1, 4, 5]
+
+
+def test_the_reward_of_a_turn_without_tokens_is_that_of_its_agents_turn_before() -> None:
+    """Where there is none, nothing that was sampled has earned it, and the episode still has."""
+    made = turns()
+    made.reward(9.0)
+    made.spans.append((0, 0, "c"))
+    made.reward(-2.0, agent_name="c")
+    assert made.rewards == {4: 9.0, -1: -2.0}
+    assert [value for value in made.step_rewards(6) if not math.isnan(value)] == [9.0]
 
 
 @pytest.mark.parametrize(("turn", "agent_name"), [(4, None), (-1, None), (2, "a"), (None, "c")])

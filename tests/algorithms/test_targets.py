@@ -3,8 +3,15 @@ import math
 import pytest
 import torch
 
+from grpo_dist.algorithms import compute_advantage
+from grpo_dist.algorithms.advantage.agents import agent_id
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
-from grpo_dist.plugins.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
+from grpo_dist.plugins.names import (
+    ADV_ESTIMATORS,
+    EQUAL_SCORES_ADV_ESTIMATORS,
+    SCORELESS_ADV_ESTIMATORS,
+    TOKEN_ADV_ESTIMATORS,
+)
 
 # Two responses to one prompt, 2 and 3 tokens, scores 1 and 0; the second was cut short.
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.int8)
@@ -49,6 +56,8 @@ def test_the_metric_of_the_kl_in_the_reward_is_a_mean_over_responses() -> None:
     assert compute_targets(columns, settings, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.75)
     masked = TargetSettings("grpo", PLAIN, kl_penalty="k1", mask_truncated=True)
     assert compute_targets(columns, masked, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.5)
+    nothing = compute_targets(columns, masked, index=["a", "a"], truncated=torch.ones(2))[1]
+    assert "actor/reward_kl_penalty" not in nothing, "no KL was measured, and no controller is told of one"
 
 
 def test_of_distillation_only_the_kl_is_left() -> None:
@@ -209,7 +218,7 @@ def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
 
 def test_columns_are_those_that_are_read() -> None:
     assert TargetSettings("grpo").columns == ("old_log_probs",)
-    assert TargetSettings("gigpo").columns == ("old_log_probs", "responses")
+    assert TargetSettings("gigpo").columns == ("old_log_probs", "responses", "predecessors")
     assert TargetSettings("optimal_token_baseline").columns == ("old_log_probs", "old_gradient_norms")
     everything = TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2)
     assert everything.columns == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
@@ -285,3 +294,62 @@ def test_groups_of_equal_scores_are_left_out() -> None:
     assert out["response_mask"].tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
     assert out["prompt_weights"].tolist() == [[0, 0], [0, 0], [0.25, 0.25], [0.25, 0.25]]
     torch.testing.assert_close(out["advantages"][:, 0], torch.tensor([0, 0, 0.5**0.5, -(0.5**0.5)]), rtol=0, atol=1e-5)
+
+
+A, B = agent_id("black"), agent_id("white")
+GAME, PAIR = [[A, A, B, B]] * 2, [[A, A, 0, 0], [A, A, B, B]]
+WON = [[0.0, 1, 0, -1], [0, -1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scores", "agents", "trains"),
+    [
+        *((name, WON, GAME, [4, 4]) for name in ("grpo", "rae", "grpo_process", "opo")),
+        ("grpo", [[0.0, 1, 0, 0], [0, 1, 0, 1]], PAIR, [0, 0]),  # as good, with a second agent in one of them
+        ("grpo", WON, None, [0, 0]),
+        ("grpo_process", [[0.0, 1, 0, 0], [0, 0, 0, 1]], None, [4, 4]),  # other steps of the same sum
+        ("grpo_process", [[0.0, 1, 0, 1]] * 2, None, [0, 0]),
+        ("opo", [[0.0, 0.1, 0, 0], [0, 0, 0, 0.1]], None, [0, 0]),  # whose baseline is rounded
+        ("a2po", [[0.0, 0.1, 0, 0], [0, 0, 0, 0.1]], None, [0, 0]),
+    ],
+)
+def test_a_group_teaches_nothing_where_its_estimator_says_so(estimator, scores, agents, trains) -> None:
+    """Not by sums of episodes, which agents and steps may share; the KL in the reward is no score."""
+    columns = {"token_level_scores": torch.tensor(scores), "response_mask": torch.ones(2, 4)}
+    columns |= {"rollout_log_probs": torch.zeros(2, 4), "ref_log_probs": torch.rand(2, 4)}
+    columns["step_mask"] = torch.tensor([[0.0, 1, 0, 1]] * 2)
+    if agents is not None:
+        columns["agent_ids"] = torch.tensor(agents)
+    more = {"old_log_probs_from": "rollout", "mask_equal_groups": True, "by_agent": agents is not None}
+    for kl_penalty in (None, "k1"):
+        settings = TargetSettings(estimator, {"a2po_beta": 0.5}, kl_penalty=kl_penalty, **more)
+        out, _ = compute_targets(columns, settings, index=["g"] * 2, truncated=torch.zeros(2), kl_coef=0.1)
+        assert out["response_mask"].sum(-1).tolist() == trains
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_which_estimators_teach_groups_of_equal_scores_or_tell_tokens_apart(estimator: str) -> None:
+    """Group a has equal scores, b has not; the last token has all of the reward."""
+    generator, mask = torch.Generator().manual_seed(3), torch.tensor([[1.0, 1, 0]] * 3 + [[1.0, 1, 1]])
+    rewards = torch.tensor([[0, 0.7, 0], [0, 0.7, 0], [0, 0.1, 0], [0, 0, 0.7]])
+    columns = {name: torch.rand(4, 3, generator=generator) for name in ("values", "entropies", "gradient_norms")}
+    columns |= {"step_mask": torch.tensor([[0.0, 1, 1]] * 4) * mask, "reward_baselines": torch.full((4,), 0.5)}
+    columns |= {"turn_states": torch.tensor([[1, -2, 0]] * 3 + [[1, -3, 0]])}
+    components = {"x": rewards.sum(-1)}
+    arguments = {"token_level_rewards": rewards, "response_mask": mask, "index": list("aabb"), **columns}
+    advantages, _ = compute_advantage(estimator, **arguments, reward_components=components)
+    assert (advantages[:2].abs().max() > 1e-6) == (estimator in EQUAL_SCORES_ADV_ESTIMATORS)
+    apart = [values[keep > 0].std() > 1e-6 for values, keep in zip(advantages, mask, strict=True)]
+    of_kl = estimator in SCORELESS_ADV_ESTIMATORS  # which each token has of its own
+    assert (any(apart) or of_kl) == (estimator in TOKEN_ADV_ESTIMATORS)
+
+
+def test_only_answers_to_the_policys_turns_are_observed() -> None:
+    """Of a row that begins with a prompt's end, and in which a branch begins anew: the words behind the first turn."""
+    columns = {name: torch.zeros(1, 6) for name in ("token_level_scores", "rollout_log_probs")}
+    columns["response_mask"] = torch.tensor([[0, 1, 0, 0, 1, 0]])
+    columns["predecessors"] = torch.tensor([[-1, 0, 1, -5, 3, -1]])
+    settings = TargetSettings("rae", old_log_probs_from="rollout", observations=True)
+    assert settings.columns == ("predecessors",)
+    out, _ = compute_targets(columns, settings, index=["g"], truncated=torch.zeros(1))
+    assert out["observation_mask"].tolist() == [[0, 0, 1, 0, 0, 0]]

@@ -118,6 +118,12 @@ def test_solved_prompts_are_not_drawn_again() -> None:
         told(curriculum, ALL * 5)
         assert curriculum.solved.tolist() == [True, True, True, False]
         assert 3 in curriculum.next_batch()
+    curriculum = make(40, 8, exploration=0.25)
+    curriculum.max_pass_rate = 0.9
+    told(curriculum, NONE, NONE, *[ALL] * 38)
+    drawn = np.bincount(np.concatenate([curriculum.next_batch() for _ in range(38)]), minlength=40)
+    assert drawn[:2].tolist() == [38, 38]
+    assert set(drawn[2:].tolist()) == {6}, "all of those are drawn as often, wherever they stand"
     assert not told(make(2, 1), ALL, NONE).solved.any(), "by itself nothing is left out"
 
 

@@ -122,6 +122,10 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
             )
         ),
         (
+            [f"{ROLLOUT}.checkpoint_engine.changes_only=true", f"{ROLLOUT}.name=pkg.engine:Engine"],
+            [f"{ROLLOUT}.checkpoint_engine.changes_only=true", f"{ROLLOUT}.name=pkg.engine:Engine", "false"],
+        ),
+        (
             [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "ray_kwargs.ray_init.address=auto"],
             [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "null"],
         ),

@@ -7,7 +7,7 @@ import pytest
 from grpo_dist.plan.commands import load_config
 from tests.config.refusals import refused
 from tests.messages import says
-from tests.plan.test_rules import ACTOR
+from tests.plan.test_rules import ACTOR, ROLLOUT
 
 CORRECTION = "algorithm.rollout_correction"
 M2 = f"{CORRECTION}.m2_threshold=0.04"
@@ -57,9 +57,10 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
             ["algorithm.adv_estimator=gae", f"{ACTOR}.loss_agg_mode=prompt-mean"],
             ["critic.loss_agg_mode=prompt-mean", "token-mean"],
         ),
-        (
-            ["algorithm.mask_equal_groups=true", "algorithm.adv_estimator=rl_zvp"],
-            ["algorithm.mask_equal_groups=true", "algorithm.adv_estimator=rl_zvp", "false"],
+        *(
+            ([key, f"algorithm.adv_estimator={estimator}"], [key, f"algorithm.adv_estimator={estimator}", "false"])
+            for key in ("algorithm.mask_equal_groups=true",)
+            for estimator in ("rl_zvp", "rae", "gae", "reinforce_plus_plus_baseline")
         ),
         (
             [f"{ACTOR}.observation_coeff=0.1"],
@@ -85,6 +86,25 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
 )
 def test_corrections_and_selections_that_do_not_go_together(overrides, parts):
     says(refused(*overrides), *parts)
+
+
+def test_a_geometric_mean_has_one_advantage_for_a_response() -> None:
+    """Not one for each of its agents, turns, steps or tokens, whose mean is 0 in a game that one of them wins."""
+    geo_mean = f"{ACTOR}.policy_loss.loss_mode=geo_mean", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
+    loop = f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"{ROLLOUT}.agent.agent_kwargs={{tools: [math:sqrt]}}"
+    says(refused(*geo_mean, *loop, "algorithm.credit=agent"), geo_mean[0], "algorithm.credit=agent", "gspo")
+    for estimator, *more in (
+        ("grpo_process",),
+        ("gigpo", *loop),
+        ("gae",),
+        ("optimal_token_baseline",),
+        ("reinforce_plus_plus", "algorithm.gamma=0.9"),
+        ("remax", "algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=false"),
+    ):
+        chosen = f"algorithm.adv_estimator={estimator}"
+        says(refused(*geo_mean, chosen, *more), geo_mean[0], chosen, "gspo")
+    for fitting in ("rloo", "reinforce_plus_plus", "remax", "rae"):
+        load_config([*geo_mean, f"algorithm.adv_estimator={fitting}"])
 
 
 @pytest.mark.parametrize(

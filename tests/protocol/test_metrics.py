@@ -13,6 +13,7 @@ def test_mean_is_weighted_not_an_average_of_averages() -> None:
 def test_mean_of_nothing_is_zero_and_neutral() -> None:
     assert Mean(0.0, 0).value == 0.0
     assert Mean(0.0, 0).merge(Mean(8.0, 2)).value == 4.0
+    assert metric_values({"a": Mean(0.0, 0), "b": Sum(0.0), "c": Mean(0.0, 1)}) == {"b": 0.0, "c": 0.0}, "no number"
 
 
 def test_sum_and_max() -> None:

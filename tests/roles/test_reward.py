@@ -56,7 +56,7 @@ def test_each_agent_has_its_steps_rewards_or_the_episodes_on_its_last_token() ->
         "episode_step_rewards": Ragged.from_rows([[nan] * 4, [0.5, nan, 0.25], [nan], []], torch.float32),
     }
     data, penalties = DataProto.from_dict(columns), torch.tensor([-0.5, 0, -1, -1])
-    rewards, mask = on_agents(torch.tensor([2.0, 3, 4, 5]), penalties, data)
+    rewards, mask = on_agents(torch.tensor([2.0, 3, 4, 5]), penalties, data["agent_ids"], data["episode_step_rewards"])
     assert rows(rewards) == [[0, 0, 1.5, 1.5], [0.5, 3, 0.25], [0], []]
     assert rows(mask) == [[0, 0, 1, 1], [1, 1, 1], [0], []]
     assert data["episode_step_rewards"].values.isnan().sum() == 6, "what was given stands as it is"
@@ -162,6 +162,29 @@ def test_the_functions_score_is_added_with_its_weight(worker: Local, monkeypatch
     assert handle["score"].tolist() == [6.25, -0.5, -0.25]
     assert len(failures) == 1
     assert handle["reward_extra/hit"].tolist()[:2] == [1, 0]
+
+
+@pytest.mark.ray
+def test_gigpo_tells_turns_apart_by_the_rewards_of_their_own(worker: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns of rewards 1, 0 and 0, 1 behind the same words: as many for each episode, and 1/2 for the second turns."""
+    for by_agent in (False, True):
+        monkeypatch.setattr(worker, "by_turn", True)
+        monkeypatch.setattr(worker, "by_agent", by_agent)
+        tokens, masks, plain = [[5, 9, 6], [6, 9, 5]], [[1, 0, 1]] * 2, [-1.0, 0, -1.0]
+        given = put(tokens, masks, rewards=[1.0, 1.0], steps=[[1.0, NAN, 0.0], [0.0, NAN, 1.0]])
+        rest: dict[str, Any] = {"rollout_log_probs": Ragged.from_rows([plain] * 2, torch.float32)}
+        rest["predecessors"] = Ragged.from_rows([[-1, 0, 1]] * 2, torch.int32)
+        rest["agent_ids"] = Ragged.from_rows([[1, 0, 1]] * 2, torch.int32)
+        given = given.union(DataProtoRef.put(DataProto.from_dict(rest, {"uid": ["a", "a"]}), small=("uid",)))
+        scored, *_ = worker.score(given, TASK)
+        batch = scored.union(replace(given, small=given.small | {"truncated": np.zeros(2)}))
+        options = {"norm_adv_by_std_in_grpo": False}
+        settings = TargetSettings("gigpo", options, old_log_probs_from="rollout", by_agent=by_agent)
+        advantages = worker.compute_targets(batch, settings, 0.0, 0)[0].fetch(("advantages",))["advantages"]
+        assert rows(advantages) == [[0, 0, -0.5], [0, 0, 0.5]]
+    monkeypatch.setattr(worker, "by_agent", False)
+    whole, *_ = worker.score(put([[5, 9, 2]], rewards=[3.0]), TASK)
+    assert rows(whole.fetch(("token_level_scores",))["token_level_scores"]) == [[0, 0, 3]], "no turn has one of its own"
 
 
 @pytest.mark.ray
@@ -372,3 +395,5 @@ def test_the_overlong_penalty_is_part_of_the_score(worker: Local) -> None:
     assert (handle["score"] - plain).tolist() == [-1, -0.5, 0]
     assert handle["reward_extra/overlong_penalty"].tolist() == [-1, -0.5, 0]
     assert validation["score"].tolist() == plain.tolist()
+    assert handle["unpenalised_score"].tolist() == plain.tolist()
+    assert "unpenalised_score" not in validation.small

@@ -43,7 +43,7 @@ class InstantPump:
 
     def __init__(self, scores: dict[int, list[float]]) -> None:
         self.scores, self.requests, self.late = scores, [], ()
-        self.machines_lost = 0
+        self.machines_lost = self.num_episodes = self.num_failed_episodes = 0
         self.failing: dict[Any, str] = {}  # (prompt i, or its greedy response) -> kind
         self.accuracies = {index: [float(score > 0) for score in row] for index, row in scores.items()}
         self.objects: list[tuple[str, weakref.ref]] = []

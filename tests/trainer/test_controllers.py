@@ -44,10 +44,12 @@ def test_the_baselines_of_agents_go_on_where_they_were(tmp_path: Path, groups: d
     trainer = make_trainer(tmp_path, groups, *overrides)
     trainer.fit()
     baseline, kept = 0.0, 0.9**16
+    (number,) = trainer.controllers.baselines.values
     for step, metrics in enumerate(history(trainer)[1:]):
-        assert metrics.get("rae/baseline/0", 0.0) == pytest.approx(baseline), step
-        assert metrics["rae/sequences/0"] == 16
-        baseline = kept * baseline + (1 - kept) * metrics["rae/score/0"]
-    assert trainer.controllers.baselines.values == {0: pytest.approx(baseline)}
+        assert metrics.get(f"rae/baseline/{number}", 0.0) == pytest.approx(baseline), step
+        assert metrics[f"rae/sequences/{number}"] == 16
+        baseline = kept * baseline + (1 - kept) * metrics[f"rae/score/{number}"]
+    assert trainer.controllers.baselines.values == {number: pytest.approx(baseline)}
+    assert number % 2**32 == 0 < number, "of the data source, and of no agent"
     resumed = make_trainer(tmp_path, groups, *overrides)
     assert resumed.controllers.baselines == trainer.controllers.baselines

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.errors import AgentError
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
 from grpo_dist.trainer.rollout.pump import RolloutPump
@@ -87,6 +88,8 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
         "num_dropped_tokens": {"2": 0, "3": 0},
         "learned": [],
         "batch_sizes": [2, None, 0],
+        "failed": {},
+        "num_episodes": [0, 0],
     }
     after = make_sampler(dict.fromkeys(range(8), MIXED))
     after.order.load_state_dict(before.order.state_dict())
@@ -135,6 +138,28 @@ def test_a_batch_that_is_there_and_has_not_trained_is_in_the_ledger() -> None:
     assert after.pump.requests == []
     after.close(1)
     assert [r.uid for r in run(after.rollout(2)).requests] == ["step2-prompt2", "step2-prompt3"]
+
+
+def test_what_failed_of_finished_groups_is_told_after_a_resume_too() -> None:
+    """Of step 2 the pump has begun 2 * N episodes; one group is there, with two failed attempts, the other is not."""
+    scores = dict.fromkeys(range(4), MIXED)
+    before = after_step_1(scores, 1)
+    open_unfinished(before, 2, 1)
+    (job,) = before.open[2].jobs
+    job.failed_attempts[0] = [AgentError("slow", "timeout"), AgentError("gone", "error", was_last=True)]
+    job.failed_attempts[1] = [AgentError("gone", "error", was_last=True)]
+    job.unscored = {0: ["it raised"]}
+    before.pump.num_episodes, before.pump.num_failed_episodes = 4 * N, 5
+    assert before.state_dict()["num_episodes"] == [3 * N, 4], "those of the other group begin anew"
+    after = resumed_sampler(before, scores)
+    after.restored = {uid: pair for each in before.finished_groups() for uid, pair in each.groups.items()}
+    result = run(after.rollout(2))
+    assert (after.pump.num_episodes, after.pump.num_failed_episodes) == (3 * N, 4)
+    assert result.failures == ["it raised"]
+    named = ("agent/failures/timeout", "agent/failures/error", "agent/missing_episodes", "agent/wasted_episodes")
+    assert [result.metrics.get(name) for name in named] == [1, 1, 1, 2 / (2 * N + 1)]
+    after.close(2)
+    assert after.state_dict()["failed"] == {}
 
 
 def test_other_batch_sizes_lose_no_drawn_prompt() -> None:

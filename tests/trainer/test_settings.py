@@ -190,6 +190,9 @@ def test_what_a_policy_that_teaches_itself_gives_to_whom() -> None:
     config = load("recipe=sdpo", "+data.apply_chat_template_kwargs.enable_thinking=false")
     assert objective_settings(config).teaches_itself
     assert {"ref_hidden_states", "teacher_mask"} <= {*objective_settings(config).columns}
+    turns = ("actor_rollout_ref.rollout.agent.default_agent_loop=external", "algorithm.adv_estimator=gigpo")
+    url = "actor_rollout_ref.rollout.agent.agent_kwargs={url: 'http://127.0.0.1:1/x'}"
+    assert [reward_settings(load(*more)).by_turn for more in ((), (*turns, url))] == [False, True]
     reward = reward_settings(config)
     assert reward.self_distillation is not None
     assert reward.self_distillation.longest_prompt is None

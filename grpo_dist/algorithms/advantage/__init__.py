@@ -20,7 +20,7 @@ from torch import Tensor
 
 # The imports fill the registry.
 from grpo_dist.algorithms.advantage import outcome, returns  # noqa: F401
-from grpo_dist.algorithms.advantage.agents import AgentSequences
+from grpo_dist.algorithms.advantage.agents import AgentSequences, baseline_keys
 from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, STD_EPS, AdvantageInputs, Groups
 from grpo_dist.errors import BatchError
 
@@ -66,11 +66,11 @@ def compute_advantage(
         values: (N, T), a critic's values (gae).
         entropies: (N, T), of the policy before the update, nats (rl_zvp).
         gradient_norms: (N, T), 1 - 2 p + sum p^2 of the policy before the update (optimal_token_baseline).
-        turn_states: (N, T), of `returns.turn_states` (gigpo).
+        turn_states: (N, T), of `turns.turn_states` (gigpo).
         reward_baselines: (N,), scores of the greedy responses (remax).
         step_mask: (N, T), 1 on the last token of each step (grpo_process).
         reward_components: scores (N,) by name, nan where a response has none (gdpo).
-        config: verl's option names; `DEFAULTS` has those that are not given.
+        config: verl's option names, `DEFAULTS` has those that are not given; and what `rae` goes by.
 
     Returns:
         (advantages, returns), each (N, T) float32, 0 off the mask.
@@ -94,7 +94,8 @@ def compute_advantage(
     if agent_ids is not None and index is not None:
         sequences = AgentSequences.of(agent_ids)
         groups = Groups.of(sequences.groups(index)).to(rewards.device)
-        own = {"groups": groups, "roles": sequences.roles, **sequences.split(tokens)}
+        keys = baseline_keys(sequences.roles, options.get("sources"), sequences.rows)
+        own = {"groups": groups, "baseline_keys": keys, **sequences.split(tokens)}
         batch = AdvantageInputs(rewards[sequences.rows] * sequences.own, mask[sequences.rows] * sequences.own, own)
         advantages, returns = (
             torch.zeros(shape).index_add_(0, sequences.rows, part) for part in estimator(batch, options)
@@ -102,7 +103,7 @@ def compute_advantage(
         return advantages, returns
     optional = {
         "groups": None if index is None else Groups.of(index).to(rewards.device),
-        "roles": torch.zeros(shape[0], dtype=torch.int64),
+        "baseline_keys": baseline_keys(torch.zeros(shape[0], dtype=torch.int64), options.get("sources")),
         "reward_baselines": reward_baselines,
         "reward_components": reward_components,
         **tokens,

@@ -20,6 +20,11 @@ def agent_id(name: str) -> int:
     return 1 + zlib.crc32(role.encode()) % ROLES * ATTEMPTS + attempt + 1
 
 
+def baseline_keys(roles: Tensor, sources: Tensor | None, rows: Tensor | slice = slice(None)) -> Tensor:
+    """(S,) int64: a number of each agent in its data source, of `sources[rows]`; without `sources` the agent's own."""
+    return roles if sources is None else roles + sources[rows].long() * 2**32
+
+
 def name_fault(name: str) -> str:
     """Say what is wrong with an agent's name; "" if nothing is: `NAME:k` is the attempt k of the agent NAME."""
     too_many = _parsed(name)[1] > ATTEMPTS - 2
@@ -68,16 +73,21 @@ class AgentSequences(NamedTuple):
         return {name: None if values is None else values[self.rows] * self.own for name, values in columns.items()}
 
 
-def mean_scores(rewards: Tensor, agent_ids: Tensor | None) -> dict[int, tuple[float, int]]:
-    """Return the mean score of each agent by the number of its name, and of how many sequences.
+def mean_scores(
+    rewards: Tensor, agent_ids: Tensor | None, sources: Tensor | None = None
+) -> dict[int, tuple[float, int]]:
+    """Return the mean score of each agent in each data source by `baseline_keys`, and of how many sequences.
 
     Args:
         rewards: (N, T), of each token.
         agent_ids: (N, T) numbers of `agent_id`; None: each response is one sequence, of the agent with no name.
+        sources: (N,) numbers of their names below 2^31; None: all are one.
     """
     if agent_ids is None:
-        roles, scores = torch.zeros(len(rewards), dtype=torch.int64), rewards.double().sum(-1)
+        keys = baseline_keys(torch.zeros(len(rewards), dtype=torch.int64), sources)
+        scores = rewards.double().sum(-1)
     else:
         sequences = AgentSequences.of(agent_ids)
-        roles, scores = sequences.roles, (rewards[sequences.rows].double() * sequences.own).sum(-1)
-    return {int(role): (float(scores[roles == role].mean()), int((roles == role).sum())) for role in roles.unique()}
+        keys = baseline_keys(sequences.roles, sources, sequences.rows)
+        scores = (rewards[sequences.rows].double() * sequences.own).sum(-1)
+    return {int(key): (float(scores[keys == key].mean()), int((keys == key).sum())) for key in keys.unique()}

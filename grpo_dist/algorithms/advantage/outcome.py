@@ -117,11 +117,12 @@ def rae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
     """Score - b(agent), where b is a moving average of the agent's scores in earlier steps (`algorithms.baselines`).
 
     Role-conditioned advantage estimation, SPIRAL (arXiv 2506.24119): in games that one agent wins and the other loses
-    a group's mean says nothing. `agent_baselines` has b by the number of the agent's name, 0 for one without; those
+    a group's mean says nothing. As in the paper an agent has one b for each game, which is the data source.
+    `agent_baselines` has b by `agents.baseline_keys`, of `sources`, (N,) numbers of the responses' data sources; those
     that are not there are 0. Agents are sequences of their own with `agent_ids`.
     """
     known = config.get("agent_baselines", {})
-    baselines = [known.get(role, 0.0) for role in batch.optional["roles"].tolist()]
+    baselines = [known.get(key, 0.0) for key in batch.optional["baseline_keys"].tolist()]
     return _same(batch.on_tokens(batch.scores - torch.tensor(baselines, device=batch.response_mask.device)))
 
 

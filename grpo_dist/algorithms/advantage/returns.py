@@ -100,37 +100,17 @@ def optimal_token_baseline(batch: AdvantageInputs, config: Mapping[str, Any]) ->
     return advantages, returns
 
 
-def turn_states(responses: Tensor, sampled: Tensor) -> Tensor:
-    """Number what an agent has been told before each of its turns, as gigpo compares them.
-
-    Args:
-        responses: (N, T) int64 token ids.
-        sampled: (N, T), 1 on tokens that the policy has sampled; a run of these is a turn.
-
-    Returns:
-        (N, T) int64, equal on turns before which the same tokens were put in, 0 off the turns. The first turn of a
-        response follows its prompt; what lies further back is not compared.
-    """
-    states, known = torch.zeros_like(responses), dict[bytes, int]()
-    marks = torch.nn.functional.pad((sampled > 0).int(), (1, 1)).diff()
-    for row, (tokens, mark) in enumerate(zip(responses.cpu().numpy(), marks.cpu(), strict=True)):
-        starts, ends = ((mark == sign).nonzero().flatten().tolist() for sign in (1, -1))
-        for before, start, end in zip([0, *ends], starts, ends, strict=False):
-            before_turn = tokens[before:start].tobytes()
-            states[row, start:end] = known.setdefault(before_turn, len(known) + 1)
-    return states
-
-
-@ADVANTAGE.register("gigpo", needs=("groups", "turn_states"))
+@ADVANTAGE.register("gigpo", needs=("groups", "turn_states", "turn_rewards"))
 def gigpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """As grpo, plus `step_advantage_w` times the turn's return against those of turns from the same state.
 
-    GiGPO (arXiv 2505.10978): a turn's return is the sum of gamma^k times the rewards of the turns that follow it, and
-    it is normalised, as the scores are, over the turns of the group's responses before which the environment had said
-    the same (`turn_states`); one without another has 0. A reward behind a turn is that turn's.
+    GiGPO (arXiv 2505.10978): a turn's return is the sum of gamma^k times the rewards of the turns that follow it in the
+    row, whichever branch they are in, and it is normalised, as the scores are, over the turns of the group's responses
+    before which the environment had said the same (`turns.turn_states`); one without another has 0. A reward behind a
+    turn is that turn's.
     """
     states = batch.need("turn_states", "turn_states", "compares turns from the same state").long()
-    first = (states > 0) & (torch.nn.functional.pad(states, (1, 0))[:, :-1] == 0)
+    first = (states < 0) | ((states > 0) & (torch.nn.functional.pad(states, (1, 0))[:, :-1] == 0))
     rows, places = first.nonzero(as_tuple=True)
     advantages, _ = grpo(batch, config)
     if not len(rows):
@@ -140,7 +120,7 @@ def gigpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Te
     returns.scatter_add_(1, turn, batch.token_level_rewards.double())
     for k in reversed(range(returns.shape[1] - 1)):
         returns[:, k] += config["gamma"] * returns[:, k + 1]
-    pairs = torch.stack([batch.groups.ids[rows], states[rows, places]])
+    pairs = torch.stack([batch.groups.ids[rows], states[rows, places].abs()])
     _, ids = pairs.unique(dim=1, return_inverse=True)
     steps = Groups(ids, int(ids.max()) + 1)
     of_turn, number = torch.zeros_like(returns), turn[rows, places]

@@ -181,7 +181,7 @@ class FSDPEngine(FSDPWeights):
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
         lr = self.schedule.get_last_lr()[0]
-        trains = bool(counts[0] > 0)  # else AdamW would still decay the weights, and move them by its momentum
+        trains = trained.trains(counts)  # else AdamW would still decay the weights, and move them by its momentum
         if trains:
             with remedied(self.settings.room), within_memory("the optimizer step"), self.offload.states_on_device():
                 self.optimizer.step()

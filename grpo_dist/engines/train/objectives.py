@@ -81,14 +81,15 @@ class Objective:
         return None
 
     def counts(self, data: DataProto) -> list[float]:
-        """Return this rank's share of what divides the loss: tokens that train, and sequences with at least one.
-
-        If the first one is 0 on all ranks, nothing is to train.
-        """
+        """Return this rank's share of what divides the loss: tokens that train, and sequences with at least one."""
         if not len(data):
             return [0.0, 0.0]
         mask = data["response_mask"]
         return [float(mask.values.sum()), float(sum(bool(row.any()) for row in mask.rows()))]
+
+    def trains(self, counts: Tensor) -> bool:
+        """Tell if there is a loss, from the `counts` of all ranks."""
+        return bool(counts[0] > 0)
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         """Run the model. Summed over the micro-batches of all ranks, the loss is the mini-batch's."""
@@ -109,6 +110,10 @@ class PolicyObjective(Objective):
         columns = self.settings.columns if len(data) else ()
         more = [float(data[name].values.sum()) if name in columns else 0.0 for name in _COUNTED]
         return [*super().counts(data), *more]
+
+    def trains(self, counts: Tensor) -> bool:
+        """Tell if tokens of responses train, or of environments."""
+        return bool(counts[0] > 0 or counts[3] > 0)
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         settings, values = self.settings, self._values(micro_batch)

@@ -42,7 +42,7 @@ _VALUE, _HIDDEN = "value ", "hidden "
 _ROLES = "actor_rollout_ref"
 _OPTIMS = f"{_ROLES}.actor.optim", "critic.optim", "optim"
 _LORA = "lora_alpha", "target_modules", "exclude_modules", "lora.merge"
-# A key that switches something on -> the beginnings of the keys that have no effect while it is off.
+# A key that switches something on, also by keys below it -> beginnings of the keys that have no effect while it is off.
 _IDLE = {
     f"{_ROLES}.model.lora_rank": tuple(f"{_ROLES}.model.{name}" for name in _LORA),
     "model.lora_rank": tuple(f"model.{name}" for name in _LORA),
@@ -265,7 +265,8 @@ def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
     flat = dict(flatten(config))
     if flat.get("data.seed") is None:
         flat["data.seed"] = flat.get("trainer.seed")
-    idle = tuple(start for switch, starts in _IDLE.items() if not flat.get(switch) for start in starts)
+    on = [switch for switch in _IDLE if any(flat[key] for key in flat if key == switch or key.startswith(f"{switch}."))]
+    idle = tuple(start for switch, starts in _IDLE.items() if switch not in on for start in starts)
     return {key: value for key, value in flat.items() if not key.startswith(idle)}
 
 

@@ -38,7 +38,7 @@ class RolloutJob:
         timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
             and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,
             `reward_model`).
-        failures: an error message for each response that could not be scored.
+        unscored: of each group an error message for each response that could not be scored.
         failed: for each group without a result, why too few of its episodes were left.
         failed_attempts: the attempts at the episodes of each group that have failed.
         flows: the tasks that generate and score a group.
@@ -51,12 +51,35 @@ class RolloutJob:
     log_probs: dict[str, dict[int, DataProtoRef]] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     timings: dict[str, float] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    unscored: dict[int, list[str]] = field(default_factory=dict)
     failed: dict[int, AgentError] = field(default_factory=dict)
     failed_attempts: defaultdict[int, list[AgentError]] = field(default_factory=lambda: defaultdict(list))
     flows: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     passes: list[asyncio.Task[Any]] = field(default_factory=list)
     _started: float | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """All of `unscored`, as they came."""
+        return [text for texts in self.unscored.values() for text in texts]
+
+    @property
+    def num_unfinished(self) -> tuple[int, int]:
+        """Episodes that have begun, and those of them that have failed, of groups that a checkpoint does not hold."""
+        left = [i for i in list(self.failed_attempts) if i not in self.scores and i not in self.cancelled]
+        failed = sum(error.was_last for i in left for error in self.failed_attempts[i])
+        return sum(self.requests[i].sampling.n for i in left), failed
+
+    def told(self, i: int) -> list[Any]:
+        """What has failed of a group, as JSON; `retell` takes it."""
+        attempts = [[str(error), error.kind, error.was_last] for error in self.failed_attempts.get(i, ())]
+        return [attempts, self.unscored.get(i, [])]
+
+    def retell(self, i: int, told: Sequence[Any]) -> None:
+        """Take what failed of a group before a resume."""
+        attempts, unscored = told
+        self.failed_attempts[i] = [AgentError(text, kind, was_last=was_last) for text, kind, was_last in attempts]
+        self.unscored[i] = unscored
 
     async def finished(self) -> None:
         """Wait until every group that is not cancelled has its scores and log-probs.

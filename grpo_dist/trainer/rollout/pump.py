@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import zlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ import numpy as np
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError, RewardError, WorkerLost
 from grpo_dist.plan.roles import roles_of
-from grpo_dist.protocol.teacher_prompts import TEACHER
+from grpo_dist.protocol.fields import SOURCE, TEACHER
 from grpo_dist.roles.reward_pool import RewardPool
 from grpo_dist.roles.roles import Roles
 from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
@@ -112,7 +113,7 @@ class RolloutPump:
         passes = self._model_passes(job, generated, finished or {}, len(requests) if cancels else PASSES)
         for i, is_generated in enumerate(generated):
             if finished and i in finished:
-                job.groups[i], job.scores[i] = finished[i]
+                job.groups[i], job.scores[i] = self._with_source(finished[i][0], requests[i]), finished[i][1]
                 is_generated.set()
             else:
                 job.flows[i] = self.spawn(self._flow(job, i, is_generated, first, passes.get(i)))
@@ -144,9 +145,7 @@ class RolloutPump:
         self._count_failed_episodes([error for error in failed if error.was_last])
         if i in job.failed:
             return
-        if self.teachers:
-            number = np.full(len(job.groups[i]), self.teachers.get(request.task.data_source, -1))
-            job.groups[i] = replace(job.groups[i], small=job.groups[i].small | {TEACHER: number})
+        job.groups[i] = self._with_source(job.groups[i], request)
         job.note("gen")
         generated.set()
         if model_pass is not None:
@@ -155,7 +154,17 @@ class RolloutPump:
         job.scores[i], failures = await self._score(job.groups[i], request)
         job.note("reward")
         if failures:
-            self._count_failures(job, failures)
+            job.unscored[i] = failures
+            self._check_failures(job)
+
+    def _with_source(self, group: DataProtoRef, request: GroupRequest) -> DataProtoRef:
+        """The group with the numbers of its data source, and of that one's teacher in this run."""
+        source = request.task.data_source
+        numbers = {SOURCE: zlib.crc32(source.encode()) % 2**31}
+        if self.teachers:
+            numbers[TEACHER] = self.teachers.get(source, -1)
+        columns = {name: np.full(len(group), number, np.int64) for name, number in numbers.items()}
+        return replace(group, small=group.small | columns)
 
     async def _score(self, group: DataProtoRef, request: GroupRequest) -> tuple[DataProtoRef, list[str]]:
         limit = (self.reward_timeout_s + SCORER_RESTART_S) * request.sampling.n + SCORER_START_S
@@ -213,8 +222,7 @@ class RolloutPump:
         job.log_probs[name].update(zip(left, handles, strict=True))
         job.note(name, since=job.timings.get("gen", 0.0))
 
-    def _count_failures(self, job: RolloutJob, failures: Sequence[str]) -> None:
-        job.failures += failures
+    def _check_failures(self, job: RolloutJob) -> None:
         total, rate = sum(request.sampling.n for request in job.requests), self.max_failure_rate
         if len(job.failures) > rate * total:
             raise RewardError(

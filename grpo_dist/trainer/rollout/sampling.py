@@ -29,6 +29,7 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
+from grpo_dist.protocol.fields import UNPENALISED
 from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
@@ -92,6 +93,7 @@ class TrainingSampler:
         self.backlog: list[int] = []  # prompts that were drawn but whose groups are not finished
         self.learned: Counter[int] = Counter()  # prompts to sample again whose scores `order` was told already
         self.restored: dict[str, Group] = {}  # by uid: finished groups of open steps, from a checkpoint
+        self.failed: dict[str, list[Any]] = {}  # by uid: what had failed of them (`RolloutJob.told`)
 
     def open_steps(self, first: int, last: int) -> None:
         """Begin to sample all steps from `first` to `last` that are not open yet, in order."""
@@ -143,6 +145,8 @@ class TrainingSampler:
     def state_dict(self) -> dict[str, Any]:
         """The ledger as JSON: prompts that were drawn and have not trained, by step."""
         # copies, because sampling continues while they are written
+        jobs = [job for state in self.open.values() for job in state.jobs]
+        begun, failed = map(sum, zip((0, 0), *(job.num_unfinished for job in jobs), strict=True))
         return {
             "open": {str(step): state.prompts() for step, state in self.open.items()},
             "backlog": list(self.backlog),
@@ -150,6 +154,8 @@ class TrainingSampler:
             **{name: {str(step): getattr(state, name) for step, state in self.open.items()} for name in _DROPPED},
             "learned": sorted(self.learned.elements()),
             "batch_sizes": self.batch_sizes,
+            "failed": {job.requests[i].uid: told for job in jobs for i in list(job.scores) if any(told := job.told(i))},
+            "num_episodes": [self.pump.num_episodes - begun, self.pump.num_failed_episodes - failed],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,7 +164,8 @@ class TrainingSampler:
         If the batch sizes have changed, the prompts of open steps come first in the batches that are drawn next.
         """
         self.backlog, self.learned = list(state["backlog"]), Counter(state.get("learned", ()))
-        self.open = {}
+        self.failed, self.open = dict(state.get("failed", {})), {}
+        self.pump.num_episodes, self.pump.num_failed_episodes = state.get("num_episodes", (0, 0))
         for step, batches in state["open"].items():
             counts = {name: state.get(name, {}).get(step, 0) for name in ("num_learned", *_DROPPED)}
             self.open[int(step)] = OpenStep([list(batch) for batch in batches], **counts)
@@ -225,8 +232,11 @@ class TrainingSampler:
         uids = [request.uid for request in requests]
         finished = {i: self.restored.pop(uid) for i, uid in enumerate(uids) if uid in self.restored}
         sources, cancels = self.pump.sources, bool(self.num_spare)
-        state.jobs.append(self.pump.submit(requests, sources=sources, finished=finished, cancels=cancels))
-        return state.jobs[-1]
+        job = self.pump.submit(requests, sources=sources, finished=finished, cancels=cancels)
+        for i in finished:
+            job.retell(i, self.failed.pop(uids[i], ([], [])))
+        state.jobs.append(job)
+        return job
 
     def _draw(self, missing: int | None) -> list[int]:
         """The prompts of the next batch, or as many as are `missing`, none twice; those of the backlog come first.
@@ -277,7 +287,7 @@ class TrainingSampler:
         number, drawn = state.num_complete, state.drawn[state.num_complete]
         sampled = self._groups(job, drawn, state.dropped.get(number, set()))
         if number >= state.num_learned:
-            self._learn({drawn[i]: group["score"] for i, group in sampled.items()})
+            self._learn({drawn[i]: group.small.get(UNPENALISED, group["score"]) for i, group in sampled.items()})
         # no group has the metric if all have failed, or if the whole batch was dropped before a resume
         if filtering.enable and len(job.failures) < sum(len(group) for group in sampled.values()):
             require_metric(sampled.values(), filtering.metric)

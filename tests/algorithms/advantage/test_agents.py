@@ -77,9 +77,20 @@ def test_each_agent_is_compared_with_its_own_average() -> None:
     assert advantages.tolist() == [[1, 1, 0, 6, 1], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
     whole, _ = compute_advantage("rae", config={"agent_baselines": {0: 0.5}}, **arguments)
     assert whole[:, 0].tolist() == [8.5, 0.5, 1.5]
+    # 4 * 2^32 is the number of the agent without a name in the data source 4
+    config = {"agent_baselines": {0: 0.5, 4 * 2**32: 1.0}, "sources": torch.tensor([0, 4, 4])}
+    whole, _ = compute_advantage("rae", config=config, **arguments)
+    assert whole[:, 0].tolist() == [8.5, 0, 1]
+    config["agent_baselines"] = {4 * 2**32 + (A - 1) // ATTEMPTS: 2.0}
+    own, _ = compute_advantage("rae", agent_ids=AGENTS, index=["a"] * 3, config=config, **arguments)
+    assert own.tolist() == [[3, 3, 0, 6, 3], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
 
 
 def test_the_mean_score_of_each_agent() -> None:
     rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
     assert mean_scores(rewards, AGENTS) == {(A - 1) // ATTEMPTS: (2.0, 3), (B - 1) // ATTEMPTS: (3.0, 2)}
     assert mean_scores(rewards, None) == {0: (4.0, 3)}
+    sources, a, b = torch.tensor([1, 1, 2]), (A - 1) // ATTEMPTS, (B - 1) // ATTEMPTS
+    assert mean_scores(rewards, None, sources) == {2**32: (5.0, 2), 2**33: (2.0, 1)}
+    own = {2**32 + a: (2.0, 2), 2**33 + a: (2.0, 1), 2**32 + b: (3.0, 2)}
+    assert mean_scores(rewards, AGENTS, sources) == own

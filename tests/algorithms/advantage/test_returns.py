@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from grpo_dist.algorithms import compute_advantage
-from grpo_dist.algorithms.advantage.returns import turn_states
+from grpo_dist.algorithms.turns import turn_states
 
 
 def test_the_optimal_token_baseline_by_hand() -> None:
@@ -47,3 +47,18 @@ def test_gigpo_by_hand() -> None:
     assert not elsewhere.any(), "other prompts are other states"
     none = {"turn_states": states * 0, "response_mask": mask * 0}
     assert not compute_advantage("gigpo", **arguments | none, config=config)[0].any()
+
+
+def test_gigpo_tells_two_tries_at_a_turn_apart() -> None:
+    """Rewards 1 and 0 of two tries: they return 1 and 0, less 1/2; both episodes have the same score."""
+    sampled, follows = torch.ones(2, 4), torch.tensor([[-1, 0, -1, 2]] * 2)
+    arguments: dict[str, Any] = {
+        "token_level_rewards": torch.tensor([[0.0, 1, 0, 0]] * 2),
+        "response_mask": sampled,
+        "index": ["a"] * 2,
+        "turn_states": turn_states(torch.tensor([[5, 6, 7, 8], [4, 3, 2, 1]]), sampled, follows),
+        "config": {"norm_adv_by_std_in_grpo": False},
+    }
+    for agents in (None, torch.full((2, 4), 1)):
+        advantages, _ = compute_advantage("gigpo", **arguments, agent_ids=agents)
+        assert advantages.tolist() == [[0.5, 0.5, -0.5, -0.5]] * 2

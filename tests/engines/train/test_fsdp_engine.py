@@ -230,7 +230,9 @@ def test_a_rank_without_rows_takes_part(pair: list) -> None:
 
 
 def without_a_token(rank: int, path: str) -> dict[str, Any]:
-    """A step, a mini-batch whose mask is 0 on every rank, and one whose mask is 0 on rank 1 only."""
+    """A step, a mini-batch whose mask is 0 on every rank, one in which rank 0 has a token that an environment said, and
+    one whose mask is 0 on rank 1 only.
+    """
     engine = trainable_engine(path)
     data = random_batch(num_groups=2, n=2)
     mask = {"response_mask": Ragged(torch.zeros_like(data["response_mask"].values), data["response_mask"].offsets)}
@@ -247,19 +249,36 @@ def without_a_token(rank: int, path: str) -> dict[str, Any]:
     skipped = metric_values(engine.train_mini_batch(masked, **limits).metrics)
     same = all(np.array_equal(a, b) for a, b in zip(before, state(), strict=True))
     places = [place, engine.schedule.last_epoch]
+    observed = torch.zeros_like(data["response_mask"].values).float()
+    observed[3] = float(rank == 0)
+    seen = masked.union(DataProto({"observation_mask": Ragged(observed, data["response_mask"].offsets)}))
+    settings = objective(observation_coeff=0.5)
+    observing = metric_values(engine.train_mini_batch(seen, **limits | {"objective": settings}).metrics)
+    places.append(engine.schedule.last_epoch)
+    learned = any((a != b).any() for a, b in zip(before, state(), strict=True))
+    before = state()
     taken = metric_values(engine.train_mini_batch(data if rank == 0 else masked, **limits).metrics)
     moved = any((a != b).any() for a, b in zip(before, state(), strict=True))
-    return {"same": same, "places": [*places, engine.schedule.last_epoch], "moved": moved, "told": [skipped, taken]}
+    told = [skipped, observing, taken]
+    return {
+        "same": same,
+        "places": [*places, engine.schedule.last_epoch],
+        "moved": moved and learned,
+        "told": told,
+    }
 
 
 def test_a_mini_batch_without_a_trained_token_is_no_step(random_models: dict[str, str]) -> None:
-    """Neither weight decay nor Adam's momentum moves the weights; a token on one rank is enough for a step on all."""
+    """Neither weight decay nor Adam's momentum moves the weights; a token on one rank is enough for a step on all, the
+    policy's or, with observation_coeff, an environment's.
+    """
     for found in run_ranks(2, without_a_token, random_models["tied"]):
         assert found["same"]
         assert found["moved"]
-        assert found["places"] == [1, 1, 2], "the schedule counts steps that were taken"
-        assert [told["actor/skipped_updates"] for told in found["told"]] == [1.0, 0.0]
+        assert found["places"] == [1, 1, 2, 3], "the schedule counts steps that were taken"
+        assert [told["actor/skipped_updates"] for told in found["told"]] == [1.0, 0.0, 0.0]
         assert found["told"][0]["actor/grad_norm"] == 0
+        assert "actor/ppo_kl" not in found["told"][0], "of no token there is no mean, which a controller would go by"
 
 
 READERS = ("fsdp_engine", "objectives", "objective", "aggregate", "masking", "clipped", "kl")

@@ -146,6 +146,13 @@ def test_another_teacher_is_another_experiment() -> None:
     assert (changes.refused, changes.experiment[0]) == ([], f"{key}.path: (not set) -> builtin:tiny-qwen3")
     assert [line.partition(":")[0] for line in changes.experiment[1:]] == [f"{key}.override_config.rope_theta"]
     assert compare_configs(as_dict(), as_dict(more)) == Changes()
+    several, reordered, others = (
+        as_dict(f"{key}.path={{{teachers}}}") for teachers in ("a: x, b: y", "b: y, a: x", "a: y, b: x")
+    )
+    assert compare_configs(several, reordered) == Changes(), "a source is the same, wherever it stands"
+    assert compare_configs(several, others).experiment == [f"{key}.path.a: x -> y", f"{key}.path.b: y -> x"]
+    for pair in ((several, as_dict()), (as_dict(), several)):
+        assert len(compare_configs(*pair).experiment) == 2
     elsewhere = ("recipe=distill", f"{key}.endpoint.base_url=http://teacher/v1", f"{key}.endpoint.model=big")
     moved = compare_configs(as_dict(*elsewhere), as_dict(*elsewhere, f"{key}.endpoint.base_url=http://other/v1"))
     assert moved == Changes(), "an address changes no result"

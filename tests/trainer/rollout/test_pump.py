@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -95,8 +96,8 @@ def test_episodes_that_have_used_up_their_attempts_are_counted_and_too_many_end_
         run(finished(make(0.029), requests))
 
 
-def test_each_group_has_the_number_of_its_data_sources_teacher() -> None:
-    """A validation row may have none, since nothing is compared with it."""
+def test_each_group_has_the_numbers_of_its_data_source_and_of_that_ones_teacher() -> None:
+    """A validation row may have none, since nothing is compared with it; one of a checkpoint had another place then."""
     read: list[list[int]] = []
 
     async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
@@ -121,10 +122,16 @@ def test_each_group_has_the_number_of_its_data_sources_teacher() -> None:
     )
 
     async def scenario() -> None:
-        await pump.submit(requests, sources=sources).finished()
+        job = pump.submit(requests, sources=sources)
+        await job.finished()
+        numbers.extend(int(job.groups[i]["source"][0]) for i in range(3))
+        saved = replace(job.groups[0], small=job.groups[0].small | {"teacher": np.array([7, 7])})
+        await pump.submit(requests[:1], sources=sources, finished={0: (saved, DataProtoRef())}).finished()
 
+    numbers: list[int] = []
     run(scenario())
-    assert sorted(read) == [[0], [1, 1]]
+    assert sorted(read) == [[0], [1, 1], [1, 1]]
+    assert numbers == [zlib.crc32(source) % 2**31 for source in (b"math", b"code", b"other")]
 
 
 async def finished(pump: RolloutPump, requests: list[GroupRequest]) -> RolloutJob:

@@ -173,6 +173,22 @@ def test_an_order_is_told_of_the_responses_that_have_a_score() -> None:
     assert (a.tolist(), b.tolist()) == ([2.5, 0.5], [1.5, 0.5])
 
 
+def test_an_order_is_told_scores_without_the_penalty_for_long_responses() -> None:
+    """All right, though two are a little too long: else the prompt would not count as solved."""
+    sampler = make_sampler({0: [1.0, 0.5, 1, 0.5], 1: [0.0, -1, 0, -1]})
+    submit, order = sampler.pump.submit, RecordingOrder([0, 1])
+
+    def penalised(requests: list, **options: Any) -> Any:
+        job = submit(requests, **options)
+        for i, score in ((0, 1.0), (1, 0.0)):
+            job.scores[i].small["unpenalised_score"] = np.full(N, score)
+        return job
+
+    sampler.pump.submit, sampler.order = penalised, order  # type: ignore[assignment]
+    run(sampler.rollout(1))
+    assert order.told == [{0: [1] * N, 1: [0] * N}]
+
+
 def test_dynamic_sampling_compares_the_scores_that_are_there() -> None:
     nan = np.nan
     scores = {0: [1.0, nan, 1, 1], 1: [-1.0, nan, -2, -2], 2: [nan, nan, nan, 1], 3: [nan, 0, 1, 1]}
@@ -219,7 +235,7 @@ def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
     def fail_at_first(requests: list, **options: Any) -> Any:
         job = submit(requests, **options)
         if not jobs:
-            job.failures = ["it failed"] * 2 * N
+            job.unscored = dict.fromkeys(range(2), ["it failed"] * N)
             for scores in job.scores.values():
                 del scores.small["reward_extra/acc"]
         jobs.append(job)
