@@ -1,6 +1,6 @@
 """The dotted keys of the schema, the closest of them to an unknown key, and keys of others: verl's, and earlier ones.
 
-foreign_keys.yaml says how each key of others is handled; docs/config.md lists it.
+foreign_keys.yaml says how each key of others is handled; docs/config.md lists it. verl_defaults.yaml has all of verl's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast, get_args
 
 import yaml
 
@@ -137,8 +137,35 @@ def _is_section(kind: Any) -> TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text(encoding="utf-8"))
+def takes_null(key: str, schema: type[JobConfig] = RunConfig) -> bool:
+    """Say if null is a value of a key of the schema."""
+    return any(known == key and type(None) in get_args(kind) for known, kind in _walk(schema, ""))
+
+
+def _read(name: str) -> dict[str, Any]:
+    return cast(dict[str, Any], yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8")))
+
+
+@cache
+def verl_defaults() -> dict[str, Any]:
+    """Return every key of verl with its default there, also those that are keys here."""
+    return _read("verl_defaults.yaml")
+
+
+def is_verls_default(key: str, value: Any) -> bool:
+    """Say if setting `key` to `value` says no more to verl than leaving it out."""
+    return key in verl_defaults() and are_same(value, verl_defaults()[key])
+
+
+def are_same(value: Any, other: Any) -> bool:
+    """Say if two values read the same on verl's command line."""
+    texts = {as_text(each).lower().replace("none", "null") for each in (value, other)}
+    return value == other or len(texts) == 1
+
+
+_TABLE = _read("foreign_keys.yaml")
 RENAMED: dict[str, str] = _TABLE["renamed"]
+VALUES: dict[str, dict[str, str | None]] = _TABLE["values"]
 FLAGS: dict[str, str] = _TABLE["flags"]
 
 
@@ -165,11 +192,13 @@ class ForeignKey:
     Attributes:
         why: why the key has no effect; if it is refused, what to use instead.
         only: the values that are accepted and ignored; any other value is an error. (): every value is accepted.
+        same_as: the key here whose value alone is accepted and ignored; "": none.
         refused: whether setting the key is an error.
     """
 
     why: str
     only: Sequence[str] = ()
+    same_as: str = ""
     refused: bool = False
 
 
@@ -183,7 +212,11 @@ FOREIGN_KEYS = {
 
 
 def foreign_key(key: str) -> ForeignKey | None:
-    """The entry for `key`: its own, or that of the innermost section (`section.*`) that contains it."""
+    """The entry for `key`: its own, that of the innermost section (`section.*`) around it, or that of any key of verl."""
     parts = key.split(".")
     sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
-    return next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)
+    entry = next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)
+    if entry is None and key in verl_defaults() and key not in leaf_keys():
+        only = f"only verl's default, {as_text(verl_defaults()[key])}, is; leave it out"
+        return ForeignKey(only, refused=True)
+    return entry

@@ -313,10 +313,11 @@ class RunConfig(JobConfig):
     def rollout_is(self) -> Literal["token", "sequence"] | None:
         """Importance weights against the sampler; auto means where responses may be older than the policy."""
         correction = self.algorithm.rollout_correction
+        if correction.ratio_corrects:
+            return None
         if correction.rollout_is != "auto":
             return correction.rollout_is
-        ratio_corrects = correction.bypass_mode and correction.loss_type == "ppo_clip"
-        return "token" if self.trainer.samples_during_updates and not ratio_corrects else None
+        return "token" if self.trainer.samples_during_updates else None
 
     @property
     def parts_per_step(self) -> int:

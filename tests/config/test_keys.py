@@ -89,7 +89,7 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("actor_rollout_ref.rollout.name=sglang", "vllm"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "object_store, broadcast, ipc"),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "engine_kwargs.vllm"),
-        ("data.image_key=images", "text"),
+        ("data.image_key=pictures", "text"),
         ("reward_model.ulysses_sequence_parallel_size=4", "1"),
         ("reward_model.rollout.name=vllm", "http_reward"),
         ("critic.strategy=megatron", "fsdp or fsdp2"),

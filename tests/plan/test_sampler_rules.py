@@ -10,6 +10,7 @@ from tests.messages import says
 from tests.plan.test_rules import ACTOR
 
 CORRECTION = "algorithm.rollout_correction"
+REINFORCE = f"{CORRECTION}.loss_type=reinforce"
 M2 = f"{CORRECTION}.m2_threshold=0.04"
 
 
@@ -17,21 +18,17 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
     ("overrides", "parts"),
     [
         (
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
-        ),
-        (
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            [REINFORCE, f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
             [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
         ),
         (
-            [f"{CORRECTION}.loss_type=reinforce"],
+            [REINFORCE],
             [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.bypass_mode=false"],
         ),
         (
             [
                 f"{CORRECTION}.bypass_mode=true",
-                f"{CORRECTION}.loss_type=reinforce",
+                REINFORCE,
                 f"{ACTOR}.policy_loss.loss_mode=gspo",
                 f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
             ],
