@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard, cast, get_args
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -137,35 +137,21 @@ def _is_section(kind: Any) -> TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
-def takes_null(key: str, schema: type[JobConfig] = RunConfig) -> bool:
-    """Say if null is a value of a key of the schema."""
-    return any(known == key and type(None) in get_args(kind) for known, kind in _walk(schema, ""))
-
-
-def _read(name: str) -> dict[str, Any]:
-    return cast(dict[str, Any], yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8")))
-
-
 @cache
 def verl_defaults() -> dict[str, Any]:
     """Return every key of verl with its default there, also those that are keys here."""
-    return _read("verl_defaults.yaml")
-
-
-def is_verls_default(key: str, value: Any) -> bool:
-    """Say if setting `key` to `value` says no more to verl than leaving it out."""
-    return key in verl_defaults() and are_same(value, verl_defaults()[key])
+    return yaml.safe_load(Path(__file__).with_name("verl_defaults.yaml").read_text(encoding="utf-8"))
 
 
 def are_same(value: Any, other: Any) -> bool:
     """Say if two values read the same on verl's command line."""
-    texts = {as_text(each).lower().replace("none", "null") for each in (value, other)}
-    return value == other or len(texts) == 1
+    return value == other or len({as_text(each).lower().replace("none", "null") for each in (value, other)}) == 1
 
 
-_TABLE = _read("foreign_keys.yaml")
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text(encoding="utf-8"))
 RENAMED: dict[str, str] = _TABLE["renamed"]
 VALUES: dict[str, dict[str, str | None]] = _TABLE["values"]
+UNSET_BY_NULL: list[str] = _TABLE["unset_by_null"]
 FLAGS: dict[str, str] = _TABLE["flags"]
 
 
@@ -212,11 +198,10 @@ FOREIGN_KEYS = {
 
 
 def foreign_key(key: str) -> ForeignKey | None:
-    """The entry for `key`: its own, that of the innermost section (`section.*`) around it, or that of any key of verl."""
+    """The entry for `key`: its own, that of the innermost section (`section.*`) with it, or that of any key of verl."""
     parts = key.split(".")
     sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
     entry = next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)
     if entry is None and key in verl_defaults() and key not in leaf_keys():
-        only = f"only verl's default, {as_text(verl_defaults()[key])}, is; leave it out"
-        return ForeignKey(only, refused=True)
+        return ForeignKey(f"only verl's default, {as_text(verl_defaults()[key])}, is; leave it out", refused=True)
     return entry

@@ -19,15 +19,15 @@ from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.keys import (
     FLAGS,
     RENAMED,
+    UNSET_BY_NULL,
     VALUES,
+    ForeignKey,
     are_same,
     foreign_key,
     is_free_form,
-    is_verls_default,
     leaf_keys,
     nearest_keys,
     section_keys,
-    takes_null,
     unknown_key,
     verl_defaults,
     what_to_write,
@@ -47,7 +47,7 @@ class CommandLine:
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)  # in the order of their last mention
     names: dict[str, str] = field(default_factory=dict)  # by key: the name that it has on the line
-    foreign: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of keys that are none here: value, text
+    foreign: dict[str, tuple[ForeignKey, Any, str]] = field(default_factory=dict)  # of verl's keys
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -75,8 +75,8 @@ def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCo
             line.problems.append(_unreadable(_shown(text), error, command.schema))
             continue
         _add(line, override, _shown(text).lstrip("+"), command)
-    for key, (value, text) in line.foreign.items():
-        _judge_foreign(line, key, value, text)
+    for key, foreign in line.foreign.items():
+        _judge_foreign(line, key, *foreign)
     _choose_groups(line, command)
     return line
 
@@ -95,8 +95,9 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
         key = RENAMED[key]
         text = f"{key}={text.partition('=')[2]}"
     known = not command.takes_verls_keys or key in leaf_keys(schema) or override.is_delete()
-    if not known and foreign_key(key) is not None:
-        line.foreign[key] = override.value(), text
+    foreign = None if known else foreign_key(key)
+    if foreign is not None:
+        line.foreign[key] = foreign, override.value(), text
         return
     options = command.group_options().get(key)
     problem: Problem | None = None
@@ -127,15 +128,13 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
 def _set(line: CommandLine, name: str, key: str, value: Any, command: AnyCommand) -> Problem | None:
     """Set a key of the config, which the line calls `name`. Two names of it with two values are refused."""
     before = line.names.get(key, name)
-    if command.takes_verls_keys:
+    if command.takes_verls_keys and value is None and name in UNSET_BY_NULL:
+        line.notes.append(f"no effect here: {name}=null: as without it")
+        if before == name:
+            line.values.pop(key, None)
+        return None
+    if command.takes_verls_keys and key in VALUES:
         value = _named_here(line, key, value)
-        schema: type[JobConfig] = command.schema
-        default = is_verls_default(name, None) or is_verls_default(key, None)
-        if value is None and default and not takes_null(key, schema):
-            line.notes.append(f"no effect here: {name}=null: as without it")
-            if before == name:
-                line.values.pop(key, None)
-            return None
     if before != name and line.values.get(key, value) != value:
         both = f"{before}={shown(line.values[key])}, {name}={shown(value)}"
         return Problem(f"{both}: two names of one key, {key}; set one of them", (key,))
@@ -146,16 +145,13 @@ def _set(line: CommandLine, name: str, key: str, value: Any, command: AnyCommand
 
 def _named_here(line: CommandLine, key: str, value: Any) -> Any:
     """A value of verl by its name here. In a list, what has none is left out beside others."""
-    theirs, items = VALUES.get(key, {}), value if isinstance(value, list) else [value]
-    here = [theirs.get(item, item) if isinstance(item, str) else item for item in items]
+    items = value if isinstance(value, list) else [value]
+    here = [VALUES[key].get(item, item) if isinstance(item, str) else item for item in items]
     kept = [item for number, item in enumerate(here) if item is not None and item not in here[:number]]
     if here == items or not kept:
         return value
-    for item, own in zip(items, here, strict=True):
-        if own is None:
-            line.notes.append(f"no effect here: {key}={item}: there is no {item} here; the others are used")
-        elif own != item:
-            line.notes.append(f"{key}={item} is called {own} in grpo_dist")
+    named = [(item, own or "left out") for item, own in zip(items, here, strict=True) if item != own]
+    line.notes += [f"{key}: {item} is {own} in grpo_dist" for item, own in named]
     return kept if isinstance(value, list) else kept[0]
 
 
@@ -175,23 +171,16 @@ def _take_option(line: CommandLine, group: str, option: str, options: list[str],
     return None
 
 
-def _judge_foreign(line: CommandLine, key: str, value: Any, text: str) -> None:
-    """Add a note that a key of others has no effect, or the problem that it would have one."""
-    foreign = foreign_key(key)
-    assert foreign is not None
-    written = text.partition("=")[2].strip("'\"").lower()
-    copied = line.values.get(foreign.same_as, verl_defaults().get(foreign.same_as))
-    if foreign.same_as and not are_same(value, copied):
-        line.problems.append(Problem(f"{text}: only {shown(copied)} is supported: {foreign.why}; set that", (key,)))
-    elif is_verls_default(key, value):
+def _judge_foreign(line: CommandLine, key: str, foreign: ForeignKey, value: Any, text: str) -> None:
+    default = verl_defaults().get(key, ...)
+    only = (shown(line.values.get(foreign.same_as, default)),) if foreign.same_as else foreign.only
+    taken = (*only, ... if foreign.same_as else default)
+    if not (only or foreign.refused) or any(are_same(value, each) for each in taken):
         line.notes.append(f"no effect here: {text}: {'as without it' if foreign.refused else foreign.why}")
     elif foreign.refused:
         line.problems.append(Problem(f"{text}: not supported: {foreign.why}", (key,)))
-    elif foreign.only and written not in (*foreign.only, "none" if "null" in foreign.only else ""):
-        allowed = " or ".join(foreign.only)
-        line.problems.append(Problem(f"{text}: only {allowed} is supported: {foreign.why}", (key,)))
     else:
-        line.notes.append(f"no effect here: {text}: {foreign.why}")
+        line.problems.append(Problem(f"{text}: only {' or '.join(only)} is supported: {foreign.why}", (key,)))
 
 
 def _choose_groups(line: CommandLine, command: AnyCommand) -> None:

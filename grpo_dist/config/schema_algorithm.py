@@ -44,11 +44,6 @@ class RolloutCorrectionConfig(Section):
     bypass_mode: bool
     loss_type: Literal["ppo_clip", "reinforce"]
 
-    @property
-    def ratio_corrects(self) -> bool:
-        """Tell if the loss's own ratio is to the sampler, so that weights would correct a second time."""
-        return self.bypass_mode and self.loss_type == "ppo_clip"
-
 
 class FilterGroupsConfig(Section):
     """`algorithm.filter_groups`: DAPO's dynamic sampling."""

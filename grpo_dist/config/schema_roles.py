@@ -68,7 +68,6 @@ class LoraSection(Section):
     lora_adapter_path: Annotated[Text | None, Resume.FREE]
 
     @field_validator("lora_alpha")
-    @classmethod
     def _adds_something(cls, alpha: float, others: ValidationInfo) -> float:
         if alpha == 0 and others.data.get("lora_rank"):
             raise ValueError(f"must be greater than 0 with lora_rank={others.data['lora_rank']}")

@@ -307,12 +307,10 @@ def run_notes(config: RunConfig) -> Iterator[str]:
             f"{', '.join(cut)}: responses are sampled from a truncated distribution, but the trainer's log-probs are "
             "of the full one; mismatch/filters shows the difference, algorithm.rollout_correction corrects for it"
         )
-    correction, bypass = config.algorithm.rollout_correction, config.algorithm.rollout_correction.bypass_mode
-    weighs = correction.rollout_is in ("token", "sequence") or correction.rollout_is_batch_normalize
-    if correction.ratio_corrects and weighs:
-        why = "the ratio to the sampler's log-probs corrects already, so the first two have no effect"
-        keys = ("rollout_is", "rollout_is_batch_normalize", "bypass_mode")
-        yield f"{', '.join(f'<{CORRECTION}.{key}>' for key in keys)}: {why}"
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    if config.rollout_is is None and config.algorithm.rollout_correction.rollout_is not in ("auto", None):
+        why = "the ratio to the sampler's log-probs corrects already, so the first has no effect"
+        yield f"<{CORRECTION}.rollout_is>, <{CORRECTION}.bypass_mode>: {why}"
     if config.trainer.samples_during_updates and config.rollout_is is None and not bypass:
         key, age = ("max_staleness", f"{stale} updates") if stale else ("stream_mini_batches", "some mini-batches")
         why = f"responses may be {age} old, and nothing corrects for it; set the second to auto"

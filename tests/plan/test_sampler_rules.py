@@ -92,6 +92,17 @@ def test_the_second_moment_is_of_tokens_and_of_the_whole_batch(other: str) -> No
     says(refused(M2, other), M2, other, "null")
 
 
+def test_bypass_mode_leaves_weights_to_the_ratio() -> None:
+    """As verl, whose scripts set rollout_is beside it; with reinforce the weights are the loss's."""
+    ours = [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"]
+    config, said = load_config([*ours, f"{CORRECTION}.rollout_is_batch_normalize=true"])
+    assert config.rollout_is is None
+    says([note for note in said if "rollout_is" in note], *ours)
+    config, said = load_config([*ours, REINFORCE])
+    assert config.rollout_is == "token"
+    assert not [note for note in said if "rollout_is" in note]
+
+
 def test_the_other_masks_stand_beside_bypass_mode() -> None:
     kpop = (f"{CORRECTION}.rollout_rs=token_kpop", f"{CORRECTION}.rollout_rs_threshold=0.1")
     load_config([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.off_policy_mask_threshold=0.5", *kpop])
