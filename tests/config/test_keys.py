@@ -19,6 +19,7 @@ from grpo_dist.config.load import load_command
 from grpo_dist.config.problems import value_of
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT, load_config
+from scripts.verl_defaults import defaults
 from tests.messages import refuses, says
 
 # Keys of 75 GRPO-like example scripts of verl 0.9.1, with how many scripts use each, most used first.
@@ -64,6 +65,13 @@ def test_every_default_of_verl_is_taken() -> None:
     nulls = [key for key, value in verl_defaults().items() if value is None and key not in theirs]
     assert set(UNSET_BY_NULL) <= {*nulls, "reward.custom_reward_function.name"}
     notes(*(f"{key}=null" for key in nulls))
+
+
+def test_the_defaults_of_verl_are_those_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "verl/trainer/config").mkdir(parents=True)
+    text = "data: {length: 512, kwargs: {}}\nactor: {length: '${data.length}'}\n"
+    (tmp_path / "verl/trainer/config/ppo_trainer.yaml").write_text(text)
+    assert dict(defaults(tmp_path)) == {"data.length": 512, "data.kwargs": {}, "actor.length": 512}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +198,9 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("algorithm.use_pf_ppo=true", "out"),
         ("reward.sandbox_fusion.url=http://here", "grpo_dist.rewards.http_reward"),
         ("reward.reward_model.rollout.name=vllm", "http_reward"),
+        (f"{ROLLOUT}.multi_turn.max_assistant_turns=3", "rollout.agent.agent_kwargs"),
+        ("reward.reward_manager.module.path=mine.py", "custom_reward_function.path"),
+        ("reward_model.sandbox_fusion.url=http://here", "grpo_dist.rewards.http_reward"),
         ("skip.rollout.enable=true", "false"),
         ("trainer.v1.trainer_mode=separate_async", "trainer.max_staleness=K"),
         ("trainer.logger=swanlab", "jsonl"),
