@@ -57,10 +57,8 @@ def test_names_that_verls_boards_show() -> None:
     lengths = {"response_length": np.array([4, 0]), "truncated": np.array([True, False])}
     batch.small.update(lengths | {"reward_extra/tool_calls": np.array([3.0, np.nan])})
     metrics = batch_metrics(batch)
-    assert metrics["response_length/min"] == 0
-    assert metrics["response_length_non_aborted/min"] == 4
-    assert metrics["response_length_non_aborted/clip_ratio"] == 1
-    assert metrics["tool_call_counts/mean"] == 3
+    assert (metrics["response_length/min"], metrics["response_length_non_aborted/min"]) == (0, 4)
+    assert (metrics["response_length_non_aborted/clip_ratio"], metrics["tool_call_counts/mean"]) == (1, 3)
     assert metrics["training/num_turns/max"] == 1
     assert not [name for name in batch_metrics(scored([1])) if name.startswith("tool_call_counts")]
 
