@@ -37,13 +37,7 @@ from grpo_dist.config.field_types import (
 )
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema_algorithm import PolicyLossConfig, TeacherEndpointConfig
-from grpo_dist.plugins.names import (
-    AGENT_LOOPS,
-    KL_LOSS_TYPES,
-    ROLLOUT_ENGINES,
-    LossAggMode,
-    WeightTransport,
-)
+from grpo_dist.plugins.names import AGENT_LOOPS, KL_LOSS_TYPES, ROLLOUT_ENGINES, LossAggMode, WeightTransport
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
