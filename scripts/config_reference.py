@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from grpo_dist.config.command import AnyCommand, Key, default_options, documented_keys, first_comment, set_by_groups
-from grpo_dist.config.keys import ELSEWHERE, FOREIGN_KEYS, RENAMED
+from grpo_dist.config.keys import ELSEWHERE, FOREIGN_KEYS, RENAMED, UNSET_BY_NULL, VALUES
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
@@ -35,7 +35,10 @@ the same way. These are the keys that both have.
 """
 _MIGRATION = """## Coming from verl
 
-A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `grpo_dist.main`. What differs:
+A verl script for FSDP and vLLM starts with `verl.trainer.main_ppo` replaced by `grpo_dist.main`, or says which of its
+keys to change ([what was tried](from_verl.md)). A key of verl (of 22 August 2026, 1dda039b9) that is none here is taken
+at its default there (`grpo_dist/config/verl_defaults.yaml`), which changes nothing; at another value it is refused, but
+where a line below says otherwise. What differs:
 
 - Engines have GPUs of their own, and the reference lies beside the actor's ranks, unless `cluster.colocate` says
   otherwise (`all` is verl's way): `cluster.actor_world_size` and `rollout_world_size` split what `trainer.nnodes *
@@ -102,10 +105,16 @@ def _health_rules() -> str:
 def _foreign() -> Iterator[str]:
     yield "### Renamed\n\n| verl | here |\n|---|---|"
     yield "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items()) + "\n"
+    yield "### Values by another name\n\n| key | verl | here |\n|---|---|---|"
+    for key, values in VALUES.items():
+        for theirs, own in values.items():
+            yield f"| `{key}` | `{theirs}` | {f'`{own}`' if own else 'left out beside others'} |"
+    yield f"\n`null` leaves these as they are: {', '.join(f'`{key}`' for key in UNSET_BY_NULL)}.\n"
     yield "### Accepted, without effect\n\nSaid once at the start of a run.\n\n| key | why |\n|---|---|"
     for key, entry in FOREIGN_KEYS.items():
         if not entry.refused:
-            only = f" (other than {' or '.join(entry.only)}: refused)" if entry.only else ""
+            taken = f"the value of `{entry.same_as}`" if entry.same_as else " or ".join(entry.only)
+            only = f" (other than {taken}: refused)" if taken else ""
             yield f"| `{key}` | {_cell(entry.why)}{only} |"
     yield "\n### Refused\n\n| key | instead |\n|---|---|"
     for key, entry in FOREIGN_KEYS.items():

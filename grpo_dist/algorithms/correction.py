@@ -91,6 +91,8 @@ def compute_rollout_correction(
     if rollout_is is not None:
         weights = _importance_weights(old - rollout, mask, rollout_is, rollout_is_threshold)
         metrics |= _weight_metrics(weights, old - rollout, mask, rollout_is)
+        if read_weight_bounds(rollout_is_threshold)[0] is not None:  # weights out of bounds are 0, others never
+            metrics["rollout_corr/rollout_is_oob_ratio"] = float(masked_mean((weights == 0).float(), mask))
         if rollout_is_batch_normalize:
             weights = _normalised(weights, mask, rollout_is)
     return weights, response_mask * kept, metrics

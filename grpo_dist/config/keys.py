@@ -1,6 +1,6 @@
 """The dotted keys of the schema, the closest of them to an unknown key, and keys of others: verl's, and earlier ones.
 
-foreign_keys.yaml says how each key of others is handled; docs/config.md lists it.
+foreign_keys.yaml says how each key of others is handled; docs/config.md lists it. verl_defaults.yaml has all of verl's.
 """
 
 from __future__ import annotations
@@ -137,8 +137,21 @@ def _is_section(kind: Any) -> TypeGuard[type[Section]]:
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
+@cache
+def verl_defaults() -> dict[str, Any]:
+    """Return every key of verl with its default there, also those that are keys here."""
+    return yaml.safe_load(Path(__file__).with_name("verl_defaults.yaml").read_text(encoding="utf-8"))
+
+
+def are_same(value: Any, other: Any) -> bool:
+    """Say if two values read the same on verl's command line."""
+    return value == other or len({as_text(each).lower().replace("none", "null") for each in (value, other)}) == 1
+
+
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text(encoding="utf-8"))
 RENAMED: dict[str, str] = _TABLE["renamed"]
+VALUES: dict[str, dict[str, str | None]] = _TABLE["values"]
+UNSET_BY_NULL: list[str] = _TABLE["unset_by_null"]
 FLAGS: dict[str, str] = _TABLE["flags"]
 
 
@@ -165,11 +178,13 @@ class ForeignKey:
     Attributes:
         why: why the key has no effect; if it is refused, what to use instead.
         only: the values that are accepted and ignored; any other value is an error. (): every value is accepted.
+        same_as: the key here whose value alone is accepted and ignored; "": none.
         refused: whether setting the key is an error.
     """
 
     why: str
     only: Sequence[str] = ()
+    same_as: str = ""
     refused: bool = False
 
 
@@ -183,7 +198,10 @@ FOREIGN_KEYS = {
 
 
 def foreign_key(key: str) -> ForeignKey | None:
-    """The entry for `key`: its own, or that of the innermost section (`section.*`) that contains it."""
+    """The entry for `key`: its own, that of the innermost section (`section.*`) with it, or that of any key of verl."""
     parts = key.split(".")
     sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
-    return next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)
+    entry = next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)
+    if entry is None and key in verl_defaults() and key not in leaf_keys():
+        return ForeignKey(f"only verl's default, {as_text(verl_defaults()[key])}, is; leave it out", refused=True)
+    return entry

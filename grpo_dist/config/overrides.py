@@ -19,16 +19,20 @@ from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.keys import (
     FLAGS,
     RENAMED,
+    UNSET_BY_NULL,
+    VALUES,
     ForeignKey,
+    are_same,
     foreign_key,
     is_free_form,
     leaf_keys,
     nearest_keys,
     section_keys,
     unknown_key,
+    verl_defaults,
     what_to_write,
 )
-from grpo_dist.config.problems import Problem
+from grpo_dist.config.problems import Problem, shown
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import did_you_mean
 from grpo_dist.redact import redact
@@ -42,6 +46,8 @@ class CommandLine:
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)  # in the order of their last mention
+    names: dict[str, str] = field(default_factory=dict)  # by key: the name that it has on the line
+    foreign: dict[str, tuple[ForeignKey, Any, str]] = field(default_factory=dict)  # of verl's keys
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -69,6 +75,8 @@ def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCo
             line.problems.append(_unreadable(_shown(text), error, command.schema))
             continue
         _add(line, override, _shown(text).lstrip("+"), command)
+    for key, foreign in line.foreign.items():
+        _judge_foreign(line, key, *foreign)
     _choose_groups(line, command)
     return line
 
@@ -81,7 +89,7 @@ def _shown(text: str) -> str:
 
 def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) -> None:
     schema: type[JobConfig] = command.schema
-    key = override.key_or_group
+    name = key = override.key_or_group
     if command.takes_verls_keys and key in RENAMED and not override.is_sweep_override():
         line.notes.append(f"{key} is called {RENAMED[key]} in grpo_dist")
         key = RENAMED[key]
@@ -89,7 +97,7 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
     known = not command.takes_verls_keys or key in leaf_keys(schema) or override.is_delete()
     foreign = None if known else foreign_key(key)
     if foreign is not None:
-        _add_foreign(line, foreign, text)
+        line.foreign[key] = foreign, override.value(), text
         return
     options = command.group_options().get(key)
     problem: Problem | None = None
@@ -112,10 +120,39 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
             (key, *nearest_keys(key, schema)),
         )
     else:
-        line.values.pop(key, None)  # keep the order of the last mention: a section may follow one of its keys
-        line.values[key] = override.value()
+        problem = _set(line, name, key, override.value(), command)
     if problem is not None:
         line.problems.append(problem)
+
+
+def _set(line: CommandLine, name: str, key: str, value: Any, command: AnyCommand) -> Problem | None:
+    """Set a key of the config, which the line calls `name`. Two names of it with two values are refused."""
+    before = line.names.get(key, name)
+    if command.takes_verls_keys and value is None and name in UNSET_BY_NULL:
+        line.notes.append(f"no effect here: {name}=null: as without it")
+        if before == name:
+            line.values.pop(key, None)
+        return None
+    if command.takes_verls_keys and key in VALUES:
+        value = _named_here(line, key, value)
+    if before != name and line.values.get(key, value) != value:
+        both = f"{before}={shown(line.values[key])}, {name}={shown(value)}"
+        return Problem(f"{both}: two names of one key, {key}; set one of them", (key,))
+    line.values.pop(key, None)  # keep the order of the last mention: a section may follow one of its keys
+    line.values[key], line.names[key] = value, name
+    return None
+
+
+def _named_here(line: CommandLine, key: str, value: Any) -> Any:
+    """A value of verl by its name here. In a list, what has none is left out beside others."""
+    items = value if isinstance(value, list) else [value]
+    here = [VALUES[key].get(item, item) if isinstance(item, str) else item for item in items]
+    kept = [item for number, item in enumerate(here) if item is not None and item not in here[:number]]
+    if here == items or not kept:
+        return value
+    named = [(item, own or "left out") for item, own in zip(items, here, strict=True) if item != own]
+    line.notes += [f"{key}: {item} is {own} in grpo_dist" for item, own in named]
+    return kept if isinstance(value, list) else kept[0]
 
 
 def _take_option(line: CommandLine, group: str, option: str, options: list[str], command: AnyCommand) -> Problem | None:
@@ -134,16 +171,16 @@ def _take_option(line: CommandLine, group: str, option: str, options: list[str],
     return None
 
 
-def _add_foreign(line: CommandLine, foreign: ForeignKey, text: str) -> None:
-    key, _, value = text.partition("=")
-    written = value.strip("'\"").lower()
-    if foreign.refused:
+def _judge_foreign(line: CommandLine, key: str, foreign: ForeignKey, value: Any, text: str) -> None:
+    default = verl_defaults().get(key, ...)
+    only = (shown(line.values.get(foreign.same_as, default)),) if foreign.same_as else foreign.only
+    taken = (*only, ... if foreign.same_as else default)
+    if not (only or foreign.refused) or any(are_same(value, each) for each in taken):
+        line.notes.append(f"no effect here: {text}: {'as without it' if foreign.refused else foreign.why}")
+    elif foreign.refused:
         line.problems.append(Problem(f"{text}: not supported: {foreign.why}", (key,)))
-    elif foreign.only and written not in (*foreign.only, "none" if "null" in foreign.only else ""):
-        allowed = " or ".join(foreign.only)
-        line.problems.append(Problem(f"{text}: only {allowed} is supported: {foreign.why}", (key,)))
     else:
-        line.notes.append(f"no effect here: {text}: {foreign.why}")
+        line.problems.append(Problem(f"{text}: only {' or '.join(only)} is supported: {foreign.why}", (key,)))
 
 
 def _choose_groups(line: CommandLine, command: AnyCommand) -> None:

@@ -311,12 +311,13 @@ class RunConfig(JobConfig):
 
     @property
     def rollout_is(self) -> Literal["token", "sequence"] | None:
-        """Importance weights against the sampler; auto means where responses may be older than the policy."""
+        """Importance weights, where the loss has no ratio to the sampler; auto: where responses may be old."""
         correction = self.algorithm.rollout_correction
+        if correction.bypass_mode and correction.loss_type == "ppo_clip":
+            return None
         if correction.rollout_is != "auto":
             return correction.rollout_is
-        ratio_corrects = correction.bypass_mode and correction.loss_type == "ppo_clip"
-        return "token" if self.trainer.samples_during_updates and not ratio_corrects else None
+        return "token" if self.trainer.samples_during_updates else None
 
     @property
     def old_log_probs_from(self) -> Literal["actor", "rollout", "update"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from grpo_dist.config.field_types import (
     Count,
@@ -36,13 +36,7 @@ from grpo_dist.config.field_types import (
 )
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema_algorithm import PolicyLossConfig, TeacherEndpointConfig
-from grpo_dist.plugins.names import (
-    AGENT_LOOPS,
-    KL_LOSS_TYPES,
-    ROLLOUT_ENGINES,
-    LossAggMode,
-    WeightTransport,
-)
+from grpo_dist.plugins.names import AGENT_LOOPS, KL_LOSS_TYPES, ROLLOUT_ENGINES, LossAggMode, WeightTransport
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
@@ -61,10 +55,16 @@ class LoraSection(Section):
 
     path: Annotated[Text, Resume.OTHER_MODEL]
     lora_rank: Annotated[NonNegativeInt, Resume.OTHER_FACTORS]
-    lora_alpha: Annotated[PositiveFloat, Resume.OTHER_FACTORS]
+    lora_alpha: Annotated[NonNegativeFloat, Resume.OTHER_FACTORS]
     target_modules: Annotated[tuple[Text, ...], Names, Resume.OTHER_LAYERS]
     exclude_modules: Annotated[Annotated[tuple[Text, ...], Names] | None, Resume.OTHER_LAYERS]
     lora_adapter_path: Annotated[Text | None, Resume.FREE]
+
+    @field_validator("lora_alpha")
+    def _adds_something(cls, alpha: float, others: ValidationInfo) -> float:
+        if alpha == 0 and others.data.get("lora_rank"):
+            raise ValueError(f"must be greater than 0 with lora_rank={others.data['lora_rank']}")
+        return alpha
 
     @property
     def trains_factors(self) -> bool:

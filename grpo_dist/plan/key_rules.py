@@ -318,6 +318,9 @@ def run_notes(config: RunConfig) -> Iterator[str]:
             "of the full one; mismatch/filters shows the difference, algorithm.rollout_correction corrects for it"
         )
     bypass = config.algorithm.rollout_correction.bypass_mode
+    if config.rollout_is is None and config.algorithm.rollout_correction.rollout_is not in ("auto", None):
+        why = "the ratio to the sampler's log-probs corrects already, so the first has no effect"
+        yield f"<{CORRECTION}.rollout_is>, <{CORRECTION}.bypass_mode>: {why}"
     if stale and config.rollout_is is None and not bypass:
         why = f"responses may be {stale} updates old, and nothing corrects for it; set the second to auto"
         yield f"<trainer.max_staleness>, <{CORRECTION}.rollout_is>: {why}"

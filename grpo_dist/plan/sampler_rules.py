@@ -18,10 +18,7 @@ def correction_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong between the keys that correct for the sampler."""
     loss, correction = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.algorithm.rollout_correction
     own_bypass, reinforce = f"<{CORRECTION}.bypass_mode>", correction.loss_type == "reinforce"
-    if correction.bypass_mode and config.rollout_is is not None and not reinforce:
-        why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
-        yield f"{own_bypass}, <{CORRECTION}.rollout_is>: {why}"
-    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+    if correction.bypass_mode and reinforce and correction.rollout_is_batch_normalize:
         why = "these weights change during the update, so there is no mean over the batch; set one of the two"
         yield f"{own_bypass}, <{CORRECTION}.rollout_is_batch_normalize>: {why}"
     if correction.m2_threshold is not None and correction.bypass_mode:

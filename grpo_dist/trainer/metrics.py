@@ -29,14 +29,18 @@ MEMORY_TIMEOUT_S = 30.0
 
 def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
     """Scores, rewards and lengths of a scored batch with advantages; responses without a score are in no score."""
-    scores, uids = batch["score"], batch["uid"]
+    scores, uids, lengths = batch["score"], batch["uid"], batch["response_length"]
     metrics = {
         **_spread(SCORE, scores),
         **_spread(REWARDS, batch["reward"]),
-        **_spread("response_length", batch["response_length"]),
+        **_spread("response_length", lengths),
+        **_spread("response_length_non_aborted", lengths[lengths > 0]),
         **_spread("prompt_length", batch["prompt_length"]),
         **_spread("num_turns", batch["num_turns"]),
+        **_spread("training/num_turns", batch["num_turns"]),
+        **_spread("tool_call_counts", batch.small.get(f"{EXTRA}tool_calls", lengths[:0])),
         "response_length/clip_ratio": float(batch["truncated"].mean()),
+        "response_length_non_aborted/clip_ratio": float(batch["truncated"][lengths > 0].mean()),
         ZERO_VARIANCE: zero_variance_share(scores, uids),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
@@ -130,7 +134,8 @@ class PeakMemory:
         if self._asking is None or self._asking.done():
             asked = [self._ask(group, rank) for group in self._groups for rank in group.present]
             self._asking = asyncio.ensure_future(asyncio.gather(*asked))
-        return dict(self._peaks)
+        of_actor = self._peaks.get(f"perf/{PEAK_MEMORY['gpu']}/actor")
+        return self._peaks | ({} if of_actor is None else {"perf/max_memory_allocated_gb": of_actor})
 
     async def _ask(self, group: WorkerGroup, rank: int) -> None:
         with contextlib.suppress(GrpoDistError):  # a lost process is reported by its other calls

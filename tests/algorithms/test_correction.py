@@ -50,7 +50,9 @@ def test_sequence_weights_are_the_product() -> None:
 
 
 def test_icepop_zeroes_what_is_outside() -> None:
-    weights, mask, _ = correct(rollout_is="token", rollout_is_threshold="0.6_3")
+    weights, mask, metrics = correct(rollout_is="token", rollout_is_threshold="0.6_3")
+    assert metrics["rollout_corr/rollout_is_oob_ratio"] == 0.5
+    assert "rollout_corr/rollout_is_oob_ratio" not in correct(rollout_is="token", rollout_is_threshold=3.0)[2]
     torch.testing.assert_close(weights, torch.tensor([[2.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
     assert mask.tolist() == MASK.tolist(), "the tokens still count"
 

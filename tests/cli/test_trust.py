@@ -136,12 +136,6 @@ def test_an_export_loads_the_models_own_code_only_with_trust(
     assert TRUST not in capsys.readouterr().err
 
 
-<<<<<<< HEAD
-@pytest.mark.deep
-def test_a_replay_runs_no_function_unasked(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    monkeypatch.setattr("grpo_dist.trainer.recorded_step.read_parquet", read.append)
-=======
 @pytest.fixture
 def stepped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """As `folder`, with a recorded step."""
@@ -175,8 +169,8 @@ def test_a_replay_takes_what_was_not_saved_if_it_is_what_the_run_had(stepped: Fo
     assert read_recorded(run_dir, 1, (f"{key}=answer",), trust=True).ran is None
 
 
+@pytest.mark.deep
 def test_a_replay_runs_no_function_unasked(stepped: Folder) -> None:
->>>>>>> w_e
     estimator = "algorithm.adv_estimator=mine.py:estimate"
     run_dir = stepped(estimator)
     with refuses(ConfigError, run_dir / "config.yaml", estimator, f"{REWARD}=reward.py", FLAG):

@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.config import keys
 from grpo_dist.config.keys import FOREIGN_KEYS, RENAMED, foreign_key, is_free_form, leaf_keys, section_keys
 from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT, load_config
+from scripts.verl_defaults import defaults
 from tests.messages import refuses, says
 
 # Keys of 75 GRPO-like example scripts of verl 0.9.1, with how many scripts use each, most used first.
 KEYS = [line.split("\t") for line in (Path(__file__).parents[1] / "golden/verl_grpo_keys.tsv").read_text().splitlines()]
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model"))
 USES = {key: int(count) for key, count, _ in KEYS[1:]}
 
 
@@ -40,6 +43,53 @@ def test_the_37_most_used_keys_have_an_effect() -> None:
 def test_no_key_is_both_ours_and_foreign() -> None:
     assert not set(leaf_keys()) & {*FOREIGN_KEYS, *RENAMED}
     assert all(is_known(key) for key in RENAMED.values())
+
+
+def test_every_default_of_verl_is_taken() -> None:
+    """All of verl's keys that are none here, on one line; and the nulls of those that are, on another."""
+    theirs = {key: value for key, value in keys.verl_defaults().items() if not (is_known(key) or key in RENAMED)}
+    said = [note for note in load_config([*theirs.items()])[1] if note.startswith("no effect here: ")]
+    assert len(said) == len(theirs) > 650
+    nulls = [key for key, value in keys.verl_defaults().items() if value is None and key not in theirs]
+    notes(*(f"{key}=null" for key in nulls))
+
+
+def test_the_defaults_of_verl_are_those_of_its_config(tmp_path: Path) -> None:
+    (file := tmp_path / "verl/trainer/config/ppo_trainer.yaml").parent.mkdir(parents=True)
+    file.write_text("data: {length: 512, kwargs: {}}\nactor: {length: '${data.length}'}\n")
+    assert dict(defaults(tmp_path)) == {"data.length": 512, "data.kwargs": {}, "actor.length": 512}
+
+
+def test_names_and_values_of_verl_take_effect() -> None:
+    given = (
+        f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.warmup_style=null {ACTOR}.optim.clip_grad=0.5 "
+        "algorithm.adv_estimator=rloo_vectorized trainer.logger=[console,file,swanlab,jsonl] reward_model.enable=null "
+        f"custom_reward_function.name=mine custom_reward_function.name=null {ACTOR}.policy_loss.tau_pos=0.5 "
+        f"reward.reward_model.model_path=org/judge {MODEL}.lora_alpha=0"
+    )
+    config, _ = load_config([*given.split(), "trainer.dry_run=config"])
+    actor = config.actor_rollout_ref.actor
+    assert (actor.optim.lr_scheduler_type, actor.grad_clip, actor.tau_pos) == ("cosine", 0.5, 0.5)
+    assert (config.algorithm.adv_estimator, config.trainer.logger) == ("rloo", ("console", "jsonl"))
+    assert (config.custom_reward_function.name, config.reward_model.model.path) == ("compute_score", "org/judge")
+    says(refused(f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=0"), f"{MODEL}.lora_alpha=0", "lora_rank=8")
+
+
+def test_the_last_mention_counts_and_two_names_say_the_same() -> None:
+    """Of one name the last, as in verl; of two, verl has its own order, so other values are refused."""
+    notes(f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.tau_pos=2", f"{ACTOR}.tau_pos=1")
+    says(refused(f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.strategy=megatron"), f"{ACTOR}.strategy=megatron", "fsdp2")
+    pair = [f"{ACTOR}.grad_clip=1", f"{ACTOR}.optim.clip_grad=0.5"]
+    assert all(says(refused(*line), *pair) is None for line in (pair, pair[::-1]))
+
+
+def test_a_key_that_verl_copies_must_be_the_same() -> None:
+    """Without data.max_prompt_length both are verl's 512."""
+    copy, key = f"{ROLLOUT}.prompt_length", "data.max_prompt_length"
+    assert f"no effect here: {copy}=512: {key} is what to set" in notes(f"{copy}=512")
+    assert f"no effect here: {copy}=32: {key} is what to set" in notes(f"{copy}=32", f"{key}=32")
+    says(refused(f"{copy}=2048"), f"{copy}=2048", key, "512")
+    says(refused(f"{key}=32", f"{copy}=512"), f"{copy}=512", key, "32")
 
 
 def test_a_renamed_key_takes_effect() -> None:
@@ -73,6 +123,8 @@ def test_verls_steps_to_profile_are_ours() -> None:
         "trainer.save_on_sigterm=true",
         "actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim",
         "critic.optim.optimizer_impl=torch.optim",
+        "ray_kwargs.ray_init.runtime_env.py_executable='uv -v run --frozen'",
+        "actor_rollout_ref.actor.fsdp_config.offload_policy=True",
     ],
 )
 def test_keys_without_a_meaning_are_said_once(override: str) -> None:
@@ -89,7 +141,17 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("actor_rollout_ref.rollout.name=sglang", "vllm"),
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "object_store, broadcast, ipc"),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "engine_kwargs.vllm"),
-        ("data.image_key=images", "text"),
+        ("data.image_key=pictures", "text"),
+        ("actor_rollout_ref.ref.fsdp_config.model_dtype=fp16", "fp32 or float32 or bf16 or bfloat16"),
+        (f"{MODEL}.lora.rank=8", f"{MODEL}.lora_rank"),
+        (f"{ROLLOUT}.do_sample=false", "val_kwargs.do_sample"),
+        (f"{ROLLOUT}.n_gpus_per_node=4", "cluster.rollout_world_size"),
+        (f"{ROLLOUT}.logprobs_mode=raw_logprobs", "processed_logprobs"),
+        (f"{ROLLOUT}.multi_turn.max_assistant_turns=3", "rollout.agent.agent_kwargs"),
+        ("reward.reward_manager.module.path=mine.py", "custom_reward_function.path"),
+        ("trainer.v1.trainer_mode=separate_async", "trainer.max_staleness=K"),
+        ("trainer.logger=swanlab", "jsonl"),
+        ("ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "export"),
         ("reward_model.ulysses_sequence_parallel_size=4", "1"),
         ("reward_model.rollout.name=vllm", "http_reward"),
         ("critic.strategy=megatron", "fsdp or fsdp2"),
@@ -114,7 +176,6 @@ def test_what_is_not_here_is_refused_by_name(override: str, advice: str) -> None
     says(message, override, advice)
 
 
-ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model"))
 LOGGER = "trainer.logger=[console,wandb]"
 # What people write who come from TRL, OpenRLHF or elsewhere -> what the message tells them to write.
 TYPED = {

@@ -10,6 +10,7 @@ from tests.messages import says
 from tests.plan.test_rules import ACTOR, ROLLOUT
 
 CORRECTION = "algorithm.rollout_correction"
+REINFORCE = f"{CORRECTION}.loss_type=reinforce"
 M2 = f"{CORRECTION}.m2_threshold=0.04"
 
 
@@ -17,21 +18,17 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
     ("overrides", "parts"),
     [
         (
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
-        ),
-        (
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            [REINFORCE, f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
             [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
         ),
         (
-            [f"{CORRECTION}.loss_type=reinforce"],
+            [REINFORCE],
             [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.bypass_mode=false"],
         ),
         (
             [
                 f"{CORRECTION}.bypass_mode=true",
-                f"{CORRECTION}.loss_type=reinforce",
+                REINFORCE,
                 f"{ACTOR}.policy_loss.loss_mode=gspo",
                 f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
             ],
@@ -113,6 +110,14 @@ def test_a_geometric_mean_has_one_advantage_for_a_response() -> None:
 )
 def test_the_second_moment_is_of_tokens_and_of_the_whole_batch(other: str) -> None:
     says(refused(M2, other), M2, other, "null")
+
+
+def test_bypass_mode_leaves_weights_to_the_ratio() -> None:
+    """As verl, whose scripts set rollout_is beside it; with reinforce the weights are the loss's."""
+    ours = [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"]
+    config, said = load_config([*ours, f"{CORRECTION}.rollout_is_batch_normalize=true"])
+    says(said, *ours)
+    assert (config.rollout_is, load_config([*ours, REINFORCE])[0].rollout_is) == (None, "token")
 
 
 def test_the_other_masks_stand_beside_bypass_mode() -> None:

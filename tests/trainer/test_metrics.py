@@ -53,6 +53,17 @@ def scored(scores: list[float]) -> DataProtoRef:
     return DataProtoRef(small=small | {"uid": np.array(["a"] * rows), "score": values, "reward": values}, num_rows=rows)
 
 
+def test_names_that_verls_boards_show() -> None:
+    batch = scored([1, 2])
+    lengths = {"response_length": np.array([4, 0]), "truncated": np.array([True, False])}
+    batch.small.update(lengths | {"reward_extra/tool_calls": np.array([3.0, np.nan])})
+    metrics = batch_metrics(batch)
+    assert (metrics["response_length/min"], metrics["response_length_non_aborted/min"]) == (0, 4)
+    assert (metrics["response_length_non_aborted/clip_ratio"], metrics["tool_call_counts/mean"]) == (1, 3)
+    assert metrics["training/num_turns/max"] == 1
+    assert not [name for name in batch_metrics(scored([1])) if name.startswith("tool_call_counts")]
+
+
 def test_the_share_of_tokens_without_recorded_experts() -> None:
     """3 of two rows of 2 tokens each; nothing where nothing is recorded."""
     batch = scored([1, 2])
@@ -148,7 +159,8 @@ def test_peak_memory_is_that_of_the_largest_process_and_nobody_waits_for_it() ->
     assert len(group.calls) == 3
     assert run(latest(1)) == {"perf/max_memory_resident_gb/actor": 2.0}
     assert len(group.calls) == 3, "two have not answered"
-    assert run(latest(0, 2)) == {"perf/max_memory_resident_gb/actor": 2.0, "perf/max_memory_gpu_gb/actor": 3.0}
+    of_gpu = {"perf/max_memory_gpu_gb/actor": 3.0, "perf/max_memory_allocated_gb": 3.0}
+    assert run(latest(0, 2)) == {"perf/max_memory_resident_gb/actor": 2.0} | of_gpu
     run(latest())
     assert len(group.calls) == 6, "they are asked again once all have answered"
 
@@ -176,6 +188,7 @@ def test_the_page_explains_every_metric_of_the_code() -> None:
         "staleness/spanning",
     } <= names
     families = {f"critic/{name}" for name in ("score", "rewards", "advantages", "returns", "values")}
+    families.add("training/num_turns")
     expected = (names - families) | {f"{name}/mean" for name in families}
     assert undocumented(expected, PAGE.read_text()) == []
 
