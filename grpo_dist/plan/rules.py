@@ -172,10 +172,16 @@ def drafts_can_be_checked(config: RunConfig) -> Iterator[str]:
         yield f"<rollout.draft_tokens>, {given}: these are two kinds of drafts; leave one out"
 
 
+def inexact_arguments(config: RunConfig) -> list[str]:
+    """Return which of vLLM's arguments make the engines sample from another distribution than the trainer's."""
+    given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    return [name for name, plain in _ENGINE_ARGUMENTS["inexact"].items() if given.get(name) not in (None, plain)]
+
+
 def engine_notes(config: RunConfig) -> Iterator[Problem]:
     """Notes on arguments that change what is sampled."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    for name in (name for name, plain in _ENGINE_ARGUMENTS["inexact"].items() if given.get(name) not in (None, plain)):
+    for name in inexact_arguments(config):
         why = (
             "responses are sampled from another distribution than the one that the trainer's log-probs are of; "
             "training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction corrects for it"

@@ -59,6 +59,7 @@ class HealthMonitor:
     Attributes:
         grad_norms: gradient norms of the last `window` steps and the current one.
         first_entropies: entropies of the first `START_STEPS` steps, nats.
+        texts: parts of messages, by name, that no number of the steps gives.
         lowest: lowest score of a response so far.
         highest: highest score of a response so far.
     """
@@ -67,6 +68,7 @@ class HealthMonitor:
         self.config = config
         self.grad_norms: deque[float] = deque(maxlen=config.grad_norm.window + 1)
         self.first_entropies: list[float] = []
+        self.texts = {"agreement": "", "command": "grpo-dist agreement"}
         self.lowest, self.highest = math.inf, -math.inf
         self._in_a_row: Counter[str] = Counter()
         self._last_warned: dict[str, int] = {}
@@ -105,7 +107,7 @@ class HealthMonitor:
         lines = [
             f"health/{name} at step {step}{since}: {rule.seen.format_map(numbers)}",
             f"likely: {cause}",
-            f"try: {advice}",
+            f"try: {advice.format_map(numbers)}",
             f"(trainer.health.{name})",
         ]
         return "\n  ".join(lines)
@@ -131,7 +133,7 @@ class HealthMonitor:
         start = fmean(self.first_entropies) if self.first_entropies else 0.0
         names = [f"{name}={value:g}" for name, value in metrics.items() if not math.isfinite(value)]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return {
+        return self.texts | {
             "score": score,
             "progress": (score - low) / (high - low) if high > low else 0.0,
             "solved": self.config.solved,

@@ -16,6 +16,7 @@ coroutine on the driver's event loop (stage.py), where sampling goes on in the b
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.controllers import Controllers
+from grpo_dist.trainer.first_agreement import first_agreement
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
@@ -72,6 +74,7 @@ class GRPOTrainer(TrainingLoop):
     validating: bool = False
     _requests: list[GroupRequest] = field(default_factory=list)
     _told_restarts: int = 0
+    _compares: bool = field(init=False)  # engines and trainer, before the first update
     _parts: list[DataProtoRef] = field(default_factory=list)  # of the step's batch so far, before their targets
     _updates: dict[str, Metric] = field(default_factory=dict)  # of the parts so far
 
@@ -99,6 +102,7 @@ class GRPOTrainer(TrainingLoop):
             self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
         self.validation = Validation(config, self.data.validation, self.val_sampling, self.pump, self.place)
         self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
+        self._compares = trainer.health.agreement.action != "off"
         self.profiler = StepProfiler(trainer, roles.workers, self.progress.message)
 
     def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
@@ -129,6 +133,9 @@ class GRPOTrainer(TrainingLoop):
                     self.preemption.held = True  # a signal waits from here on, until the run can be saved again
                     batch = self.late_log_probs(batch)  # + old_log_probs, values, ref_log_probs (N, R_i), if not there
                     batch = self.compute_targets(batch)  # + advantages (N, R_i)
+                    if self._compares:
+                        self.compare_engines(batch)  # of the first batch
+                        self._compares = False
                     if self.roles.critic is not None:
                         self.update_critic(batch)  # ppo_epochs x mini-batches on the critic
                     if not self.only_critic_learns:
@@ -229,6 +236,20 @@ class GRPOTrainer(TrainingLoop):
     def is_sampling(self) -> bool:
         """Tell if parts of the step's batch are still to come, once the targets of others are there."""
         return len(self._parts) < self.config.parts_per_step
+
+    @stage("agreement", needs=("rollout_log_probs",))
+    async def compare_engines(self, batch: DataProtoRef) -> None:
+        """Check that the engines' log-probs are the trainer's (`trainer.health.agreement`)."""
+        await self.roles.rollout.begin_update(goes_on=self.is_sampling)  # leaves the memory to the passes
+        measured, text = await first_agreement(self.config, self.roles, batch, self.weight_version)
+        self.progress.message(text.partition("\n")[0])
+        model = self.config.actor_rollout_ref.model.path if self.saver.last is None else str(self.run_dir)
+        self.health.texts = {"agreement": text, "command": f"grpo-dist agreement {shlex.quote(model)}"}
+        health = self.health.judge(measured, self.step + 1)
+        self.metrics |= measured
+        if health.faults:
+            self.trackers.log(self.metrics | health.metrics, self.step + 1)
+        health.tell(self.progress.message, self.saver.last)
 
     @stage("update_critic", needs=("responses", "values", "returns"))
     async def update_critic(self, batch: DataProtoRef) -> None:
