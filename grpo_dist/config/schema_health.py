@@ -128,8 +128,7 @@ RULES = {
         {"action": (Action, "stop"), "steps": (Literal[1], 1), "threshold": (PositiveFloat, 1.0)},
         "{agreement}",
         "the engine has other weights than the trainer, or one of both computes this architecture wrongly",
-        "{command} names the first operation that differs; where the difference is meant, raise threshold or set "
-        "action=warn",
+        "{command} names the first operation that differs; if that is meant to be, raise threshold or set action=warn",
     ),
     "reward_failures": HealthRule(
         ("reward/failure_rate",),

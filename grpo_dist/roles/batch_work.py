@@ -139,13 +139,16 @@ class BatchWork(Process):
         mask = (data["response_mask"].values > 0) & (data["weight_versions"].values >= version)
         if not mask.any():
             return 0, 0.0, 0.0, ""
-        tokens, sampler, trainer = (data[n].values for n in ("responses", "rollout_log_probs", "old_log_probs"))
+        sampler, trainer, offsets = (
+            data["rollout_log_probs"].values,
+            data["old_log_probs"].values,
+            data["responses"].offsets,
+        )
         mean, largest, worst = apart(sampler, trainer, mask)
-        row = int((data["responses"].offsets <= worst).sum()) - 1
-        text = self.tokenizer.decode([int(tokens[worst])])
-        place = f"token {worst - int(data['responses'].offsets[row])} of a response to prompt {data['uid'][row]}"
+        row, token = int((offsets <= worst).sum()) - 1, int(data["responses"].values[worst])
+        place = f"token {worst - int(offsets[row])} of a response to prompt {data['uid'][row]}"
         both = f"log-prob {sampler[worst]:.6g} in the engine, {trainer[worst]:.6g} in the trainer"
-        return int(mask.sum()), mean, largest, f"{text!r} (id {int(tokens[worst])}), {place}: {both}"
+        return int(mask.sum()), mean, largest, f"{self.tokenizer.decode([token])!r} (id {token}), {place}: {both}"
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.

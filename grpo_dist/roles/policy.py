@@ -336,12 +336,8 @@ class ActorWorker(TrainedWorker):
         """Compute log-probs by passes in another type, as a sampler of that type has them: `rollout_log_probs`."""
         from grpo_dist.engines.train.watching import log_probs_in
 
-        wanted = getattr(torch, dtype)
-        return self._columns(
-            rows,
-            ("rollout_log_probs",),
-            lambda data, names, **sizes: {names[0]: log_probs_in(self.engine, data, wanted)},
-        )
+        compute = functools.partial(log_probs_in, self.engine, dtype=getattr(torch, dtype))
+        return self._columns(rows, ("rollout_log_probs",), lambda data, names, **_: {names[0]: compute(data)})
 
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
         """Take the reference's present output layer for the exact KL."""

@@ -36,8 +36,7 @@ from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.first_agreement import first_agreement
-from grpo_dist.trainer.health import HealthMonitor
+from grpo_dist.trainer.health import HealthMonitor, first_agreement
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
 from grpo_dist.trainer.metrics import (

@@ -157,7 +157,7 @@ def test_engines_that_differ_by_rounding_are_left_to_go_on(tmp_path: Path, group
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode=true"),
+        (["algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode"),
         ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.min_p=0.1"], f"{ROLLOUT}.top_p, {ROLLOUT}.min_p"),
         ([f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8"], f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype"),
         ([f"+{ROLLOUT}.engine_kwargs.vllm.quantization_config={{a: b}}"], "quantization_config"),
