@@ -210,8 +210,9 @@ async def first_agreement(
     most, most_of_one = most_apart(rounding)
     measured = {"mean": mean, "max": largest, "of_limit": max(mean / most, largest / most_of_one)}
     left_out = "; those of older weights are left out" if (batch["weight_version"] < version).any() else ""
+    limit = "" if math.isinf(most_of_one) else f" (limit {most_of_one:g})"
     text = (
         f"before the first update log-probs of engine and trainer differ by {mean:.2g} nats (limit {most:.2g}) on "
-        f"average, and by up to {largest:.2g} (limit {most_of_one:g}), in {tokens:,} tokens{left_out}"
+        f"average, and by up to {largest:.2g}{limit}, in {tokens:,} tokens{left_out}"
     )
     return {f"training/agreement/{name}": value for name, value in measured.items()}, f"{text}\n  worst: {worst}"
