@@ -134,7 +134,7 @@ def test_engines_with_other_log_probs_end_the_run_before_its_first_update(
         "grpo-dist agreement",
         "builtin:tiny-qwen3",
     )
-    with refuses(HealthError, *told, "step1-prompt"):
+    with refuses(HealthError, *told, "id 5", "token 0"):
         trainer.fit()
     assert not any(groups["actor"].call_all("test", "seen"))
     names = ("mean", "max", "of_limit")
