@@ -203,10 +203,7 @@ async def first_agreement(
     except GrpoDistError as error:
         if isinstance(error, WorkerLost):
             raise
-        return (
-            {},
-            f"{NOT_COMPARED}: the trainer has no passes in {dtype}, to see what rounding does: {in_a_line(error)}",
-        )
+        return {}, f"{NOT_COMPARED}: passes in {dtype}, which show what rounding does, fail: {in_a_line(error)}"
     most, most_of_one = most_apart(rounding)
     measured = {"mean": mean, "max": largest, "of_limit": max(mean / most, largest / most_of_one)}
     left_out = "; those of older weights are left out" if (batch["weight_version"] < version).any() else ""
