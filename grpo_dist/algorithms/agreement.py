@@ -23,6 +23,8 @@ LOG_PROBS = "log_probs"
 # Of models that agree, mean d / mean r is up to 1 in float32, at any depth: kernels round within an operation too. In
 # shorter types they do that in float32, and it is up to 0.3, or 0.5 where routers choose other experts.
 SLACK = {torch.float32: 4.0, torch.bfloat16: 1.5, torch.float16: 1.5}
+# Most that log-probs of a batch may be apart in float32, in nats: on average, and those of any token.
+MOST, LARGEST = 1e-4, 5e-3
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,19 @@ def distances(name: str, output: Tensor, trainer: Tensor) -> Tensor:
 def operation(name: str, differences: Tensor, wobbles: Tensor, dtype: torch.dtype) -> Operation:
     """Return an operation from the `distances` of all tokens, of the sampler's outputs and of the wobbled ones."""
     return Operation(name, float(differences.max()), float(differences.mean()), SLACK[dtype] * float(wobbles.mean()))
+
+
+def apart(sampler: Tensor, trainer: Tensor, mask: Tensor) -> tuple[float, float, int]:
+    """Return how far log-probs (T,) are apart on the tokens of a mask: on average, at most, and where that is."""
+    differences = (sampler.double() - trainer.double()).abs().nan_to_num(nan=torch.inf)
+    return float(differences[mask].mean()), float(differences[mask].max()), int(differences.where(mask, -1.0).argmax())
+
+
+def most_apart(rounding: float | None) -> tuple[float, float]:
+    """Return the most that they may be: in float32 (None), else by what rounding makes of the trainer's, on average."""
+    if rounding is None:
+        return MOST, LARGEST
+    return max(3 * rounding, LARGEST), torch.inf  # tokens may be all but certain; one alone may be far off
 
 
 def first_difference(operations: Sequence[Operation]) -> Operation | None:

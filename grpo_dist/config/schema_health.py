@@ -16,6 +16,7 @@ from pydantic import Field, create_model
 from grpo_dist.config.field_types import Count, Float, NonNegativeFloat, PositiveFloat, PositiveShare, Section, Share
 
 Numbers = Mapping[str, Any]
+Action = Literal["warn", "stop", "off"]
 SCORE = "critic/score/mean"
 
 
@@ -121,6 +122,14 @@ RULES = {
         "engine holds other weights than the policy, or responses are old (trainer.max_staleness)",
         "remove the cause; algorithm.rollout_correction.rollout_is=token corrects for the rest",
     ),
+    # On the first batch alone, before the update. `of_limit` is 1 at what rounding explains.
+    "agreement": HealthRule(
+        ("training/agreement/of_limit",),
+        {"action": (Action, "stop"), "steps": (Literal[1], 1), "threshold": (PositiveFloat, 1.0)},
+        "{agreement}",
+        "the engine has other weights than the trainer, or one of both computes this architecture wrongly",
+        "{command} names the first operation that differs; if that is meant to be, raise threshold or set action=warn",
+    ),
     "reward_failures": HealthRule(
         ("reward/failure_rate",),
         {"threshold": (Share, 0.005)},
@@ -153,7 +162,7 @@ RULES = {
 class HealthRuleConfig(Section):
     """Settings of every rule."""
 
-    action: Literal["warn", "stop", "off"] = "warn"
+    action: Action = "warn"
     steps: Count = 1
 
 

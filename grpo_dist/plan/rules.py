@@ -163,15 +163,29 @@ def experts_are_recorded(config: RunConfig) -> Iterator[str]:
             yield f"<actor.router_replay.mode>, {_VLLM}.{name}={shown(given[name])}: {why}"
 
 
+def inexact_arguments(config: RunConfig) -> dict[str, Any]:
+    """Return those of vLLM's arguments that make engines sample from another distribution, by key."""
+    given, plain = config.actor_rollout_ref.rollout.engine_kwargs.vllm, _ENGINE_ARGUMENTS["inexact"]
+    return {f"{_VLLM}.{name}": given[name] for name in plain if given.get(name) not in (None, plain[name])}
+
+
+def other_type(config: RunConfig) -> str | None:
+    """Return the type in which passes of the trainer show what rounding does: float32, or that of the engines if it
+    alone is shorter; None: neither is.
+    """
+    trainer, engines, default = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.default_dtype
+    shorter = engines.resolved_dtype(default) if trainer.fsdp_config.resolved_dtype(default) == "fp32" else ""
+    return None if shorter == "float32" else shorter or "float32"
+
+
 def engine_notes(config: RunConfig) -> Iterator[Problem]:
     """Notes on arguments that change what is sampled."""
-    given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    for name in (name for name, plain in _ENGINE_ARGUMENTS["inexact"].items() if given.get(name) not in (None, plain)):
+    for key, value in inexact_arguments(config).items():
         why = (
             "responses are sampled from another distribution than the one that the trainer's log-probs are of; "
             "training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction corrects for it"
         )
-        yield Problem(f"{_VLLM}.{name}={shown(given[name])}: {why}", (f"{_VLLM}.{name}",))
+        yield Problem(f"{key}={shown(value)}: {why}", (key,))
     if drafted := drafts(config):
         why = "drafted tokens are of the same distribution, but not those that the same seeds give without"
         yield Problem(f"{drafted}: {why}", (drafted.partition("=")[0],))

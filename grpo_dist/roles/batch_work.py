@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.agreement import apart
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.mismatch import mismatch_by_cause
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLE_COLUMNS = ("uid", "prompts", "responses", "response_mask", "score", "failure", "said")
+COMPARED_COLUMNS = ("uid", "responses", "response_mask", "weight_versions", "rollout_log_probs", "old_log_probs")
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 # Why sampler and trainer may differ: see `trainer.metrics.mismatch_causes`.
 Causes = tuple[np.ndarray | None, np.ndarray | None, bool]
@@ -129,6 +131,28 @@ class BatchWork(Process):
             lacks = None if lacks_routes is None else torch.as_tensor(lacks_routes)
             metrics |= mismatch_by_cause(**columns, is_stale=stale, lacks_routes=lacks, filtered=filtered)
         return metrics
+
+    def compare_log_probs(self, batch: DataProtoRef, version: int) -> tuple[int, float, float, str]:
+        """Compare the sampler's log-probs with the old ones.
+
+        Returns:
+            (number of tokens that train and were sampled by weights of this version, or newer ones; how far they are
+            apart on average and at most, nats; the token where that is, in words).
+        """
+        data = batch.fetch(COMPARED_COLUMNS)
+        mask = (data["response_mask"].values > 0) & (data["weight_versions"].values >= version)
+        if not mask.any():
+            return 0, 0.0, 0.0, ""
+        sampler, trainer, offsets = (
+            data["rollout_log_probs"].values,
+            data["old_log_probs"].values,
+            data["responses"].offsets,
+        )
+        mean, largest, worst = apart(sampler, trainer, mask)
+        row, token = int((offsets <= worst).sum()) - 1, int(data["responses"].values[worst])
+        place = f"token {worst - int(offsets[row])} of a response to prompt {data['uid'][row]}"
+        both = f"log-prob {sampler[worst]:.6g} in the engine, {trainer[worst]:.6g} in the trainer"
+        return int(mask.sum()), mean, largest, f"{self.tokenizer.decode([token])!r} (id {token}), {place}: {both}"
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.

@@ -62,7 +62,7 @@ class Gang:
         raise error
 
     async def compute_log_probs(
-        self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs"
+        self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs", *arguments: Any
     ) -> DataProtoRef:
         """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
         shown = {TEACHER_PROMPTS}.intersection(batch.columns if stage == "ref_log_prob" else ())
@@ -71,7 +71,7 @@ class Gang:
 
         def send() -> list[Call]:
             by_rank = enumerate(self._to_ranks(parts))
-            return [self.workers.submit_for_data(rank, stage, method, part) for rank, part in by_rank]
+            return [self.workers.submit_for_data(rank, stage, method, part, *arguments) for rank, part in by_rank]
 
         async with self._free:
             calls, labels = await self._ask(send)

@@ -332,6 +332,14 @@ class ActorWorker(TrainedWorker):
         """Compute `settings.reference_columns` with LoRA: by the model without its factors."""
         return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
 
+    @on_device(reads=True)
+    def compute_in_type(self, rows: DataProtoRef, dtype: str) -> tuple[Label, DataProto]:
+        """Compute log-probs by passes in another type, as a sampler of that type has them: `rollout_log_probs`."""
+        from grpo_dist.engines.train.watching import log_probs_in
+
+        compute = functools.partial(log_probs_in, self.engine, dtype=getattr(torch, dtype))
+        return self._columns(rows, ("rollout_log_probs",), lambda data, names, **_: {names[0]: compute(data)})
+
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
         """Take the reference's present output layer for the exact KL."""
         self.engine.reference_head = ray.get(head[0]).to(self.settings.device)

@@ -21,7 +21,7 @@ from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.rewards.output_lines import PrintedLines
-from grpo_dist.roles.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS, Causes
+from grpo_dist.roles.batch_work import COMPARED_COLUMNS, SAMPLE_COLUMNS, TARGET_COLUMNS, Causes
 from grpo_dist.roles.reward import EPISODE_TOKENS, Task
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -148,6 +148,11 @@ class RewardPool(Pool):
         """
         inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs", "weight_versions"))
         return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", inputs, correction, causes)
+
+    async def compare_log_probs(self, batch: DataProtoRef, version: int) -> tuple[int, float, float, str]:
+        """See `BatchWork.compare_log_probs`."""
+        inputs = batch.select(COMPARED_COLUMNS)
+        return await self._ask_any("rollout_diagnostics", "compare_log_probs", inputs, version)
 
     async def read_samples(
         self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]

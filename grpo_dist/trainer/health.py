@@ -3,7 +3,8 @@
     rule broken for `steps` steps in a row -> metric health/RULE = 1, and a message (warn) or HealthError (stop)
 
 The rules are a table in config/schema_health.py; here are the numbers that they ask for. A step without a rule's metric
-resets its count of steps in a row. A resumed run starts with empty windows.
+resets its count of steps in a row. A resumed run starts with empty windows. What the rule `agreement` asks for is
+measured before the first update.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
+from grpo_dist.algorithms.agreement import most_apart
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import RULES, SCORE, HealthConfig
-from grpo_dist.errors import HealthError
+from grpo_dist.errors import GrpoDistError, HealthError, WorkerLost, in_a_line
+from grpo_dist.plan.rules import inexact_arguments, other_type
+from grpo_dist.roles.roles import Roles
+from grpo_dist.runtime.batch_ref import DataProtoRef
 
 START_STEPS = 5  # the entropy of one batch is a noisy start value
 MOST_NAMED = 5
+ROUNDED = 16  # responses from all over the first batch that the trainer computes in another type too
+NOT_COMPARED = "engine and trainer are not compared before the first update"
 
 Metrics = Mapping[str, float]
 
@@ -59,6 +69,7 @@ class HealthMonitor:
     Attributes:
         grad_norms: gradient norms of the last `window` steps and the current one.
         first_entropies: entropies of the first `START_STEPS` steps, nats.
+        texts: parts of messages, by name, that no number of the steps gives.
         lowest: lowest score of a response so far.
         highest: highest score of a response so far.
     """
@@ -67,6 +78,7 @@ class HealthMonitor:
         self.config = config
         self.grad_norms: deque[float] = deque(maxlen=config.grad_norm.window + 1)
         self.first_entropies: list[float] = []
+        self.texts = {"agreement": "", "command": "grpo-dist agreement"}
         self.lowest, self.highest = math.inf, -math.inf
         self._in_a_row: Counter[str] = Counter()
         self._last_warned: dict[str, int] = {}
@@ -105,7 +117,7 @@ class HealthMonitor:
         lines = [
             f"health/{name} at step {step}{since}: {rule.seen.format_map(numbers)}",
             f"likely: {cause}",
-            f"try: {advice}",
+            f"try: {advice.format_map(numbers)}",
             f"(trainer.health.{name})",
         ]
         return "\n  ".join(lines)
@@ -131,7 +143,7 @@ class HealthMonitor:
         start = fmean(self.first_entropies) if self.first_entropies else 0.0
         names = [f"{name}={value:g}" for name, value in metrics.items() if not math.isfinite(value)]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        return {
+        return self.texts | {
             "score": score,
             "progress": (score - low) / (high - low) if high > low else 0.0,
             "solved": self.config.solved,
@@ -159,3 +171,45 @@ class HealthMonitor:
 
 def _first(metrics: Metrics, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in metrics), None)
+
+
+async def first_agreement(
+    config: RunConfig, roles: Roles, batch: DataProtoRef, version: int
+) -> tuple[dict[str, float], str]:
+    """Compare the log-probs of engines and trainer on the first batch.
+
+    Args:
+        version: of the trainer's weights; tokens of older ones do not count.
+
+    Returns:
+        (metrics; what they say, and in a second line the worst token). Without metrics: why nothing is judged.
+    """
+    reasons = [*(f"actor_rollout_ref.rollout.{name}" for name in config.filters), *inexact_arguments(config)]
+    if config.algorithm.rollout_correction.bypass_mode:
+        reasons = ["algorithm.rollout_correction.bypass_mode"]
+    if reasons:
+        return {}, f"{NOT_COMPARED}: {', '.join(reasons)}"
+    if "old_log_probs" not in batch.columns:
+        batch = batch.union(await roles.actor.compute_log_probs("old_log_prob", batch))
+    tokens, mean, largest, worst = await roles.reward.compare_log_probs(batch, version)
+    if not tokens:
+        return {}, f"{NOT_COMPARED}: no token that trains was sampled by the present weights"
+    rounding = None
+    try:
+        if dtype := other_type(config):
+            rows = batch.reorder(np.linspace(0, len(batch) - 1, ROUNDED))
+            rounded = await roles.actor.compute_log_probs("old_log_prob", rows, "compute_in_type", dtype)
+            _, rounding, _, _ = await roles.reward.compare_log_probs(rows.replace(rounded), 0)
+    except GrpoDistError as error:
+        if isinstance(error, WorkerLost):
+            raise
+        return {}, f"{NOT_COMPARED}: passes in {dtype}, which show what rounding does, fail: {in_a_line(error)}"
+    most, most_of_one = most_apart(rounding)
+    measured = {"mean": mean, "max": largest, "of_limit": max(mean / most, largest / most_of_one)}
+    left_out = "; those of older weights are left out" if (batch["weight_version"] < version).any() else ""
+    limit = "" if math.isinf(most_of_one) else f" (limit {most_of_one:g})"
+    text = (
+        f"before the first update log-probs of engine and trainer differ by {mean:.2g} nats (limit {most:.2g}) on "
+        f"average, and by up to {largest:.2g}{limit}, in {tokens:,} tokens{left_out}"
+    )
+    return {f"training/agreement/{name}": value for name, value in measured.items()}, f"{text}\n  worst: {worst}"

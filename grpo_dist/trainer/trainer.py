@@ -15,6 +15,7 @@ coroutine on the driver's event loop (stage.py), where sampling goes on in the b
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.health import HealthMonitor
+from grpo_dist.trainer.health import HealthMonitor, first_agreement
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
 from grpo_dist.trainer.metrics import (
@@ -71,6 +72,7 @@ class GRPOTrainer(TrainingLoop):
     validating: bool = False
     _requests: list[GroupRequest] = field(default_factory=list)
     _told_restarts: int = 0
+    _compares: bool = field(init=False)  # engines and trainer, before the first update
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +98,7 @@ class GRPOTrainer(TrainingLoop):
             self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
         self.validation = Validation(config, self.data.validation, self.val_sampling, self.pump, self.place)
         self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
+        self._compares = trainer.health.agreement.action != "off"
         self.profiler = StepProfiler(trainer, roles.workers, self.progress.message)
 
     def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
@@ -129,6 +132,9 @@ class GRPOTrainer(TrainingLoop):
                 self.preemption.held = True  # a signal waits from here on, until the run can be saved again
                 batch = self.late_log_probs(batch)  # + old_log_probs, values, ref_log_probs (N, R_i), if not there
                 batch = self.compute_targets(batch)  # + advantages (N, R_i)
+                if self._compares:
+                    self.compare_engines(batch)  # of the first batch
+                    self._compares = False
                 if self.roles.critic is not None:
                     self.update_critic(batch)  # ppo_epochs x mini-batches on the critic
                 if not self.only_critic_learns:
@@ -205,6 +211,20 @@ class GRPOTrainer(TrainingLoop):
         targets, metrics = await self.roles.reward.compute_targets(batch, settings, kl_coef, seed)
         self.metrics |= metrics | self.controllers.after_targets(metrics, len(batch))
         return batch.replace(targets)
+
+    @stage("agreement", needs=("rollout_log_probs",))
+    async def compare_engines(self, batch: DataProtoRef) -> None:
+        """Check that the engines' log-probs are the trainer's (`trainer.health.agreement`)."""
+        await self.roles.rollout.begin_update()  # leaves the memory to the passes
+        measured, text = await first_agreement(self.config, self.roles, batch, self.weight_version)
+        self.progress.message(text.partition("\n")[0])
+        model = self.config.actor_rollout_ref.model.path if self.saver.last is None else str(self.run_dir)
+        self.health.texts = {"agreement": text, "command": f"grpo-dist agreement {shlex.quote(model)}"}
+        health = self.health.judge(measured, self.step + 1)
+        self.metrics |= measured
+        if health.faults:
+            self.trackers.log(self.metrics | health.metrics, self.step + 1)
+        health.tell(self.progress.message, self.saver.last)
 
     @stage("update_critic", needs=("responses", "values", "returns"))
     async def update_critic(self, batch: DataProtoRef) -> None:

@@ -47,6 +47,7 @@ FAST = [
     "trainer.total_training_steps=3",
     "trainer.save_freq=-1",
     "trainer.export_hf_model=false",
+    "trainer.health.agreement.action=off",  # that engine's log-probs are made up
     "ray_kwargs.ray_init.address=local",
 ]
 

@@ -98,7 +98,11 @@ def test_the_run_is_healthy_and_its_metrics_are_explained(main_run: Outcome) -> 
 
 def test_trainer_and_engine_agree_on_log_probs(main_run: Outcome) -> None:
     """fp32 on both sides, after every weight sync: a stale or half-loaded engine would differ by orders more."""
-    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in main_run.metrics()[1:])
+    rows = main_run.metrics()[1:]
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
+    assert rows[0]["training/agreement/mean"] < 1e-5, "before the first update"
+    assert ("training/agreement/mean" in rows[1], rows[0]["health/agreement"]) == (False, 0)
+    says(main_run.log, "log-probs", f"{rows[0]['training/agreement/mean']:.2g} nats", 0.0001)
 
 
 def test_run_directory(main_run: Outcome) -> None:

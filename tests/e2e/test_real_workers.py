@@ -8,6 +8,7 @@ rounding: which kernel a matrix product takes depends on its shape, on some proc
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ import pytest
 import ray
 
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.errors import HealthError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import metric_values
 from grpo_dist.roles.reward import Task
@@ -36,6 +38,7 @@ from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
+from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder
 from tests.trainer.recorded import history, recorded_trainer
 
@@ -212,6 +215,34 @@ def test_sampler_policy_and_reference_have_the_same_temperature(undisturbed: tup
     rows, _ = undisturbed
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows), "engine and actor"
     assert abs(rows[0]["actor/kl_loss"]) < 1e-6, "actor and reference, which still have the same weights"
+
+
+@pytest.mark.deep
+def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_first_update(
+    lab: Lab, undisturbed: tuple[list[dict[str, float]], np.ndarray], tmp_path: Path
+) -> None:
+    """They get the weights of the start, and the trainer goes on with those after two steps; see `Lab.train`."""
+    rows, _ = undisturbed
+    assert rows[0]["training/agreement/mean"] < 1e-5
+    assert rows[0]["training/agreement/of_limit"] < 1
+    run(lab.roles.actor.begin_save(str(tmp_path)))
+    run(lab.roles.actor.finished_save(wait=True))
+    last = lab.weights()
+
+    def poison(trainer: GRPOTrainer) -> None:
+        sync = trainer.sync_weights
+
+        def sync_and_move_on() -> None:
+            sync()
+            lab.version = trainer.weight_version
+            run(lab.roles.actor.load_checkpoint(str(tmp_path)))
+
+        trainer.sync_weights = sync_and_move_on  # type: ignore[method-assign]
+
+    with refuses(HealthError, "health/agreement", "step 1", 0.0001, 0.005, "grpo-dist agreement", "worst") as caught:
+        lab.train(poison)
+    assert float(re.findall(r"differ by (\S+) nats", str(caught.value))[0]) > 0.01
+    assert (lab.weights() == last).all(), "no step was taken"
 
 
 @pytest.mark.deep

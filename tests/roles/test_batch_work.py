@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.roles.batch_work import _write_rows
 from grpo_dist.roles.reward import OverlongPenalty, RewardSettings, on_last_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from tests.messages import refuses
+from tests.messages import refuses, says
 from tests.roles.local_reward import RESPONSES, Local, put, rows
 
 
@@ -57,6 +58,26 @@ def test_advantages_by_hand(worker: Local) -> None:
     assert handle["advantage_mean"].tolist() == pytest.approx([high, 0, low, low, 0, low])
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(2 * 0.25 / 11, abs=1e-6)
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25, abs=1e-6)
+
+
+@pytest.mark.ray
+def test_log_probs_are_compared_where_the_present_weights_have_sampled(worker: Local) -> None:
+    """Not the environment's token, nor those of version 3: what is left is 0.2, 0 and 0.7 apart."""
+    columns: dict[str, Any] = {
+        "responses": ([[5, 6], [6, 2, 7], [5]], torch.int32),
+        "response_mask": ([[1, 1], [1, 0, 1], [1]], torch.int8),
+        "weight_versions": ([[3, 4], [4, -1, 4], [3]], torch.int32),
+        "rollout_log_probs": ([[-1, -1], [-1, 0, -1], [-1]], torch.float32),
+        "old_log_probs": ([[-9, -1.2], [-1, -9, -1.7], [-9]], torch.float32),
+    }
+    data = DataProto.from_dict(
+        {name: Ragged.from_rows(*column) for name, column in columns.items()}, {"uid": ["a", "b", "c"]}
+    )
+    count, mean, largest, worst = worker.compare_log_probs(DataProtoRef.put(data, small=()), 4)
+    assert (count, mean, largest) == (3, pytest.approx(0.3), pytest.approx(0.7))
+    says(worst, "id 7", "token 2", "prompt b", -1, -1.7)
+    assert worker.compare_log_probs(DataProtoRef.put(data, small=()), 3)[0] == 5
+    assert worker.compare_log_probs(DataProtoRef.put(data, small=()), 5)[0] == 0
 
 
 @pytest.mark.ray

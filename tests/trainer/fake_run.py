@@ -43,6 +43,7 @@ def make_trainer(
             "trainer.test_freq=2",
             "trainer.save_freq=2",
             f"trainer.default_local_dir={tmp_path}/run",
+            "trainer.health.agreement.action=off",  # the fakes do not agree
             *overrides,
         ]
     )

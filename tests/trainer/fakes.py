@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -141,9 +141,16 @@ class FakePolicyWorker(Process):
 
 
 class FakeActorWorker(FakePolicyWorker):
-    """Remembers the rows it was given; a mini-batch's loss is its number of rows."""
+    """Remembers the rows it was given; a mini-batch's loss is its number of rows. It knows no float16."""
 
     column = "old_log_probs"
+    rounding: ClassVar = {"float32": 0.1, "bfloat16": 0.05}
+
+    def compute_in_type(self, rows: DataProtoRef, dtype: str) -> tuple[Label, DataProto]:
+        _, own = self.compute_log_probs(rows)
+        values = own["old_log_probs"].values + self.rounding[dtype]
+        data = DataProto.from_dict({"rollout_log_probs": Ragged(values, own["old_log_probs"].offsets)})
+        return Label.of(data, ()), data
 
     def update(
         self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: ObjectiveSettings, step: int

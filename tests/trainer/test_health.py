@@ -29,6 +29,7 @@ HEALTHY = {
     "critic/zero_variance_groups": 0.2,
     "response_length/clip_ratio": 0.05,
     "training/rollout_probs_diff_mean": 0.01,
+    "training/agreement/of_limit": 0.01,
     "reward/failure_rate": 0.0,
 }
 # 25 steps of the built-in job with seed 1; the last column is the logarithm of rollout_ppl.
@@ -92,6 +93,12 @@ def test_a_config_names_only_what_it_changes() -> None:
     assert read_back(readable_config(health)) == health
 
 
+def test_the_first_batch_is_compared_once_so_there_are_no_steps_in_a_row() -> None:
+    assert DEFAULTS.agreement.action == "stop"
+    with refuses(ConfigError, "trainer.health.agreement.steps", 2, 1):
+        load_config(["trainer.health.agreement.steps=2"])
+
+
 def test_a_healthy_run_is_silent() -> None:
     judgements = run(HealthMonitor(DEFAULTS), *[{}] * 60)
     assert texts(judgements) == []
@@ -105,6 +112,7 @@ def scores(lowest: float, mean: float, highest: float) -> dict[str, float]:
 KL, PPO_KL, NORM = "actor/kl_loss", "actor/ppo_kl", "actor/grad_norm"
 ENTROPY, SAME, CUT = "rollout_corr/rollout_log_ppl", "critic/zero_variance_groups", "response_length/clip_ratio"
 MISMATCH, FAILED = "training/rollout_probs_diff_mean", "reward/failure_rate"
+APART = "training/agreement/of_limit"
 WARM: list[dict] = [{}] * START_STEPS
 LOW = {ENTROPY: 0.001}
 Case = tuple[str, dict[str, Any], list[dict[str, float]], list[int], list[object]]
@@ -156,6 +164,9 @@ CASES: dict[str, Case] = {
         [1],
         ["reward_extra/x/mean=nan", "actor/loss=inf"],
     ),
+    "engines at the limit": ("agreement", {"action": "warn"}, [{APART: 1.0}], [], []),
+    "engines above it": ("agreement", {"action": "warn"}, [{APART: 1.01}, {}], [1], ["grpo-dist agreement"]),
+    "engines above twice of it": ("agreement", {"action": "warn", "threshold": 2}, [{APART: 2.0}], [], []),
     "many not finite": ("non_finite", {}, [{f"m{i}": math.nan for i in range(7)}], [1], ["m4=nan", 2]),
 }
 for rule, metric, limit in (

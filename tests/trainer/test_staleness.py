@@ -110,6 +110,7 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
             "trainer.val_before_train=false",
             "trainer.log_rollouts=false",
             "trainer.save_freq=-1",
+            "trainer.health.agreement.action=off",
             f"trainer.total_training_steps={STEPS}",
             f"trainer.default_local_dir={tmp_path}/run",
             *overrides,

@@ -106,6 +106,85 @@ def test_a_batch_that_has_trained_is_let_go_before_the_next_one_is_sampled(
     assert held == [0, 0, 0]
 
 
+AGREEMENT, BF16 = "trainer.health.agreement.action", "actor_rollout_ref.actor.fsdp_config.dtype=bf16"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limits"),
+    [
+        ([], (1e-4, 0.005)),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=4"], (1e-4, 0.005)),  # the update has the old log-probs
+        ([f"{ROLLOUT}.dtype=bfloat16"], (0.15,)),
+    ],
+)
+def test_engines_with_other_log_probs_end_the_run_before_its_first_update(
+    tmp_path: Path, groups: dict[str, WorkerGroup], overrides: list[str], limits: tuple[float, ...]
+) -> None:
+    """Theirs are -1, and the trainer's -1.25, on 4 prompts with responses of 8 to 11 tokens."""
+    trainer = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", *overrides)
+    told = (
+        "health/agreement",
+        "step 1",
+        0.25,
+        *limits,
+        "152 tokens",
+        -1,
+        -1.25,
+        "grpo-dist agreement",
+        "builtin:tiny-qwen3",
+    )
+    with refuses(HealthError, *told, "id 5", "token 0"):
+        trainer.fit()
+    assert not any(groups["actor"].call_all("test", "seen"))
+    names = ("mean", "max", "of_limit")
+    measured = [history(trainer)[-1][f"training/agreement/{name}"] for name in names]
+    assert measured == pytest.approx([0.25, 0.25, 0.25 / limits[0]])
+
+
+def test_engines_that_differ_by_rounding_are_left_to_go_on(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """In float32 the trainer is 0.1 off from itself in bf16, so 0.3 is the limit."""
+    trainer, shown = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", BF16), []
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer.fit()
+    first, *others = history(trainer)[1:]
+    assert first["training/agreement/of_limit"] == pytest.approx(0.25 / 0.3)
+    assert first["health/agreement"] == 0
+    assert not any("training/agreement/mean" in row for row in others), "once"
+    says(shown, 0.25, 0.3, "152 tokens")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode"),
+        ([f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.min_p=0.1"], f"{ROLLOUT}.top_p, {ROLLOUT}.min_p"),
+        ([f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8"], f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype"),
+        ([f"+{ROLLOUT}.engine_kwargs.vllm.quantization_config={{a: b}}"], "quantization_config"),
+        ([f"{ROLLOUT}.dtype=float16"], "KeyError: 'float16'"),
+    ],
+)
+def test_a_run_says_why_its_engines_are_not_judged(
+    tmp_path: Path, groups: dict[str, WorkerGroup], overrides: list[str], why: str
+) -> None:
+    trainer, shown = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", *overrides), []
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer.fit()
+    assert not any("training/agreement/mean" in row for row in history(trainer))
+    says(shown, why)
+
+
+def test_tokens_of_older_weights_are_not_judged(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    trainer, shown = make_trainer(tmp_path, groups), []
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer.sync_weights()
+    batch = trainer.rollout()
+    trainer.weight_version += 1
+    trainer.compare_engines(batch)
+    says(shown, "no token", "present weights")
+    assert trainer.metrics.keys().isdisjoint({"training/agreement/mean"})
+
+
 def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """Trainer and sampler differ by e^-1 - e^-1.25 = 0.081 a token; every step so, and two in a row are asked for."""
     rule = "trainer.health.rollout_mismatch"

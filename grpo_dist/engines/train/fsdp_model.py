@@ -149,9 +149,9 @@ def reshards(settings: ModelSettings) -> bool:
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, by the class names that the model itself says must not be split."""
+    """The repeated blocks, by the class names that the model itself says must not be split; FSDP2 adds to these."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 @contextlib.contextmanager

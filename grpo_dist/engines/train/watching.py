@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_dist.algorithms.agreement import LOG_PROBS
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.fsdp_model import transformer_layers
 from grpo_dist.engines.train.lm_head import ResponseHead
-from grpo_dist.protocol import DataProto
+from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.protocol import DataProto, Ragged
 
 # Modules that are parts of an operation: the sampler computes them with what follows, or in one product.
 _PART = re.compile(r"\b(act_fn|rotary_emb|base_layer|lora_\w+)\b")
@@ -34,19 +39,68 @@ def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[st
         `log_probs` (R, 1). `rope.q` and `rope.k` are what enters the attention.
     """
     watch = _Watch(engine.model, int(data["prompts"].lengths.sum() + data["responses"].lengths.sum()), wobble)
-    kind, compiler = engine.model.config._attn_implementation, engine.forward.compiler
-    kernel, was_on = ALL_ATTENTION_FUNCTIONS.get(kind), compiler is not None and compiler.on
     hooks = [
         module.register_forward_hook(functools.partial(watch.note_module, name))
         for name, module in engine.model.named_modules()
         if not _PART.search(name)
     ]
+    log_probs = _log_probs(engine, data, hooks, watch.attend)
+    return watch.seen | {LOG_PROBS: log_probs.values.unsqueeze(1)}
+
+
+def log_probs_in(engine: FSDPEngine, data: DataProto, dtype: torch.dtype) -> Ragged:
+    """Return the log-probs of `engine.compute_log_probs` by passes in another type.
+
+    The attention's kernels alone, which may have no other, compute in their own, and a float32 output layer in that.
+    The weights are those of the engine's own passes, changed layer by layer once FSDP2 has gathered them.
+    """
+    own = DTYPES[engine.settings.compute_dtype]
+    units = {layer: list(layer.modules()) for layer in transformer_layers(engine.model)}
+    inside = {module for modules in units.values() for module in modules}
+    units[engine.model] = [module for module in engine.model.modules() if module not in inside]
+    given: dict[nn.Module, Any] = {}
+    weights: dict[nn.Module, list[tuple[nn.Module, dict[str, Any]]]] = {}
+
+    def keep(unit: nn.Module, args: Any, kwargs: Any) -> None:
+        given[unit] = args, kwargs
+
+    def enter(unit: nn.Module, *_: Any) -> Any:
+        weights[unit] = [(module, _gathered(module)) for module in units[unit]]
+        for module, gathered in weights[unit]:
+            module._parameters.update(_as_type(gathered, dtype))
+        return _as_type(given[unit], dtype)  # FSDP2 has rounded them
+
+    def leave(unit: nn.Module, *_: Any) -> None:
+        for module, gathered in weights.pop(unit, ()):
+            module._parameters.update(gathered)
+
+    def attend(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return _as_type(kernel(*_as_type(args, own), **_as_type(kwargs, own)), dtype)
+
+    hooks = [unit.register_forward_pre_hook(keep, with_kwargs=True, prepend=True) for unit in units]
+    hooks += [unit.register_forward_pre_hook(enter, with_kwargs=True) for unit in units]
+    hooks += [unit.register_forward_hook(leave, prepend=True, always_call=True) for unit in units]
+    return _log_probs(engine, data, hooks, attend)
+
+
+def _gathered(module: nn.Module) -> dict[str, Any]:
+    return {name: weight for name, weight in module._parameters.items() if not isinstance(weight, DTensor)}
+
+
+def _as_type(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
+
+
+def _log_probs(engine: FSDPEngine, data: DataProto, hooks: list[Any], attend: Callable[..., Any]) -> Ragged:
+    """The log-probs with hooks, which are removed, and `attend` before the attention's kernel, its first argument."""
+    kind, compiler = engine.model.config._attn_implementation, engine.forward.compiler
+    kernel, was_on = ALL_ATTENTION_FUNCTIONS.get(kind), compiler is not None and compiler.on
     try:
         if kernel is not None:
-            AttentionInterface.register(kind, functools.partial(watch.attend, kernel))
+            AttentionInterface.register(kind, functools.partial(attend, kernel))
         if compiler is not None:
             compiler.on = False  # compiled code calls no hooks
-        log_probs = engine.compute_log_probs(data, micro_batch_size=1)
+        return engine.compute_log_probs(data, micro_batch_size=1)
     finally:
         for hook in hooks:
             hook.remove()
@@ -54,7 +108,6 @@ def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[st
             AttentionInterface.register(kind, kernel)
         if compiler is not None:
             compiler.on = was_on
-    return watch.seen | {LOG_PROBS: log_probs.values.unsqueeze(1)}
 
 
 class _Watch:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from grpo_dist.engines.train.sharded_tensors import whole
-from grpo_dist.engines.train.watching import watched
-from tests.models import random_batch, random_qwen3, trainable_engine
+from grpo_dist.engines.train.watching import log_probs_in, watched
+from tests.models import EXPERTS, random_batch, random_model, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 
 TEMPERATURE = 0.7
@@ -93,3 +96,50 @@ def test_wobbling_moves_every_number_by_its_last_place_and_goes_on(done: dict[st
         size = (wobbled[name] - seen[name]).abs().max()
         assert 0 < size < 1e-3, name
     assert all(torch.equal(wobbled[name], done["again"][name]) for name in wobbled), "the same each time"
+
+
+def in_both_types(rank: int, path: str, world_size: int, layout: str) -> dict[str, Any]:
+    data, found = random_batch(num_groups=4, n=2).index(np.arange(rank, 8, world_size)), {}
+    for dtype, other in (("fp32", torch.bfloat16), ("bf16", torch.float32)):
+        engine = trainable_engine(path, dtype=dtype, temperature=TEMPERATURE, layout=layout)
+        before, changed = engine.compute_log_probs(data, micro_batch_size=4), log_probs_in(engine, data, other)
+        with pytest.raises(RuntimeError):  # no product of whole numbers and a weight
+            log_probs_in(engine, data, torch.int64)
+        after = engine.compute_log_probs(data, micro_batch_size=4)
+        assert torch.equal(before.values, after.values), "the weights are what they were"
+        found[dtype] = [each.values.numpy().copy() for each in (before, changed)]
+    return found
+
+
+def alone(path: str, *, rounded: bool) -> list[Tensor]:
+    """Log-probs by the model itself, in float32, with weights that are rounded to bf16 or not."""
+    model, data, log_probs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), random_batch(4, 2), []
+    for weight in model.parameters() if rounded else ():
+        weight.data = weight.data.bfloat16().float()
+    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
+        logits = model(torch.cat([prompt, response]).long()[None]).logits[0, len(prompt) - 1 : -1].detach()
+        log_probs.append(torch.log_softmax(logits / TEMPERATURE, -1).gather(1, response.long()[:, None])[:, 0])
+    return log_probs
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "world_size", "layout"),
+    [
+        ("Qwen3", {"head_dim": 8}, 2, "shared"),
+        ("Qwen3Moe", {"head_dim": 8} | EXPERTS, 1, "packed"),
+        ("GPT2", {}, 1, "padded"),
+    ],
+)
+def test_a_pass_in_another_type_is_that_of_a_trainer_of_that_type(
+    tmp_path: Path, family: str, changes: dict[str, Any], world_size: int, layout: str
+) -> None:
+    """In float32 what rounding did is mostly gone; what is left are the attention's kernels, which stay in bf16."""
+    path = random_model(family, tmp_path, **changes)
+    exact, rounded = (alone(path, rounded=each) for each in (False, True))
+    for rank, found in enumerate(run_ranks(world_size, in_both_types, path, world_size, layout)):
+        (own32, in16), (own16, in32) = (map(torch.from_numpy, found[dtype]) for dtype in ("fp32", "bf16"))
+        torch.testing.assert_close(own32, torch.cat(exact[rank::world_size]), atol=1e-5, rtol=1e-5)
+        off16, off32 = ((each - torch.cat(rounded[rank::world_size])).abs().mean() for each in (own16, in32))
+        assert off32 < 0.7 * off16
+        assert 0.5 * off16 < (own16 - in32).abs().mean() < 1.5 * off16
+        assert (in16 - own16).abs().mean() < 1.5 * off16 < 3 * (in16 - own32).abs().mean()
