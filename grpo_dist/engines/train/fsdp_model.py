@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_dist.engines.rendezvous import world_limit
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.attention import check_split
+from grpo_dist.engines.train.attention import check_split, why_padded
 from grpo_dist.engines.train.compiled import Compiler
 from grpo_dist.engines.train.lm_head import ResponseHead, head_modules, join_float32_head
 from grpo_dist.engines.train.lora import add_lora, draw_factors, load_factors, lora_hidden
@@ -70,7 +70,7 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     """
     unloaded = open_model(settings, device, shards)
     model = unloaded.model
-    check_split(model.config, settings)
+    check_split(model.config, settings, why_padded(model))
     if settings.lora is not None:
         add_lora(model, settings.lora, settings.section, DTYPES[settings.model_dtype])
     if settings.replays_routes:

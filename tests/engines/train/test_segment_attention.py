@@ -62,7 +62,7 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert responses.queries.tolist() == [[3, 4], [5, 5]]
     assert responses.keys.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 5]]
     assert responses.real.tolist() == [[True, True], [True, False]]
-    assert (responses.mask[0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
+    assert (responses.masks[0][0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
     assert prompts.queries.tolist() == prompts.keys.tolist() == [[0, 1, 2]]
 
 
@@ -70,7 +70,7 @@ def test_a_long_segment_is_alone() -> None:
     plan = plan_segments(ROWS[:, :1, :6], batched_tokens=1)
     assert [batch.queries.tolist() for batch in plan.batches] == [[[5]]]
     assert plan.alone == [0, 1], "the prompt and the response of 2 tokens"
-    assert (plan.mask[-2:] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
+    assert (plan.masks[0][-2:] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
 
 
 @pytest.mark.parametrize("response", [600, 1200])
