@@ -45,18 +45,15 @@ GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # float32: TF3
 
 def why_padded(model: Any) -> str:
     """Why a model, perhaps without memory, only takes padded sequences; "" if nothing speaks against other layouts."""
-    if why := why_own(model):
-        return why
-    text = getattr(model.config, "text_config", model.config)
+    text, windows = model.config.get_text_config(), windows_of(model)
     kinds = set(getattr(text, "layer_types", None) or ())
-    known = {"full_attention", "sliding_attention"} if windows_of(model) else {"full_attention"}
-    if kinds - known:
-        return f"the model has {', '.join(sorted(kinds - known))} layers"
-    if getattr(model, "_is_stateful", False):
+    if others := kinds - {"full_attention", "sliding_attention" if windows else ""}:
+        return f"the model has {', '.join(sorted(others))} layers"
+    if model._is_stateful:
         return "the model has layers that go from token to token"
-    if not kinds and getattr(text, "sliding_window", None) and not windows_of(model):
-        return f"the model has a sliding window of {text.sliding_window} tokens"
-    return ""
+    if not windows and not kinds and (window := getattr(text, "sliding_window", None)):
+        return f"the model has a sliding window of {window} tokens"
+    return why_own(model)
 
 
 def check_split(config: Any, settings: ModelSettings, padded: str = "") -> None:

@@ -150,8 +150,11 @@ def reshards(settings: ModelSettings) -> bool:
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, by the class names that the model itself says must not be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    names, found = set(getattr(model, "_no_split_modules", None) or ()), dict[str, nn.Module]()
+    for name, module in model.named_modules():
+        if type(module).__name__ in names and not f"{name}.".startswith(tuple(f"{outer}." for outer in found)):
+            found[name] = module  # what is in one is a part of it (Mamba)
+    return list(found.values())
 
 
 @contextlib.contextmanager

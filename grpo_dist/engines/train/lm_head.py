@@ -90,6 +90,12 @@ class HeadValues(NamedTuple):
     gradient_norms: Tensor | None = None
     mass: Tensor | None = None
 
+    def float(self) -> HeadValues:
+        """Some models change the form of their logits (Mamba, OPT)."""
+        return self
+
+    contiguous = float
+
 
 class ResponseHead(nn.Linear):
     """A model's output layer that answers a `HeadRequest` instead of giving logits, while one is set.

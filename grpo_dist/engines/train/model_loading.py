@@ -144,8 +144,7 @@ def _build(settings: ModelSettings, headers: Mapping[str, Tensor], attention: st
         _hold_head_in_float32(model)
     with contextlib.suppress(OSError):  # it is optional
         model.generation_config = transformers.GenerationConfig.from_pretrained(settings.path)
-    # FSDP2 gives it a class of torch's, and transformers fills fewer buffers of classes that are not its own
-    model.is_custom_code = functools.partial(bool, model.is_custom_code())
+    model.is_custom_code = functools.partial(bool, model.is_custom_code())  # FSDP2 gives it a class of torch's
     return model.eval()
 
 
@@ -192,6 +191,19 @@ def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device
     if report.conversion_errors:
         made = some(sorted(report.conversion_errors))
         raise ValueError(f"{made} cannot be made of the tensors that are there; some are missing or of another shape")
+    return _finalized(model, config, report)
+
+
+def _finalized(model: Any, config: LoadStateDictConfig, report: LoadStateDictInfo) -> Any:
+    """Have transformers tie what is tied and compute buffers that are in no file; returns its report.
+
+    Its code for new weights runs for that, and may not know shards. So it leaves out modules whose tensors are all
+    loaded; but those that have none may fill buffers of others (Falcon-H1).
+    """
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own and all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
+            module._is_hf_initialized = True
     return model._finalize_model_loading(model, config, report)
 
 
@@ -246,7 +258,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True  # else transformers would draw it anew
             filled.add(name)
     report = LoadStateDictInfo(names - filled, set(), set(), [], {}, set())  # what is tied is not there twice
-    model._finalize_model_loading(model, _load_config(model, [], device), report)
+    _finalized(model, _load_config(model, [], device), report)
     model._weight_conversions = unloaded.conversions
 
 

@@ -30,11 +30,11 @@ def why_own(model: Any) -> str:
     for name, module in model.named_modules():
         if keywords_of(type(module)) is not None:
             replaced.append(f"{name}.")
-        elif "Attention" in type(module).__name__:
-            own[f"{name}."] = next(kind.__name__ for kind in type(module).__mro__ if _written_as(kind) or kind is object)
+        elif type(module).__name__.endswith("Attention"):
+            own[f"{name}."] = type(module).__name__
     outside = sorted({own[name] for name in own if not any(n.startswith(name) or name.startswith(n) for n in replaced)})
     if outside or not replaced:
-        return f"its attention ({', '.join(outside) or type(model).__name__}) is not transformers' to replace"
+        return f"its attention{f' ({names})' if (names := ', '.join(outside)) else ''} is all its own code"
     more = sorted(keywords(model) - _TAKEN - _IDLE)
     return f"its attention takes {', '.join(more)}" if more else ""
 
