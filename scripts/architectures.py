@@ -81,7 +81,7 @@ SIZES: dict[str, Any] = {
     "n_layer": 2,
     "n_head": 4,
 }
-_LATENT = {"num_key_value_heads": 4}
+_LATENT = {"head_dim": 8, "num_key_value_heads": 4}
 _WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _ALL_WINDOWED = {"sliding_window": 8}
 _WINDOWED = (
@@ -147,7 +147,7 @@ def families() -> list[str]:
     of_class: dict[str, str] = {}
     for family, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         name = kind if isinstance(kind, str) else kind[0]
-        if name in known and (name not in of_class or family.endswith("_text")):
+        if name in known and (name not in of_class or family.endswith("_text") or "-" in of_class[name]):
             of_class[name] = family
     return sorted(of_class.values())
 
@@ -264,25 +264,28 @@ def page(table: Iterable[tuple[str, list[str]]]) -> str:
     """The text of docs/models.md.
 
     Raises:
-        SystemExit: a family is wrong, and nothing would say so.
+        SystemExit: families are wrong, and nothing would say so.
     """
     everywhere: list[str] = []
+    wrong: list[str] = []
     others: dict[tuple[str, str], list[str]] = {}
     for family, cells in table:
         print(family, *cells, sep="  ", file=sys.stderr, flush=True)
         if any(cell.startswith("WRONG") for cell in cells):
-            raise SystemExit(f"{family}: {cells}")
-        if set(cells) == {"right"}:
+            wrong.append(f"{family}: {cells}")
+        elif set(cells) == {"right"}:
             everywhere.append(family)
         else:
             does, _, why = max(cells, key=len).partition(": ")
             others.setdefault((does, why), []).append(family)
+    if wrong:
+        raise SystemExit("\n".join(wrong))
     rest = [f"| {does} | {why} | {_listed(names)} |" for (does, why), names in sorted(others.items(), reverse=True)]
     return _PAGE.format(version=transformers.__version__, everywhere=_listed(everywhere), rest="\n".join(rest))
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name.removesuffix('_text')}`" for name in names)
+    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,13 @@ def block_mask(segments: Tensor, position_ids: Tensor | None = None, window: int
     """Return the mask of `dense_mask` in the form of FlexAttention, within a window as `sees` has it."""
     _, batch, length = segments.shape
     return _kernel(create_block_mask, segments.device.type)(
-        sees(segments, position_ids, window), batch, None, length, length, device=str(segments.device), BLOCK_SIZE=FLEX_BLOCK
+        sees(segments, position_ids, window),
+        batch,
+        None,
+        length,
+        length,
+        device=str(segments.device),
+        BLOCK_SIZE=FLEX_BLOCK,
     )
 
 

@@ -27,11 +27,12 @@ _IDLE |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 def why_own(model: Any) -> str:
     """Why a model, perhaps without memory, keeps its own attention; "" if ours take all that it passes."""
     replaced, own = [], {}
-    for name, module in model.named_modules():
-        if keywords_of(type(module)) is not None:
-            replaced.append(f"{name}.")
-        elif type(module).__name__.endswith("Attention"):
-            own[f"{name}."] = type(module).__name__
+    kinds: dict[str, Any] = {f"{name}.": type(module) for name, module in model.named_modules()}
+    for name, kind in kinds.items():
+        if keywords_of(kind) is not None:
+            replaced.append(name)
+        elif kind.__name__.endswith("Attention"):
+            own[name] = kind.__name__
     outside = sorted({own[name] for name in own if not any(n.startswith(name) or name.startswith(n) for n in replaced)})
     if outside or not replaced:
         return f"its attention{f' ({names})' if (names := ', '.join(outside)) else ''} is all its own code"
@@ -41,7 +42,8 @@ def why_own(model: Any) -> str:
 
 def keywords(model: Any) -> frozenset[str]:
     """The keywords that a model's layers pass to attention functions."""
-    return frozenset().union(*(keywords_of(kind) or () for kind in {type(module) for module in model.modules()}))
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return frozenset().union(*(keywords_of(kind) or () for kind in kinds))
 
 
 def windows_of(model: Any) -> frozenset[int]:
@@ -68,7 +70,9 @@ def keywords_of(kind: type[Any]) -> frozenset[str] | None:
 
 def _written_as(kind: type[Any]) -> ast.ClassDef | None:
     """The source of a class of a model's code; None where there is none, or it is a library's."""
-    of_library = kind.__module__.startswith(("torch.", "builtins", "transformers.modeling", "transformers.integrations"))
+    of_library = kind.__module__.startswith(
+        ("torch.", "builtins", "transformers.modeling", "transformers.integrations")
+    )
     return None if of_library else _classes(kind.__module__).get(kind.__name__)
 
 

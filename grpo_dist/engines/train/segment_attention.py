@@ -106,9 +106,7 @@ def segment_runs(segments: Tensor) -> list[Run]:
     return runs
 
 
-def plan_segments(
-    segments: Tensor, batched_tokens: int = BATCHED_TOKENS, windows: Collection[int] = ()
-) -> SegmentPlan:
+def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS, windows: Collection[int] = ()) -> SegmentPlan:
     """Deal the segments of a micro-batch into batches of like lengths.
 
     Args:
