@@ -94,7 +94,9 @@ class HeadValues(NamedTuple):
         """Some models change the form of their logits (Mamba, OPT)."""
         return self
 
-    contiguous = float
+    def contiguous(self) -> HeadValues:
+        """See `float`."""
+        return self
 
 
 class ResponseHead(nn.Linear):

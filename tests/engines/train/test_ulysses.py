@@ -307,10 +307,10 @@ def test_heads_that_do_not_split(heads: int, kv_heads: int, size: int, fitting: 
 def test_models_that_take_padded_sequences_only_are_not_split() -> None:
     """See `why_padded`."""
     config = transformers.MambaConfig()  # which has no heads to speak of
-    check_split(config, settings(1), "it is so")
+    check_split(config, settings(1), "linear_attention")
     with pytest.raises(ConfigError) as caught:
-        check_split(transformers.Qwen3Config(), settings(2), "it is so")
-    says(caught.value, f"{KEY}=2", "a/model", "it is so", "1")
+        check_split(transformers.Qwen3Config(), settings(2), "linear_attention")
+    says(caught.value, f"{KEY}=2", "a/model", "linear_attention", "1")
 
 
 def without_exchange(rank: int, path: str) -> list[str]:
