@@ -57,6 +57,14 @@ def random_model(family: str, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
+def without_memory(config: Any) -> Any:
+    """A causal LM of transformers on the meta device, with its own attention."""
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
 def random_classifier(folder: Path, family: str = "Qwen3", kind: str = "Sequence", num_labels: int = 1) -> str:
     """A random sequence or token classifier on disk, whose head gives numbers that differ."""
     import transformers

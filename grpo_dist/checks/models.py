@@ -278,10 +278,13 @@ def build_models(rows: Iterable[CheckedModel], device: str, tell: Callable[[str]
         ConfigError: LoRA or gradient checkpointing do not fit a model.
         DataError: a model cannot be built, or its files do not belong to it.
     """
+    from grpo_dist.engines.train.attention import why_padded
     from grpo_dist.engines.train.fsdp_model import build_model  # it imports the models' code
 
     for settings in (row.settings for row in rows if row.model.built):
         folder = resolve_model_path(settings.path, key=settings.key)
         built = build_model(replace(settings, path=folder), device, shards=1).model
         factors = f", {built.num_parameters(only_trainable=True):,} of them LoRA's" if settings.lora else ""
-        tell(f"{settings.key}: built without memory: {built.num_parameters():,} parameters{factors}")
+        padded = "" if settings.layout == "padded" else why_padded(built)
+        padded = f"; padded sequences, since {padded}" if padded else ""
+        tell(f"{settings.key}: built without memory: {built.num_parameters():,} parameters{factors}{padded}")

@@ -105,8 +105,10 @@ class ModelSettings:
 
     @property
     def changes_model(self) -> bool:
-        """Tell if it has other layers than the model of the folder: factors, an output layer apart, replayed routes."""
-        return self.lora is not None or self.head_apart or self.replays_routes
+        """Tell if it has other layers than the model of the folder: factors, an output layer apart, replayed routes,
+        an attention over the heads of several ranks.
+        """
+        return self.lora is not None or self.head_apart or self.replays_routes or self.sequence_parallel_size > 1
 
     @property
     def sends_factors(self) -> bool:

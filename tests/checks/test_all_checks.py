@@ -222,10 +222,9 @@ MISTAKES = {
         ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=8"],
         ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=8", f"{PATH}=builtin:tiny-qwen3", "1 or 2 or 4"],
     ),
-    "a critic with layers that are not split over ranks": (
-        ["recipe=ppo", "critic.ulysses_sequence_parallel_size=2", "critic.model.override_config.sliding_window=8",
-         "critic.model.override_config.layer_types=[sliding_attention,full_attention,full_attention]"],
-        ["critic.ulysses_sequence_parallel_size=2", "critic.model.path=builtin:tiny-qwen3", "sliding_attention", "1"],
+    "heads of the critic that do not split over ranks": (
+        ["recipe=ppo", "critic.ulysses_sequence_parallel_size=8"],
+        ["critic.ulysses_sequence_parallel_size=8", "critic.model.path=builtin:tiny-qwen3", "1 or 2 or 4"],
     ),
     "GPUs of a node that do not split": (
         ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=9"],

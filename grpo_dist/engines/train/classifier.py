@@ -178,6 +178,6 @@ class ValueForward(PolicyForward):
         drawn = torch.randn(states.shape[1], generator=torch.Generator().manual_seed(0))
         return states @ (drawn / math.sqrt(states.shape[1])).to(states.device)
 
-    def compared_alone(self, row: MicroBatch) -> Tensor:
+    def compared_alone(self, row: MicroBatch, tokens: int = CHECKED_TOKENS) -> Tensor:
         """See `PolicyForward.compared_alone`."""
-        return self.compared(row)[-CHECKED_TOKENS:]
+        return self.compared(row)[-tokens:]

@@ -25,6 +25,7 @@ from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHe
 from grpo_dist.engines.train.logits import TopTokens
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
+from grpo_dist.engines.train.own_attention import own_code, take_own_code, windows_of
 from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
@@ -34,10 +35,15 @@ from grpo_dist.protocol.routes import PROMPT_ROUTES, with_routes
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
+# The model's own forward pass is asked about the first tokens of one sequence, at most so many.
+OWN_TOKENS = 256
 # Largest mean difference of log-probs, in nats, that rounding explains, by compute type. In bf16 those of SmolLM2-135M
 # are 0.04 off from the fp32 ones in every layout, alone too, and by the batch 0.04 to 0.06 from each other; without the
 # mask they are 0.6 to 0.9 off, with positions that go on from sequence to sequence 0.3 to 0.4.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+
+# What a model's code may raise at inputs that it does not take.
+_REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError, ImportError)
 
 LAYOUT_NAMES = {
     "padded": "padded sequences",
@@ -60,6 +66,7 @@ class PolicyForward:
     Attributes:
         layout: the one in use; "alone": each sequence in a pass of its own.
         report: one sentence for the user on the layout and why; "" before the check.
+        fault: why the model cannot be trained in any layout, for the user; "" if it can.
         batched_tokens: segments on CPU up to this long take their attention in batches.
     """
 
@@ -81,10 +88,11 @@ class PolicyForward:
         head = model.get_output_embeddings()
         self.head: ResponseHead | None = head if isinstance(head, ResponseHead) else None
         self.padding_id: int = model.config.pad_token_id or 0
-        self._unfit = "" if layout == "padded" else why_padded(model.config)
+        self._unfit = "" if layout == "padded" else why_padded(model)
         self.layout = "padded" if self._unfit else layout
         self.wanted = layout
-        self.report = ""
+        self.report, self.fault = "", ""
+        self.windows, self._plainly = windows_of(model), False
         self.batched_tokens = BATCHED_TOKENS
         self.compiler: Compiler | None = getattr(model, "compiler", None)
         self.replay: RouterReplay | None = getattr(model, "router_replay", None)
@@ -151,7 +159,11 @@ class PolicyForward:
 
     def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
         implementation = self.model.config._attn_implementation
-        inputs = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens)
+        if self._plainly:
+            return self.model(input_ids=micro_batch.input_ids, use_cache=False)
+        inputs = attention_inputs(
+            micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens, self.windows
+        )
         group = self.group_of(micro_batch)
         if group.size > 1:
             inputs["sequence_group"] = group
@@ -167,7 +179,8 @@ class PolicyForward:
         width = micro_batch.input_ids.shape[1] // self.group_of(micro_batch).size
         rows = request.predictors // width
         kept, columns = torch.unique(request.predictors % width, return_inverse=True)
-        logits = self._run(micro_batch, logits_to_keep=kept).logits[rows, columns]
+        logits = self._run(micro_batch, logits_to_keep=kept).logits
+        logits = logits[rows, request.predictors % width if logits.shape[1] == width else columns]
         log_probs = token_log_probs(logits, request.targets, self.temperature)
         entropies = token_entropy(logits, self.temperature) if request.entropies else None
         norms = None
@@ -179,7 +192,8 @@ class PolicyForward:
     # --- check -------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def check(self, data: DataProto, width: int, agree: Callable[[float], float]) -> None:
-        """Compare the layout and the head with each sequence alone through the model's own logits; once.
+        """Compare one sequence with the model's own forward pass, and the layout and the head with each sequence alone
+        through the model's own logits; once.
 
         Fall back while they differ by more than rounding: first to padded sequences, then to the model's own logits,
         then to one sequence at a time.
@@ -192,8 +206,14 @@ class PolicyForward:
         few, compiler = _sample_rows(data), self.compiler
         if compiler is not None:
             compiler.on = False
-        alone = self._alone(few)
         reasons = [self._unfit] if self._unfit else []
+        if why := self._unlike_own(few, agree):
+            reasons.append(why)
+            take_own_code(self.model)
+            self.layout = "padded" if self.sequence_group.size == 1 else "alone"  # padded ones are not split
+        if self.fault:
+            return
+        alone = self._alone(few)
         candidates = [(self.layout, self.head), ("padded", self.head), ("padded", None), ("alone", None)]
         if self.sequence_group.size > 1:
             candidates = [(self.layout, self.head), (self.layout, None), ("alone", None)]  # padded ones are not split
@@ -211,6 +231,43 @@ class PolicyForward:
         if fault := self._compiler_fault(few, agree):
             reasons.append(f"torch.compile: {fault}")
         self.report = self._report(reasons, difference)
+
+    def _unlike_own(self, data: DataProto, agree: Callable[[float], float]) -> str:
+        """Compare one sequence with what the model's own code says of it, unpadded: no layout is truer than that.
+
+        Returns:
+            Why they differ; "" if they do not. `fault` says what is wrong with the model's own forward pass.
+        """
+        empty = torch.zeros(2, dtype=torch.int64)
+        ids = torch.cat([data[name].rows()[0] for name in ("prompts", "responses")]) if len(data) else empty
+        ids = ids[:OWN_TOKENS].long()
+        changed, half, limit = ids.clone(), len(ids) // 2, TOLERANCE[self.compute_dtype]
+        changed[half:] = (ids[half:] + 1) % (ids.max() + 1)
+        row, other = (_one_sequence(tokens, self.padding_id).to(self.device) for tokens in (ids, changed))
+        later = off = float("inf")
+        error = why = ""
+        try:
+            self._plainly = True
+            with own_code(self.model):
+                own, before = self.compared_alone(row, OWN_TOKENS), self.compared_alone(other, OWN_TOKENS)
+            judged, scale = bool(torch.isfinite(own).all()), self.scale(own)  # weights may overflow: no fault of code
+            later = _apart(own[: half - 1], before[: half - 1], scale) if judged else 0.0
+            self._plainly = False
+            ours = self.compared_alone(row, OWN_TOKENS)
+            off = _apart(own, ours, scale) if judged else 0.0
+        except torch.OutOfMemoryError:
+            raise
+        except _REFUSALS as refusal:
+            error = in_a_line(refusal)
+        finally:
+            self._plainly = False
+        if (later := agree(later)) > limit:
+            seen = f"{self.computes} of tokens change by {later:.2g}{self.unit} on average with the tokens after them"
+            self.fault = f"its own forward pass fails: {error}" if error else seen
+        elif (off := agree(off)) > limit:
+            why = error or f"{self.computes} differ by {off:.2g}{self.unit} on average"
+            why = f"{self.model.config._attn_implementation} attention in place of the model's own: {why}"
+        return why
 
     @torch.enable_grad()
     def _compiler_fault(self, data: DataProto, agree: Callable[[float], float]) -> str:
@@ -251,14 +308,14 @@ class PolicyForward:
             values = micro_batch.to_rows(self.compared(micro_batch))
         except torch.OutOfMemoryError:  # nothing against the layout
             raise
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        except _REFUSALS as error:
             return float("inf"), in_a_line(error)
         if not len(data):
             return 0.0, ""
         lengths = data["responses"].lengths.tolist()
         flat = torch.cat([row[:length][-CHECKED_TOKENS:] for row, length in zip(values, lengths, strict=True)])
-        difference = (flat - alone).abs().mean().item() / self.scale(alone) if len(flat) else 0.0
-        return (difference, "") if np.isfinite(difference) else (float("inf"), f"{self.computes} are not finite")
+        difference = _apart(flat, alone, self.scale(alone))
+        return (difference, "") if np.isfinite(difference) else (difference, f"{self.computes} are not finite")
 
     def _report(self, reasons: list[str], difference: float) -> str:
         text = LAYOUT_NAMES[self.layout]
@@ -296,10 +353,24 @@ class PolicyForward:
         """Return the numbers that the check compares, one for each of the M response tokens."""
         return self(micro_batch).log_probs
 
-    def compared_alone(self, row: MicroBatch) -> Tensor:
-        """Return those numbers for the last tokens of a padded sequence, by the model's own code."""
-        last = slice(-CHECKED_TOKENS, None)  # logits of a long response would fill the memory
+    def compared_alone(self, row: MicroBatch, tokens: int = CHECKED_TOKENS) -> Tensor:
+        """Return those numbers for the last tokens of a padded sequence, by the model's own output layer."""
+        last = slice(-tokens, None)  # logits of a long response would fill the memory
         return self._plain(row, HeadRequest(row.predictors[last], row.targets[last], self.temperature)).log_probs
+
+
+def _one_sequence(ids: Tensor, padding_id: int) -> MicroBatch:
+    """A sequence of which all tokens but the first are the response."""
+    response = Ragged.from_rows([ids[1:]], torch.int32)
+    columns = {"responses": response, "response_mask": Ragged.from_rows([torch.ones(len(ids) - 1)], torch.int8)}
+    data = DataProto({"prompts": Ragged.from_rows([ids[:1]], torch.int32), **columns})
+    return make_micro_batch(data, (), padding_id, layout="padded")
+
+
+def _apart(values: Tensor, others: Tensor, scale: float) -> float:
+    """Mean difference in terms of the scale; infinite if it is no number, 0 of nothing."""
+    difference = (values - others).abs().mean().item() / scale if len(values) else 0.0
+    return difference if np.isfinite(difference) else float("inf")
 
 
 def _at_tokens(states: Tensor, slots: Tensor, width: int) -> Tensor:

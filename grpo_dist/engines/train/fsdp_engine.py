@@ -273,6 +273,11 @@ class FSDPEngine(FSDPWeights):
             width = max(self.forward.micro_batch(data.index(rows), ()).input_ids.shape[1] for rows in plan)
             with within_memory(f"the comparison of layouts, in rows of {width} tokens"):
                 self.forward.check(data, width, lambda mine: self._all_reduce([mine], dist.ReduceOp.MAX).item())
+        if self.forward.fault:
+            raise ConfigError(
+                f"{self.settings.setting}: this model cannot be trained: {self.forward.fault}; use a model of another "
+                "family, such as Qwen3 or Llama"
+            )
         if self.settings.sequence_parallel_size > 1 and self.forward.layout == "alone":
             raise ConfigError(
                 f"{self.settings.sequence_parallel_key}={self.settings.sequence_parallel_size}, "

@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from grpo_dist.engines.rendezvous import world_limit
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.attention import check_split
+from grpo_dist.engines.train.attention import check_split, why_padded
 from grpo_dist.engines.train.compiled import Compiler
 from grpo_dist.engines.train.lm_head import ResponseHead, head_modules, join_float32_head
 from grpo_dist.engines.train.lora import add_lora, draw_factors, load_factors, lora_hidden
@@ -70,7 +70,7 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     """
     unloaded = open_model(settings, device, shards)
     model = unloaded.model
-    check_split(model.config, settings)
+    check_split(model.config, settings, why_padded(model))
     if settings.lora is not None:
         add_lora(model, settings.lora, settings.section, DTYPES[settings.model_dtype])
     if settings.replays_routes:
@@ -150,8 +150,13 @@ def reshards(settings: ModelSettings) -> bool:
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, by the class names that the model itself says must not be split; FSDP2 adds to these."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    names, found = set(getattr(model, "_no_split_modules", None) or ()), dict[str, nn.Module]()
+    for name, module in model.named_modules():
+        if type(module).__name__.removeprefix("FSDP") in names and not f"{name}.".startswith(
+            tuple(f"{outer}." for outer in found)
+        ):
+            found[name] = module  # what is in one is a part of it (Mamba)
+    return list(found.values())
 
 
 @contextlib.contextmanager

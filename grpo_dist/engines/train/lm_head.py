@@ -90,6 +90,14 @@ class HeadValues(NamedTuple):
     gradient_norms: Tensor | None = None
     mass: Tensor | None = None
 
+    def float(self) -> HeadValues:
+        """Some models change the form of their logits (Mamba, OPT)."""
+        return self
+
+    def contiguous(self) -> HeadValues:
+        """See `float`."""
+        return self
+
 
 class ResponseHead(nn.Linear):
     """A model's output layer that answers a `HeadRequest` instead of giving logits, while one is set.

@@ -23,6 +23,7 @@ from grpo_dist.assets import POLICY_SECTION, expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder
 from grpo_dist.assets.model_folder import some
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
+from grpo_dist.engines.train.router_replay import routers_of
 from grpo_dist.engines.train.sharded_tensors import free_gathered, place, whole
 from grpo_dist.errors import ConfigError, DataError
 
@@ -72,7 +73,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
             "takes some of these names for theirs; name the layers of the attention, or train all with lora_rank=0"
         )
     for name, layer in layers.items():
-        if ADAPTER not in layer.lora_A:
+        if ADAPTER not in layer.lora_A or not _is_linear(layer.get_base_layer()):
             kind = type(layer.get_base_layer()).__name__
             raise ConfigError(f"{setting}: {name} is of class {kind}, and LoRA is for linear layers")
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
@@ -87,7 +88,12 @@ def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> 
     targets, modules = lora.targets, dict(model.named_modules())
     if targets == ALL_LINEAR:
         head = model.get_output_embeddings()
-        candidates = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+        routers = tuple(f"{name}." for name in routers_of(model))
+        candidates = [
+            name
+            for name, m in modules.items()
+            if _is_linear(m) and m is not head and not f"{name}.".startswith(routers)
+        ]
     else:
         candidates = [name for name in modules if _is_called(name, targets)]
         if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in candidates)]:
@@ -100,6 +106,11 @@ def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> 
     if not names:
         raise ConfigError(f"{section}.exclude_modules={excluded}: leaves out all of {targets}; name fewer")
     return names
+
+
+def _is_linear(module: Any) -> bool:
+    """Tell linear layers from routers, which may be of a class of theirs and choose experts as well."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:

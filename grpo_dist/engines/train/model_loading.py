@@ -12,6 +12,7 @@ For models that need one, rank 0 loads the whole model and distributes it tensor
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import attention_implementation
 from grpo_dist.engines.train.classifier import OUTPUT_LAYER, judging_head, new_head, token_classifier
 from grpo_dist.engines.train.hf_names import lost_names
+from grpo_dist.engines.train.own_attention import OWN
 from grpo_dist.engines.train.sharded_tensors import local_shard, place
 from grpo_dist.errors import ConfigError, DataError
 
@@ -76,7 +78,7 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
         if head := _new_head(settings, headers):
             headers = {name: header for name, header in headers.items() if not name.startswith(f"{OUTPUT_LAYER}.")}
             headers |= {name: weight.to("meta") for name, weight in head.items()}
-        probe = _build(settings, device, headers)
+        probe = _build(settings, headers, OWN)
         report = _convert(probe, headers, get_model_conversion_mapping(probe), "meta")
         _check_names(report, setting)
         if lost := lost_names(probe, headers):
@@ -85,7 +87,8 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
                 "engines and exported folders would get what they cannot read, so this model cannot be trained here"
             )
         whole_because = _why_whole(probe, shards)
-        model, weights = _build(settings, device, headers), dict(probe.named_parameters())
+        attention = attention_implementation(probe, settings.layout, device)
+        model, weights = _build(settings, headers, attention), dict(probe.named_parameters())
         for name, weight in model.named_parameters():  # some models keep some weights in float32
             weight.data = weight.data.to(weights[name].dtype)
         return UnloadedModel(model, settings, probe._weight_conversions, whole_because, head)
@@ -120,7 +123,7 @@ def _new_head(settings: ModelSettings, names: Collection[str]) -> dict[str, Tens
 
 
 # --- building --------------------------------------------------------------------------------------------------------
-def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) -> Any:
+def _build(settings: ModelSettings, headers: Mapping[str, Tensor], attention: str) -> Any:
     """The model on the meta device, as `from_pretrained` builds it before it loads weights such as these."""
     config = read_config(settings)
     if quantization := getattr(config, "quantization_config", None):
@@ -128,10 +131,7 @@ def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) 
             f"its weights are quantized ({getattr(quantization, 'quant_method', None) or quantization}), and such "
             "weights cannot be trained; give the model in bfloat16 or float32"
         )
-    options = {
-        "dtype": DTYPES[settings.base_dtype],
-        "attn_implementation": attention_implementation(config, settings.layout, device),
-    }
+    options = {"dtype": DTYPES[settings.base_dtype], "attn_implementation": attention}
     with torch.device("meta"), meta_device_safe_creation_ops():
         if settings.num_labels:
             shapes = {name: tuple(tensor.shape) for name, tensor in headers.items()}
@@ -144,6 +144,7 @@ def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) 
         _hold_head_in_float32(model)
     with contextlib.suppress(OSError):  # it is optional
         model.generation_config = transformers.GenerationConfig.from_pretrained(settings.path)
+    model.is_custom_code = functools.partial(bool, model.is_custom_code())  # FSDP2 gives it a class of torch's
     return model.eval()
 
 
@@ -190,6 +191,19 @@ def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device
     if report.conversion_errors:
         made = some(sorted(report.conversion_errors))
         raise ValueError(f"{made} cannot be made of the tensors that are there; some are missing or of another shape")
+    return _finalized(model, config, report)
+
+
+def _finalized(model: Any, config: LoadStateDictConfig, report: LoadStateDictInfo) -> Any:
+    """Have transformers tie what is tied and compute buffers that are in no file; returns its report.
+
+    Its code for new weights runs for that, and may not know shards. So it leaves out modules whose tensors are all
+    loaded; but those that have none may fill buffers of others (Falcon-H1).
+    """
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own and all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
+            module._is_hf_initialized = True
     return model._finalize_model_loading(model, config, report)
 
 
@@ -244,7 +258,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True  # else transformers would draw it anew
             filled.add(name)
     report = LoadStateDictInfo(names - filled, set(), set(), [], {}, set())  # what is tied is not there twice
-    model._finalize_model_loading(model, _load_config(model, [], device), report)
+    _finalized(model, _load_config(model, [], device), report)
     model._weight_conversions = unloaded.conversions
 
 
@@ -290,6 +304,7 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
                 f"values; set {settings.section}.override_config.tie_word_embeddings=false"
             )
     bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(local_shard(weight)).all())]
+    bad += [name for name, buffer in model.named_buffers() if buffer.is_meta or bool(torch.isnan(buffer).any())]
     bad_of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(bad_of_ranks, bad)
     if names := sorted({name for of_rank in bad_of_ranks for name in of_rank}):

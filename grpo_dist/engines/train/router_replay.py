@@ -37,7 +37,7 @@ class RouterReplay:
     """
 
     def __init__(self, model: Any, setting: str) -> None:
-        routers = _routers(model)
+        routers = routers_of(model)
         if not routers:
             raise ConfigError(f"{KEY}=R3, {setting}: the model has no experts to replay; set it to disabled")
         normalises = _normalises(next(iter(routers.values())), setting)
@@ -61,12 +61,16 @@ class RouterReplay:
             router.recorded = None if routes is None else routes[:, :, layer].flatten(0, 1).long()
 
 
-def _routers(model: Any) -> dict[str, Any]:
+def routers_of(model: Any) -> dict[str, Any]:
     """The modules whose logits transformers records as those of routers, by name."""
     recorders = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    recorders = recorders if isinstance(recorders, list) else [recorders]
-    classes = tuple(kind for kind in (getattr(one, "target_class", one) for one in recorders) if kind is not None)
-    return {name: module for name, module in model.named_modules() if isinstance(module, classes)}
+    wanted = [
+        (getattr(one, "target_class", one), getattr(one, "layer_name", None) or "")
+        for one in (recorders if isinstance(recorders, list) else [recorders])
+        if one is not None
+    ]
+    modules = model.named_modules()
+    return {n: module for n, module in modules if any(isinstance(module, kind) and part in n for kind, part in wanted)}
 
 
 def _replay(router: Any, _: Any, output: Any) -> Any:

@@ -11,7 +11,7 @@ lengths are gathered, padded to the longest, and given to it together, in float3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ LIKE, FEW = 0.8, 4
 BATCH_PAIRS = 1 << 17
 # A long segment that sees a prompt asks with so many queries at a time.
 QUERIES = 512
+# Columns that queries and keys get for a sink: kernels of GPUs want multiples of eight.
+_COLUMNS = 8
 
 
 class Run(NamedTuple):
@@ -52,13 +54,14 @@ class Batch:
     Attributes:
         queries: (N, R) int64, which of all tokens; padding repeats a segment's last one.
         keys: (N, K) int64.
-        mask: (N, 1, R, K) float32, 0 where a query sees a key, else -inf. Padding sees its own segment.
+        masks: by sliding window, 0 for none: (N, 1, R, K) float32, 0 where a query sees a key, else -inf. Padding sees
+            its own segment.
         real: (N, R) bool, False on padding.
     """
 
     queries: Tensor
     keys: Tensor
-    mask: Tensor
+    masks: dict[int, Tensor]
     real: Tensor
 
 
@@ -71,12 +74,13 @@ class SegmentPlan:
         runs: all runs of a micro-batch, in order; together they have B * L tokens.
         batches: short segments.
         alone: numbers of the runs of long ones, in order.
-        mask: (`QUERIES`, K) float32 for the long ones that follow others, of which the longest has K tokens with them:
-            0 where a query sees a key, else -inf; of any K tokens in a row the last ones are the queries.
+        masks: by sliding window, 0 for none: (`QUERIES`, K) float32, 0 where a query sees a key, else -inf; of any K
+            tokens in a row the last ones are the queries. Without a window it is for the long ones that follow others,
+            of which the longest has K tokens with them; within one K are what that many queries see.
     """
 
-    def __init__(self, runs: list[Run], batches: list[Batch], alone: list[int], mask: Tensor) -> None:
-        self.runs, self.batches, self.alone, self.mask = runs, batches, alone, mask
+    def __init__(self, runs: list[Run], batches: list[Batch], alone: list[int], masks: dict[int, Tensor]) -> None:
+        self.runs, self.batches, self.alone, self.masks = runs, batches, alone, masks
 
 
 def segment_runs(segments: Tensor) -> list[Run]:
@@ -102,26 +106,34 @@ def segment_runs(segments: Tensor) -> list[Run]:
     return runs
 
 
-def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS) -> SegmentPlan:
+def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS, windows: Collection[int] = ()) -> SegmentPlan:
     """Deal the segments of a micro-batch into batches of like lengths.
 
     Args:
         segments: (2, B, L), see `MicroBatch`.
         batched_tokens: longer ones are alone.
+        windows: sliding windows of layers.
     """
     runs = segment_runs(segments)
     prompts = [sum(runs[number].length for number in run.seen or ()) for run in runs]
     short = [i for i, run in enumerate(runs) if run.seen is not None and run.length <= batched_tokens]
     batches = [
-        _batch([runs[i] for i in part], runs)
+        _batch([runs[i] for i in part], runs, windows)
         for like in _alike(short, lambda i: prompts[i])
         for members in _alike(like, lambda i: runs[i].length)
         for part in _parts(members, runs[members[0]].length, max(prompts[i] for i in members))
     ]
     alone = [i for i, run in enumerate(runs) if run.seen is not None and run.length > batched_tokens]
     longest = max((runs[i].length + prompts[i] for i in alone if prompts[i]), default=0)
-    seen = torch.ones(QUERIES, longest, dtype=torch.bool).tril(longest - QUERIES)
-    return SegmentPlan(runs, batches, alone, torch.zeros(seen.shape).masked_fill_(~seen, -math.inf))
+    visible = {0: torch.ones(QUERIES, longest, dtype=torch.bool).tril(longest - QUERIES)}
+    for window in windows:
+        visible[window] = torch.ones(QUERIES, QUERIES + window - 1, dtype=torch.bool).triu().tril(window - 1)
+    return SegmentPlan(runs, batches, alone, {window: _added(seen) for window, seen in visible.items()})
+
+
+def _added(visible: Tensor) -> Tensor:
+    """What SDPA adds to logits, quicker than a bool mask on CPU."""
+    return torch.zeros(visible.shape).masked_fill_(~visible, -math.inf)
 
 
 def segment_attention_forward(
@@ -132,27 +144,90 @@ def segment_attention_forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     segments: SegmentPlan | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over segments, SDPA without them; in the form transformers calls: (B, heads, L, D) tensors.
+
+    Args:
+        s_aux: see `padded_attention_forward`.
 
     Returns:
         ((B, L, heads, D), None); zeros on padding.
     """
     if segments is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return padded_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, s_aux=s_aux, **kwargs
+        )
+    how = Attending(query.shape[-1] ** -0.5 if scaling is None else scaling, s_aux)
+    window = sliding_window if sliding_window in segments.masks else 0
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (B * L, heads, D)
     out = value.new_zeros(len(tokens[0]), query.shape[1], value.shape[-1])
     if segments.batches:
-        out = _with_short(out, tokens, segments, scale)
+        out = _with_short(out, tokens, segments, how, window or 0)
     if segments.alone:
-        out = _with_long(out, tokens, segments, scale)
+        out = _with_long(out, tokens, segments, how, window or 0)
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def _with_short(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: float) -> Tensor:
-    """Return `out` (tokens, heads, D) with SDPA's results in the places of short segments."""
+def padded_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """SDPA in the form transformers calls, which knows of attention sinks.
+
+    Args:
+        s_aux: (heads,) sinks: a logit more in every softmax, of a key without a value (GPT-OSS).
+    """
+    if s_aux is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    how = Attending(query.shape[-1] ** -0.5 if scaling is None else scaling, s_aux)
+    return how(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+
+
+class Attending(NamedTuple):
+    """How queries and keys meet: a factor of their products, and the sinks of the heads, if there are any."""
+
+    scale: float
+    sinks: Tensor | None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """SDPA of (N, heads, length, D) tensors; without a mask, as many queries as keys, and causal.
+
+        It does not tell the sum that a sink belongs to, so the sink is one more key in front, of value 0. Columns of
+        their own give that key each head's sink as its logit, and leave the others' as they are.
+        """
+        grouped, causal = q.shape[1] != k.shape[1], mask is None
+        if self.sinks is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+            )
+        column = (self.sinks.to(q.dtype) / self.scale).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+        first = F.one_hot(torch.tensor(k.shape[-1]), k.shape[-1] + _COLUMNS).to(k).expand(*k.shape[:2], 1, -1)
+        q = F.pad(torch.cat([q, column], -1), (0, _COLUMNS - 1, int(causal), 0))  # a first query keeps the order
+        k = torch.cat([first, F.pad(k, (0, _COLUMNS))], 2)
+        mask = None if mask is None else F.pad(mask, (1, 0), value=float(mask.dtype == torch.bool))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            F.pad(v, (0, _COLUMNS, 1, 0)),
+            attn_mask=mask,
+            is_causal=causal,
+            scale=self.scale,
+            enable_gqa=grouped,
+        )
+        return out[:, :, int(causal) :, : v.shape[-1]]
+
+
+def _with_short(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, attend: Attending, window: int) -> Tensor:
+    """Return `out` (tokens, heads, D) with the results in the places of short segments."""
     query, key, value = (x.float() for x in tokens)
     places, results = [], []
     for batch in plan.batches:
@@ -160,18 +235,14 @@ def _with_short(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: flo
             x.index_select(0, seen.flatten()).unflatten(0, seen.shape).transpose(1, 2)
             for x, seen in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
         )
-        attended = _attend(q, k, v, scale, attn_mask=batch.mask).transpose(1, 2)
+        attended = attend(q, k, v, batch.masks[window]).transpose(1, 2)
         places.append(batch.queries[batch.real])
         results.append(attended[batch.real])
     return out.index_copy(0, torch.cat(places), torch.cat(results).to(out.dtype))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, **seen: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **seen)
-
-
-def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: float) -> Tensor:
-    """`out` (tokens, heads, D), with SDPA's results in the places of long segments."""
+def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, attend: Attending, window: int) -> Tensor:
+    """`out` (tokens, heads, D), with the results in the places of long segments."""
     lengths = [run.length for run in plan.runs]
     parts = list(out.split(lengths))
     queries, keys, values = (x.split(lengths) for x in tokens)
@@ -179,22 +250,23 @@ def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: floa
         numbers = (*(plan.runs[i].seen or ()), i)
         k, v = (torch.cat([x[number] for number in numbers]) for x in (keys, values))
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (queries[i], k, v))
-        parts[i] = _causal(q, k, v, plan.mask, scale)[0].transpose(0, 1)
+        parts[i] = _causal(q, k, v, plan.masks[window], attend, window)[0].transpose(0, 1)
     return torch.cat(parts)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attend: Attending, window: int) -> Tensor:
     """(1, heads, R, D) of R queries, the last of the K tokens whose keys and values these are.
 
     SDPA takes only queries of all tokens without a mask. Under one they are few at a time, so that it stays small.
     """
-    if q.shape[2] == k.shape[2]:
-        return _attend(q, k, v, scale, is_causal=True)
+    if q.shape[2] == k.shape[2] and (not window or k.shape[2] <= window):
+        return attend(q, k, v, None)
     blocks, seen = [], k.shape[2] - q.shape[2]
     for block in q.split(QUERIES, 2):
         seen += block.shape[2]
-        visible = mask[-block.shape[2] :, -seen:]
-        blocks.append(_attend(block, k[:, :, :seen], v[:, :, :seen], scale, attn_mask=visible))
+        first = max(0, seen - block.shape[2] - window + 1) if window else 0
+        visible = mask[-block.shape[2] :, first - seen :]
+        blocks.append(attend(block, k[:, :, first:seen], v[:, :, first:seen], visible))
     return torch.cat(blocks, 2)
 
 
@@ -214,7 +286,7 @@ def _parts(members: list[int], length: int, prompt: int) -> list[list[int]]:
     return [members[start : start + size] for start in range(0, len(members), size)]
 
 
-def _batch(members: list[Run], runs: list[Run]) -> Batch:
+def _batch(members: list[Run], runs: list[Run], windows: Collection[int]) -> Batch:
     starts, lengths = torch.tensor([(run.start, run.length) for run in members]).T.unsqueeze(-1)
     before = [_tokens([runs[number] for number in run.seen or ()]) for run in members]
     seen = torch.tensor([len(tokens) for tokens in before]).unsqueeze(-1)
@@ -223,8 +295,10 @@ def _batch(members: list[Run], runs: list[Run]) -> Batch:
     keys = nn.utils.rnn.pad_sequence(before, batch_first=True)
     causal = (own.view(-1, 1) >= own).expand(len(members), -1, -1)
     sees = torch.cat([(prompt < seen).unsqueeze(1).expand(-1, len(own), -1), causal], 2)
-    mask = torch.zeros(sees.shape).masked_fill_(~sees, -math.inf).unsqueeze(1)
-    return Batch(queries, torch.cat([keys, queries], 1), mask, own < lengths)
+    positions = torch.cat([prompt - seen, own.expand(len(members), -1)], 1)
+    distance = own.view(-1, 1) - positions.unsqueeze(1)
+    masks = {window: _added(sees & (distance < window) if window else sees).unsqueeze(1) for window in (0, *windows)}
+    return Batch(queries, torch.cat([keys, queries], 1), masks, own < lengths)
 
 
 def _tokens(runs: list[Run]) -> Tensor:

@@ -15,6 +15,7 @@ from grpo_dist.engines.train import attention
 from grpo_dist.engines.train.attention import (
     FLASH,
     FLEX,
+    PADDED,
     SEGMENTS,
     attention_implementation,
     attention_inputs,
@@ -25,7 +26,9 @@ from grpo_dist.engines.train.attention import (
     varlen_inputs,
     why_padded,
 )
+from grpo_dist.engines.train.own_attention import windows_of
 from tests.messages import says
+from tests.models import without_memory
 
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
@@ -108,28 +111,37 @@ def test_inputs_of_each_kernel() -> None:
     assert "cu_seq_lens_k" in attention_inputs(ROWS, positions[:1], FLASH)
 
 
+TWO = {"num_hidden_layers": 2}
+QWEN3, GEMMA2 = transformers.Qwen3Config(**TWO), transformers.Gemma2Config(**TWO)
+GPT_OSS, BLOOM = transformers.GptOssConfig(**TWO), transformers.BloomConfig(n_layer=2)
+
+
 @pytest.mark.parametrize(
-    ("layout", "device", "flash", "expected"),
+    ("config", "layout", "device", "flash", "expected"),
     [
-        ("shared", "cpu", True, SEGMENTS),
-        ("padded", "cpu", True, "sdpa"),
-        ("padded", "cuda", True, "sdpa"),
-        ("shared", "cuda", True, FLEX),
-        ("packed", "cuda", True, FLASH),
-        ("packed", "cuda", False, FLEX),
+        (QWEN3, "shared", "cpu", True, SEGMENTS),
+        (QWEN3, "padded", "cpu", True, "sdpa"),
+        (QWEN3, "padded", "cuda", True, "sdpa"),
+        (QWEN3, "shared", "cuda", True, FLEX),
+        (QWEN3, "packed", "cuda", True, FLASH),
+        (QWEN3, "packed", "cuda", False, FLEX),
+        (GPT_OSS, "packed", "cuda", True, FLEX),  # FlashAttention 2 knows no sinks
+        (GPT_OSS, "padded", "cpu", True, PADDED),
+        (GPT_OSS, "shared", "cpu", True, SEGMENTS),
+        *((config, layout, "cuda", True, "eager") for config in (GEMMA2, BLOOM) for layout in ("padded", "packed")),
     ],
 )
-def test_kernel_by_device_and_layout(
-    layout: str, device: str, flash: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_kernel_by_model_device_and_layout(
+    config: Any, layout: str, device: str, flash: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
-    assert attention_implementation(transformers.Qwen3Config(), layout, device) == expected
+    assert attention_implementation(without_memory(config), layout, device) == expected
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dict[str, str]) -> None:
     """transformers hands the block mask, or the segments, through to it."""
-    name = attention_implementation(transformers.Qwen3Config(), "shared", device)
+    name = attention_implementation(without_memory(QWEN3), "shared", device)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 3]])
     positions = torch.tensor([[0, 1, 2, 3, 4, 3, 0, 1, 2, 9, 10]])
     segments = ROWS[:, :1]
@@ -145,28 +157,35 @@ def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dic
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (transformers.LlamaConfig(), ""),
-        (transformers.Qwen2Config(), ""),
-        (transformers.Qwen3Config(), ""),
-        (transformers.Qwen2Config(use_sliding_window=True, max_window_layers=2), "sliding_attention"),
-        (transformers.MistralConfig(sliding_window=4096), "4096"),
-        (transformers.MistralConfig(sliding_window=None), ""),
-        (transformers.Gemma2Config(), "sliding_attention"),
-        (transformers.Gemma3TextConfig(), "sliding_attention"),
-        (SimpleNamespace(attn_logit_softcapping=50.0), "attention logits"),
-        (SimpleNamespace(alibi=True), "ALiBi"),
+        (transformers.LlamaConfig(**TWO), ""),
+        (transformers.Qwen2Config(**TWO, use_sliding_window=True, max_window_layers=1), ""),
+        (transformers.MistralConfig(**TWO, sliding_window=4096), ""),
+        (transformers.Gemma3TextConfig(**TWO), ""),
+        (GPT_OSS, ""),
+        (GEMMA2, "softcap"),
+        (BLOOM, "BloomAttention"),
+        (transformers.GPTNeoConfig(num_layers=2, attention_types=[[["global"], 2]]), "GPTNeoSelfAttention"),
+        (transformers.CodeGenConfig(n_layer=2), "CodeGenAttention"),
+        (transformers.FalconConfig(**TWO, alibi=True), "FalconAttention"),
+        (transformers.Llama4TextConfig(**TWO, num_local_experts=2), "chunked_attention"),
+        (transformers.Qwen3NextConfig(**TWO, num_experts=2), "linear_attention"),
+        (transformers.MambaConfig(**TWO), "linear_attention"),
     ],
 )
 def test_models_that_stay_padded(config: object, reason: str) -> None:
-    found = why_padded(config)
+    found = why_padded(without_memory(config))
     if reason:
         says(found, reason)
     else:
         assert found == ""
 
 
-def test_capped_attention_is_not_left_to_sdpa() -> None:
-    assert attention_implementation(transformers.Gemma2Config(), "padded", "cpu") == "eager"
+def test_windows_are_those_that_a_models_masks_keep() -> None:
+    """OLMoE passes a window on, and its masks know of none."""
+    mistral = transformers.MistralConfig(**TWO, sliding_window=7)
+    assert windows_of(without_memory(mistral)) == {7}
+    assert windows_of(without_memory(transformers.MistralConfig(**TWO, sliding_window=None))) == set()
+    assert windows_of(without_memory(transformers.OlmoeConfig(**TWO, num_experts=2, sliding_window=7))) == set()
 
 
 def test_layout_by_keys() -> None:

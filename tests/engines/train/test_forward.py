@@ -7,17 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from transformers.models.qwen3 import modeling_qwen3
 
-from grpo_dist.engines.train import forward, lm_head, model_loading
-from grpo_dist.engines.train.attention import attention_implementation
+from grpo_dist.engines.train import attention, forward, lm_head, model_loading
+from grpo_dist.engines.train.attention import SEGMENTS, attention_implementation
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.lm_head import response_values
+from grpo_dist.engines.train.segment_attention import segment_attention_forward
+from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto
 from tests.messages import says
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import model_settings
+
+own_attention = modeling_qwen3.eager_attention_forward
 
 
 def columns(engine: FSDPEngine, data: DataProto) -> list[Any]:
@@ -47,17 +51,26 @@ def broken(path: str, data: DataProto) -> dict[str, Any]:
         ("mask", "shared", forward, {"attention_inputs": lambda *args: {}}),
         ("refused", "packed", forward, {"attention_inputs": refuse}),
         ("head", "shared", lm_head, {"response_values": off_by_one}),
-        ("everything", "shared", forward, {"TOLERANCE": {torch.float32: -1.0}}),
+        ("everything", "shared", forward.PolicyForward, {"_difference": lambda *args: (1.0, "")}),
         ("backward", "shared", model_loading, {"attention_implementation": on_a_gpu}),
+        ("attention", "packed", attention, {"segment_attention_forward": other_scale}),
+        ("later", "shared", modeling_qwen3, {"eager_attention_forward": sees_all}),
     ):
         kept = {key: getattr(module, key) for key in patch}
-        vars(module).update(patch)
+        _put(module, patch)
         try:
             engine = trainable_engine(path, layout=layout)
             out[name] = (columns(engine, data), engine.forward.report)
+        except ConfigError as error:
+            out[name] = ([], str(error))
         finally:
-            vars(module).update(kept)
+            _put(module, kept)
     return out
+
+
+def _put(holder: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(holder, name, value)
 
 
 def off_by_one(*args: Any) -> Any:
@@ -65,9 +78,19 @@ def off_by_one(*args: Any) -> Any:
     return values._replace(log_probs=values.log_probs + 1)
 
 
-def on_a_gpu(config: Any, layout: str, device: str) -> str:
+def on_a_gpu(model: Any, layout: str, device: str) -> str:
     """FlexAttention, which goes backward on a GPU only."""
-    return attention_implementation(config, layout, "cuda")
+    return attention_implementation(model, layout, "cuda")
+
+
+def other_scale(*args: Any, scaling: float, **kwargs: Any) -> Any:
+    """An attention that is another one in all layouts."""
+    return segment_attention_forward(*args, scaling=2 * scaling, **kwargs)
+
+
+def sees_all(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    """A model's own attention without a causal mask."""
+    return own_attention(module, query, key, value, None, **kwargs)
 
 
 def refuse(segments: Any, *args: Any) -> dict[str, Any]:
@@ -94,16 +117,14 @@ def test_a_good_layout_is_kept(alone: dict[str, Any]) -> None:
     assert alone["bf16"].startswith("shared prompts; ")
 
 
-@pytest.mark.parametrize(("name", "reason"), [("Gemma2", "sliding_attention layers"), ("Mistral", "window of 4")])
-def test_windows_and_capping_stay_padded(alone: dict[str, Any], name: str, reason: str) -> None:
-    case = alone[name]
-    assert case["layout"] == "padded"
-    assert case["report"].startswith("padded sequences")
-    says(case["report"], "shared prompts", reason)
-    assert ("whole micro-batches" in case["report"]) == (name == "Gemma2"), "it caps its logits, too"
-    for found, expected in zip(case["columns"], case["padded"], strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert "actor/entropy" in case["metrics"]
+def test_capping_stays_padded_and_windows_do_not(alone: dict[str, Any]) -> None:
+    for name, layout, reasons in (("Gemma2", "padded", ["softcap", "whole micro-batches"]), ("Mistral", "shared", [])):
+        case = alone[name]
+        assert case["layout"] == layout
+        says(case["report"], "shared prompts", *reasons)
+        for found, expected in zip(case["columns"], case["padded"], strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert "actor/entropy" in case["metrics"]
 
 
 def test_a_broken_layout_is_given_up(alone: dict[str, Any]) -> None:
@@ -124,6 +145,17 @@ def test_a_layout_whose_attention_cannot_go_backward_is_given_up(alone: dict[str
     assert report.startswith("padded sequences")
     says(report, "shared prompts:", "backward pass")
     np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5, rtol=0)
+
+
+def test_an_attention_that_is_wrong_in_all_layouts_makes_way_for_the_models_own(alone: dict[str, Any]) -> None:
+    found, report = alone["broken"]["attention"]
+    says(report, "packed sequences", SEGMENTS)
+    np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5)
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(alone: dict[str, Any]) -> None:
+    _, told = alone["broken"]["later"]
+    says(told, "actor_rollout_ref.model.path=", "1.8 nats", "Qwen3")
 
 
 @pytest.mark.parametrize(

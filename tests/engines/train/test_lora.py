@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -18,9 +19,10 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.engines.train.lora import add_lora, lora_layers
 from grpo_dist.errors import ConfigError, DataError
+from scripts.architectures import SIZES, SMALL
 from tests.adapters import write_adapter
 from tests.messages import refuses
-from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine
+from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine, without_memory
 from tests.ranks import run_ranks
 from tests.worker_settings import lora, model_settings
 
@@ -201,8 +203,6 @@ def test_a_frozen_base_is_held_in_the_type_of_passes_and_trains_the_same_factors
 
 
 def test_targets_by_name(random_models: dict[str, str]) -> None:
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     add_lora(model, lora(2, 4.0, ("q_proj", "v_proj"), exclude_modules=("v_proj",)))
     assert {name.rpartition(".")[2] for name in lora_layers(model)} == {"q_proj"}
@@ -214,8 +214,6 @@ def test_targets_by_name(random_models: dict[str, str]) -> None:
     [("tied", "c_attn"), ("tied", "j_proj"), ("experts", "gate_proj"), ("experts", "gate_up_proj")],
 )
 def test_a_target_that_is_not_there(random_models: dict[str, str], model: str, name: str) -> None:
-    import transformers
-
     whole = transformers.AutoModelForCausalLM.from_pretrained(random_models[model])
     with refuses(ConfigError, f"target_modules=('q_proj', '{name}'):", f"{name};"):
         add_lora(whole, lora(2, 4.0, ("q_proj", name)))
@@ -235,8 +233,6 @@ OF_EXPERTS: list[tuple[Any, list[int], str]] = [
 def test_experts_and_their_router_take_no_factors(
     random_models: dict[str, str], targets: Any, ordinary: list[int], words: str
 ) -> None:
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(random_models["experts"], mlp_only_layers=ordinary)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -244,17 +240,32 @@ def test_experts_and_their_router_take_no_factors(
         add_lora(model, lora(2, 4.0, targets))
 
 
-def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
-    import transformers
+@pytest.mark.parametrize("family", ["phimoe", "llama4_text", "jamba", "granitemoe", "gpt_oss"])
+def test_routers_take_no_factors_of_all_linear(family: str) -> None:
+    """Those of a class of their own (Phi-MoE), and those that are linear layers (Jamba)."""
+    sizes = SIZES | {"num_local_experts": 4} | SMALL.get(family, {})
+    model = without_memory(transformers.AutoConfig.for_model(family, **sizes))
+    routers = [name for name, _ in model.named_modules() if name.endswith((".router", ".mlp.gate", ".router.gate"))]
+    add_lora(model, lora(2, 4.0, ("all-linear",)))
+    layers = lora_layers(model)
+    assert routers
+    assert not layers.keys() & set(routers)
+    assert any("q_proj" in name or "qkv" in name for name in layers)
 
+
+def test_a_router_that_is_named_is_refused() -> None:
+    model = without_memory(transformers.AutoConfig.for_model("phimoe", **SIZES))
+    with refuses(ConfigError, "target_modules=('router',)", "PhimoeTopKRouter"):
+        add_lora(model, lora(2, 4.0, ("router",)))
+
+
+def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     with refuses(ConfigError, "exclude_modules=('q_proj',):", "all of ('q_proj',)"):
         add_lora(model, lora(2, 4.0, ("q_proj",), exclude_modules=("q_proj",)))
 
 
 def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
-    import transformers
-
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     with refuses(ConfigError, "target_modules=('embed_tokens',)", "model.embed_tokens", "Embedding"):
         add_lora(model, lora(2, 4.0, ("embed_tokens",)))

@@ -32,8 +32,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, "original_max
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DEEPSEEK = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
 DEEPSEEK |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
 # What differs in how it is loaded: ties, rotary factors, other computed buffers, transposed weights, stacked experts,
-# renamed tensors, buffers that are in the files, and conversions that need whole tensors (the last two).
+# renamed tensors, buffers that are in the files, buffers that a module without tensors fills, code for new weights that
+# knows no shards, and conversions that need whole tensors (the last two).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Qwen3", {"head_dim": 8}),
     "untied": ("Llama", {"tie_word_embeddings": False}),
@@ -44,6 +46,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, **EXPERTS}),
     "mixtral": ("Mixtral", EXPERTS),
     "deepseek_v3": ("DeepseekV3", EXPERTS | DEEPSEEK),
+    "falcon_h1": ("FalconH1", {"head_dim": 8, "ssm_multipliers": [0.5, 0.7, 0.9, 1.1, 1.3], **MAMBA}),
+    "hy_v4": ("HYV4", EXPERTS | DEEPSEEK),
     "too_few_experts": ("Qwen3Moe", {"head_dim": 8, **EXPERTS, "num_experts": 2, "num_local_experts": 2}),
     "joined_rows": ("OlmoHybrid", {"layer_types": ["linear_attention", "full_attention"]}),
 }

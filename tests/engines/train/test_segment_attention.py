@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_dist.engines.train import segment_attention
-from grpo_dist.engines.train.attention import dense_mask
+from grpo_dist.engines.train.attention import block_mask, dense_mask, flex_attention_forward, padded_attention_forward
 from grpo_dist.engines.train.segment_attention import (
     SegmentPlan,
     plan_segments,
@@ -20,7 +21,9 @@ from tests.tensor_sizes import largest_tensor
 from tests.tiers import covering
 
 MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+GROUPED: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 VISIBLE = ROWS[0] >= 0
+SINKS = (1.0, -1.0, 6.0, 0.0)
 
 
 def rows_of(groups: list[tuple[int, list[int]]]) -> torch.Tensor:
@@ -63,7 +66,7 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert responses.queries.tolist() == [[3, 4], [5, 5]]
     assert responses.keys.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 5]]
     assert responses.real.tolist() == [[True, True], [True, False]]
-    assert (responses.mask[0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
+    assert (responses.masks[0][0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
     assert prompts.queries.tolist() == prompts.keys.tolist() == [[0, 1, 2]]
 
 
@@ -71,7 +74,7 @@ def test_a_long_segment_is_alone() -> None:
     plan = plan_segments(ROWS[:, :1, :6], batched_tokens=1)
     assert [batch.queries.tolist() for batch in plan.batches] == [[[5]]]
     assert plan.alone == [0, 1], "the prompt and the response of 2 tokens"
-    assert (plan.mask[-2:] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
+    assert (plan.masks[0][-2:] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
 
 
 @pytest.mark.parametrize("response", [600, 1200])
@@ -126,6 +129,77 @@ def test_it_equals_the_dense_mask(
         results.append([out[visible], *torch.autograd.grad((out * weights).sum(), inputs)])
     for mine, dense in zip(*results, strict=True):
         torch.testing.assert_close(mine, dense, atol=1e-5, rtol=1e-5)
+
+
+def positions_of(segments: torch.Tensor) -> torch.Tensor:
+    """(B, L): as many tokens as each one sees before it."""
+    return dense_mask(segments)[:, 0].sum(-1) - 1
+
+
+def by_hand(inputs: list[torch.Tensor], mask: torch.Tensor, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention with whole scores and, of each head, one logit more in the softmax."""
+    query, key, value = inputs
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("batched_tokens", "queries"), [(0, 7), (20, 7), (100, 512)])
+@pytest.mark.parametrize(("window", "sinks"), [(5, None), (0, SINKS), (1, SINKS), (33, SINKS)])
+@pytest.mark.parametrize("segments", [MIXED, TREE], ids=["mixed", "tree"])
+def test_sinks_and_windows(
+    segments: torch.Tensor, sinks: Any, window: int, batched_tokens: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, those of the sinks too, are those of attention by hand; small sinks hide little."""
+    monkeypatch.setattr(segment_attention, "QUERIES", queries)
+    generator = torch.Generator().manual_seed(0)
+    _, rows, width = segments.shape
+    visible = segments[0] >= 0
+    leaves = [torch.randn(rows, n, width, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
+    own = None if sinks is None else torch.tensor(sinks, requires_grad=True)
+    weights = torch.randn(rows, width, 4, 8, generator=generator) * visible[..., None, None]
+    mask, at = dense_mask(segments), positions_of(segments)
+    if window:
+        mask = mask & (at.unsqueeze(2) - at.unsqueeze(1) < window).unsqueeze(1)
+    options: Any = {"scaling": 0.3, "s_aux": own, "sliding_window": window or None}
+    plan = plan_segments(segments, batched_tokens, [window] if window else [])
+    found, _ = segment_attention_forward(GROUPED, *leaves, None, segments=plan, **options)
+    expected = by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own)
+    wanted = [*leaves, *([] if own is None else [own])]
+    torch.testing.assert_close(found[visible], expected[visible], atol=1e-5, rtol=1e-5)
+    found_gradients, gradients = (torch.autograd.grad((out * weights).sum(), wanted) for out in (found, expected))
+    for mine, other in zip(found_gradients, gradients, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_sinks_and_windows_of_flex_attention() -> None:
+    """Forward only, as it is on CPU."""
+    generator = torch.Generator().manual_seed(0)
+    flat = [torch.randn(1, n, TREE.shape[2], 8, generator=generator) for n in (4, 2, 2)]
+    at, sinks = positions_of(TREE), torch.tensor(SINKS)
+    options: Any = {"scaling": 0.3, "s_aux": sinks, "windows": {5: block_mask(TREE, at, 5)}}
+    for window in (None, 5):
+        found, _ = flex_attention_forward(GROUPED, *flat, block_mask(TREE), sliding_window=window, **options)
+        near = at.unsqueeze(2) - at.unsqueeze(1) < (window or 1000)
+        expected = by_hand(flat, dense_mask(TREE) & near.unsqueeze(1), 0.3, sinks)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sinks_of_padded_sequences(masked: bool) -> None:
+    """Under the mask that transformers makes, and without one, as for a causal order alone."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, n, 9, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
+    sinks = torch.tensor(SINKS, requires_grad=True)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    found, _ = padded_attention_forward(GROUPED, *leaves, seen if masked else None, scaling=0.3, s_aux=sinks)
+    expected = by_hand(leaves, seen, 0.3, sinks)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    results = (torch.autograd.grad(out.square().sum(), [*leaves, sinks]) for out in (found, expected))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
 def test_in_bf16_only_what_goes_in_and_out_is_rounded() -> None:

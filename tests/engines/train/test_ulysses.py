@@ -20,7 +20,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.equivalence.test_layout import batch
 from tests.messages import says
-from tests.models import EXPERTS, objective, random_classifier, random_model
+from tests.models import EXPERTS, objective, random_classifier, random_model, without_memory
 from tests.ranks import LIMIT_S, run_ranks
 from tests.worker_settings import lora, model_settings, value_settings
 
@@ -233,7 +233,7 @@ def test_a_group_of_one_has_all_tokens() -> None:
 def by_flex(rank: int, path: str, size: int) -> list[float]:
     """Log-probs by FlexAttention, which on CPU goes forward only."""
     on_cpu = attention.attention_implementation
-    model_loading.attention_implementation = lambda config, layout, device: on_cpu(config, layout, "cuda")
+    model_loading.attention_implementation = lambda model, layout, device: on_cpu(model, layout, "cuda")
     try:
         made = engine(path, size, trains=False)
         assert made.model.config._attn_implementation == attention.FLEX
@@ -268,8 +268,8 @@ def test_flash_attention_gets_the_lengths_of_whole_rows(monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     registered: dict[str, Any] = {}
     monkeypatch.setattr(attention.AttentionInterface, "register", registered.__setitem__)
-    config = transformers.Qwen3Config()
-    assert attention.attention_implementation(config, "packed", "cuda") == attention.FLASH
+    model = without_memory(transformers.Qwen3Config(num_hidden_layers=1))
+    assert attention.attention_implementation(model, "packed", "cuda") == attention.FLASH
     x, positions = torch.ones(1, 2, 2, 1), torch.tensor([[0, 1, 2, 0]])
     lengths = attention.varlen_inputs(positions)
     out, _ = registered[attention.FLASH](
@@ -304,21 +304,13 @@ def test_heads_that_do_not_split(heads: int, kv_heads: int, size: int, fitting: 
     says(caught.value, f"{KEY}={size}", "actor_rollout_ref.model.path=a/model", str(heads), str(kv_heads), fitting)
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        (transformers.MistralConfig(sliding_window=8), "8"),
-        (transformers.Gemma2Config(), "sliding_attention"),
-        (transformers.Gemma2Config(layer_types=["full_attention"] * 26), "1"),
-    ],
-    ids=["Mistral", "Gemma 2", "capped"],
-)
-def test_layers_that_take_padded_sequences_only_are_not_split(config: Any, why: str) -> None:
-    check_split(config, settings(1))
-    check_split(transformers.MambaConfig(), settings(1))  # which has no heads to speak of
+def test_models_that_take_padded_sequences_only_are_not_split() -> None:
+    """See `why_padded`."""
+    config = transformers.MambaConfig()  # which has no heads to speak of
+    check_split(config, settings(1), "linear_attention")
     with pytest.raises(ConfigError) as caught:
-        check_split(config, settings(2))
-    says(caught.value, f"{KEY}=2", "a/model", why, "1")
+        check_split(transformers.Qwen3Config(), settings(2), "linear_attention")
+    says(caught.value, f"{KEY}=2", "a/model", "linear_attention", "1")
 
 
 def without_exchange(rank: int, path: str) -> list[str]:
