@@ -55,7 +55,8 @@ def interpreter(folder: Path, packages: list[str] | None) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "client", [pytest.param(name, marks=[pytest.mark.long if packages else pytest.mark.deep]) for name, packages in CLIENTS.items()]
+    "client",
+    [pytest.param(name, marks=pytest.mark.long if given else pytest.mark.deep) for name, given in CLIENTS.items()],
 )
 async def test_a_client_uses_tools_as_it_does_elsewhere(client: str, tmp_path: Path) -> None:
     """Whatever it writes into requests by itself; what forces a form is refused by the key that stands there."""

@@ -152,10 +152,9 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, by the class names that the model itself says must not be split; FSDP2 adds to these."""
     names, found = set(getattr(model, "_no_split_modules", None) or ()), dict[str, nn.Module]()
     for name, module in model.named_modules():
-        if type(module).__name__.removeprefix("FSDP") in names and not f"{name}.".startswith(
-            tuple(f"{outer}." for outer in found)
-        ):
-            found[name] = module  # what is in one is a part of it (Mamba)
+        within = f"{name}.".startswith(tuple(f"{outer}." for outer in found))  # it is a part of one (Mamba)
+        if type(module).__name__.removeprefix("FSDP") in names and not within:
+            found[name] = module
     return list(found.values())
 
 
