@@ -223,7 +223,7 @@ MISTAKES = {
         ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=8", f"{PATH}=builtin:tiny-qwen3", "1 or 2 or 4"],
     ),
     "heads of the critic that do not split over ranks": (
-        ["recipe=ppo", "critic.ulysses_sequence_parallel_size=8"],
+        ["recipe=ppo", "critic.ulysses_sequence_parallel_size=8", "cluster.critic_world_size=8"],
         ["critic.ulysses_sequence_parallel_size=8", "critic.model.path=builtin:tiny-qwen3", "1 or 2 or 4"],
     ),
     "GPUs of a node that do not split": (

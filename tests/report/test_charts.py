@@ -104,4 +104,4 @@ def test_runs_are_compared_by_the_line_that_says_most(tmp_path: Path) -> None:
 def test_every_health_rule_of_a_metric_can_be_marked() -> None:
     drawn = {metric for chart in CHARTS for metric, _ in chart.lines}
     unseen = {name for name, rule in RULES.items() if not drawn & {*rule.metrics, *rule.needs}}
-    assert unseen <= {"reward_failures", "no_reward", "non_finite"}, "these stand in the list of alarms"
+    assert unseen <= {"agreement", "reward_failures", "no_reward", "non_finite"}, "these stand in the list of alarms"

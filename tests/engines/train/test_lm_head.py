@@ -228,7 +228,7 @@ def test_an_output_layer_that_does_not_tell_the_logits_is_refused(
 
 def without_the_chunked_head(rank: int, path: str) -> list[str]:
     """The check at the first pass is made to find that the chunked output layer gives other log-probs."""
-    forward.TOLERANCE = {torch.float32: -1.0}
+    forward.PolicyForward._difference = lambda *args: (1.0, "")  # type: ignore[method-assign]
     messages = []
     for training in (True, False):
         engine = trainable_engine(path)
