@@ -124,14 +124,11 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
 def _check_same(ran: RunConfig, config: RunConfig, unsaved: Sequence[str]) -> None:
     """Refuse overrides that change more than what was not saved: a step is computed again by its own config."""
     before, after = (dict(flatten(one.model_dump(mode="json"))) for one in (ran, config))
-    keys = [key for key in dict.fromkeys([*before, *after]) if key not in unsaved]
-    changed = [key for key in keys if before.get(key, MISSING) != after.get(key, MISSING)]
-    if changed:
-        lines = "\n".join(
-            f"  {key}: {as_text(before.get(key, MISSING))} -> {as_text(after.get(key, MISSING))}" for key in changed
-        )
+    keys = (key for key in dict.fromkeys([*before, *after]) if key not in unsaved)
+    pairs = ((key, before.get(key, MISSING), after.get(key, MISSING)) for key in keys)
+    if changed := "\n".join(f"  {key}: {as_text(had)} -> {as_text(has)}" for key, had, has in pairs if had != has):
         raise ConfigError(
-            f"these keys had another value in the run:\n{lines}\nLeave them out: a step is computed again by its own "
+            f"these keys had another value in the run:\n{changed}\nLeave them out: a step is computed again by its own "
             "config. `grpo-dist check-reward` and `grpo-dist eval` score responses with another function"
         )
 
