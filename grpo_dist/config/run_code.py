@@ -22,8 +22,12 @@ _REWARD = "custom_reward_function"
 MODEL, SUPERVISED_MODEL = (TRUST_KEY,), ("model.trust_remote_code",)
 ENGINE = (TRUST_KEY, "actor_rollout_ref.rollout.name", _ENGINE_KWARGS)
 REWARD = (f"{_REWARD}.path", f"{_REWARD}.reward_kwargs")
-LOSS = ("actor_rollout_ref.actor.kl_loss_type", "actor_rollout_ref.actor.policy_loss.loss_mode")
-UPDATE = ("algorithm.adv_estimator", "algorithm.kl_penalty", *LOSS)
+UPDATE = (
+    "algorithm.adv_estimator",
+    "algorithm.kl_penalty",
+    "actor_rollout_ref.actor.kl_loss_type",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+)
 _BUILT_IN = re.compile(r"grpo_dist\.(rewards|tasks)(\.\w+)+")
 
 

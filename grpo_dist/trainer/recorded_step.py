@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from grpo_dist.config.keys import flatten
+from grpo_dist.config.keys import as_text, flatten
 from grpo_dist.config.load import saved_values, with_overrides
-from grpo_dist.config.run_code import LOSS, MODEL, REWARD, UPDATE, code_of_run, hidden, hidden_keys, require_trust
+from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, hidden, hidden_keys, require_trust
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
@@ -20,15 +19,9 @@ from grpo_dist.plan.rules import drafts
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.jsonl import METRICS, ROLLOUTS, read_metrics
-from grpo_dist.trainer.checkpoint.config_changes import compare_configs, digest_code, read_config
+from grpo_dist.trainer.checkpoint.config_changes import MISSING, digest_code, read_config
 from grpo_dist.trainer.checkpoint.folder import CONFIG, last_checkpoint, read_state
 
-# Keys that say what is made of responses that are there: scores, advantages and the loss.
-RECOMPUTED = re.compile(
-    r"custom_reward_function|reward\.|algorithm\.(?!filter_groups|min_group_size)|critic\.enable|data\.(answer_key|"
-    r"reward_fn_key|data_source)|actor_rollout_ref\.(rollout\.agent\.reward_function_weight|actor\.(clip_|tau_|loss_|kl_|"
-    r"entropy_|use_kl_loss|policy_loss|observation_coeff|top_entropy_quantile))"
-)
 RESCORED = (*REWARD, "data.", "algorithm.", "actor_rollout_ref.model.")  # what scores and updates are computed from
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
 
@@ -38,10 +31,9 @@ class Recorded:
     """A step as a run has recorded it.
 
     Attributes:
-        config: of the run, with the overrides.
+        config: of the run, with the values that it has not saved.
         data: the step's batch.
         metrics: the step's row of metrics.jsonl.
-        ran: the config without the overrides; None: there are none, but for values that the run has not saved.
     """
 
     run_dir: Path
@@ -49,7 +41,6 @@ class Recorded:
     config: RunConfig
     data: DataProto
     metrics: Mapping[str, float]
-    ran: RunConfig | None = None
 
     @property
     def sampled(self) -> DataProto:
@@ -91,11 +82,12 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     """Read a step.
 
     Args:
+        overrides: values that the run has not saved, and code of it that is the user's own.
         trust: whether the folder may name code to run.
 
     Raises:
-        ConfigError: the folder has no such step, an override is wrong or lacks a value that was not saved, or the step
-            needs code that it may not name.
+        ConfigError: the folder has no such step, an override is wrong or changes what the run had, a value that was not
+            saved is lacking, or the step needs code that the folder may not name.
         DataError: its file cannot be read.
     """
     if not (run_dir / METRICS).is_file():
@@ -108,41 +100,36 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     values = dict(read_config(run_dir))
     if "actor_rollout_ref" not in values:
         raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
-    unsaved = hidden_keys(saved_values(values, GRPO))
-    own = [text for text in overrides if text.lstrip("+").partition("=")[0] in unsaved]
-    ran, config = with_overrides(values, own, GRPO), with_overrides(values, overrides, GRPO)
-    given = with_overrides({}, overrides, GRPO)
+    ran, config = saved_values(values, GRPO), with_overrides(values, overrides, GRPO)
+    given, unsaved = with_overrides({}, overrides, GRPO), hidden_keys(ran)
+    _check_same(ran, config, unsaved)
     if lacking := hidden(run_dir / CONFIG, config, RESCORED, given):
         raise ConfigError(lacking)
     folder = last_checkpoint(run_dir)
     had = read_state(folder).code if unsaved and folder is not None else {}
-    has = digest_code(ran, had)
+    has = digest_code(config, had)
     if changed := [key for key in has if key in unsaved and has[key] != had.get(key, has[key])]:
         raise ConfigError(f"{', '.join(changed)} was another value in the run, by its digest in {folder}")
-    if drafted := drafts(ran):
+    if drafted := drafts(config):
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
         )
-    _check_recomputed(ran, config)
     if not trust:
-        code = [*code_of_run(config, (*MODEL, *REWARD, *UPDATE), given), *code_of_run(ran, LOSS, given)]
-        require_trust(run_dir / CONFIG, list(dict.fromkeys(code)))
+        require_trust(run_dir / CONFIG, code_of_run(config, (*MODEL, *REWARD, *UPDATE), given))
     data = read_step(path)
     metrics = next((row for row in read_metrics(run_dir / METRICS) if row["step"] == step), {})
-    if ran.old_log_probs_from == "rollout" != config.old_log_probs_from and "old_log_probs" in data.columns():
-        _, data = data.pop(("old_log_probs",))  # they are the sampler's
-    return Recorded(run_dir, step, config, data, metrics, ran if len(overrides) > len(own) else None)
+    return Recorded(run_dir, step, config, data, metrics)
 
 
-def _check_recomputed(ran: RunConfig, config: RunConfig) -> None:
-    """Refuse changed keys of which recorded responses tell nothing."""
+def _check_same(ran: RunConfig, config: RunConfig, unsaved: Sequence[str]) -> None:
+    """Refuse overrides that change more than what was not saved: a step is computed again by its own config."""
     before, after = (dict(flatten(one.model_dump(mode="json"))) for one in (ran, config))
-    changes = compare_configs(before, after, RunConfig)
-    lines = (*changes.experiment, *changes.refused, *changes.shown)
-    if wrong := "\n".join(f"  {line}" for line in lines if not RECOMPUTED.match(line)):
+    keys = (key for key in dict.fromkeys([*before, *after]) if key not in unsaved)
+    pairs = ((key, before.get(key, MISSING), after.get(key, MISSING)) for key in keys)
+    if changed := "\n".join(f"  {key}: {as_text(had)} -> {as_text(has)}" for key, had, has in pairs if had != has):
         raise ConfigError(
-            f"these keys would have changed what is sampled or how steps are taken:\n{wrong}\nLeave them out. Recorded "
-            "responses tell of other scores, advantages and losses alone"
+            f"these keys had another value in the run:\n{changed}\nLeave them out: a step is computed again by its own "
+            "config. `grpo-dist check-reward` and `grpo-dist eval` score responses with another function"
         )
 
 

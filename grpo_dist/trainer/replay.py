@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from grpo_dist.algorithms.baselines import AgentBaselines
-from grpo_dist.algorithms.counterfactual import group_sums, products
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
@@ -42,7 +40,7 @@ from grpo_dist.trainer.checkpoint.folder import own_checkpoints
 from grpo_dist.trainer.checkpoint.identity import others
 from grpo_dist.trainer.loop import mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
-from grpo_dist.trainer.recorded_step import SCORE_TOLERANCE, Difference, Recorded, first_difference
+from grpo_dist.trainer.recorded_step import Difference, Recorded
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import rank_settings, reward_settings
@@ -72,12 +70,11 @@ def reward_worker(config: RunConfig) -> Iterator[RewardWorker]:
         worker.scorer.stop()
 
 
-def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[str]]:
+def rescore(recorded: Recorded, worker: RewardWorker) -> DataProto:
     """Score the responses again.
 
     Returns:
-        (`score`, `token_level_scores`, what the function says beside them and, with steps, `step_mask`; why responses
-        could not be scored).
+        `score`, `token_level_scores`, what the function says beside them and, with steps, `step_mask`.
 
     Raises:
         ConfigError: a reward model judges steps: what it said of them is not recorded.
@@ -88,7 +85,7 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
         raise ConfigError("reward_model.process.enable=true: the scores of steps cannot be computed again")
     prompts = _prompts(recorded, worker)
     given = data["episode_reward"].numpy() if "episode_reward" in data.columns() else None
-    parts, labels, failures = [], [], []
+    parts, labels = [], []
     uids = data["uid"]
     starts = [0, *(i for i in range(1, len(uids)) if uids[i] != uids[i - 1])]
     for start, end in zip(starts, [*starts[1:], len(uids)], strict=True):
@@ -96,21 +93,15 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
         rewards = np.full(end - start, np.nan, np.float32) if given is None else given[start:end]
         before = int(uids[start].removeprefix("step").partition("-")[0]) - 1
         task = Task.of(prompts[uids[start]], model_scores=_model_scores(group), step=before)
-        label, failed, scored = worker.score_group(group, task, rewards)
+        label, _, scored = worker.score_group(group, task, rewards)
         parts.append(scored)
         labels.append(label)
-        failures += failed
     names = dict.fromkeys(name for label in labels for name in label.small if name.startswith(EXTRA))
     scored = DataProto.concat(parts)
     for name in names:
         values = [label.small.get(name, np.full(label.num_rows, np.nan, np.float32)) for label in labels]
         scored.batch[name] = torch.tensor(np.concatenate(values))
-    return scored, failures
-
-
-def _scored_by_another(recorded: Recorded, scores: DataProto) -> bool:
-    changed = recorded.ran is not None and reward_settings(recorded.ran) != reward_settings(recorded.config)
-    return changed or first_difference(recorded.data, scores.select(("score",)), SCORE_TOLERANCE) is not None
+    return scored
 
 
 def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> DataProto:
@@ -120,23 +111,17 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
         scores: columns that take the place of the recorded ones.
 
     Raises:
-        ConfigError: the changed keys need a column that the run has not recorded, or scores by another function of
-            greedy responses, of which only those of the run's are recorded.
+        ConfigError: they need a column or a figure that the run has not recorded.
     """
     config, settings = recorded.config, target_settings(recorded.config)
     if "agent_baselines" in settings.needs:
         settings = settings.with_agent_baselines(_agent_baselines(recorded))
-    if "reward_baselines" in settings.needs and _scored_by_another(recorded, scores):
-        raise ConfigError(
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares with greedy responses, which are not "
-            "recorded, and their scores (reward_baseline) are by the function of the run"
-        )
-    data = DataProto({**_without_old_values(recorded, scores), **scores.batch}, recorded.data.non_tensor_batch)
+    data = DataProto({**recorded.sampled.batch, **scores.batch}, recorded.data.non_tensor_batch)
     needed = [*settings.columns, *(["reward_baseline"] if "reward_baselines" in settings.needs else [])]
     if missing := [name for name in needed if name not in data.columns()]:
         raise ConfigError(
-            f"{recorded.run_dir}: advantages with the changed keys need {', '.join(missing)}, which the run has not "
-            f"recorded; leave out the keys that ask for it"
+            f"{recorded.run_dir}: the advantages of step {recorded.step} need {', '.join(missing)}, which is not "
+            "recorded"
         )
     seed = group_seed(config.trainer.seed, recorded.step, -1)
     small = {name: column.numpy() for name, column in data.batch.items() if isinstance(column, torch.Tensor)}
@@ -163,11 +148,8 @@ def weights_before(recorded: Recorded) -> Path | None:
     return by_step[recorded.step - 1]
 
 
-def reupdate(recorded: Recorded, watch: Callable[..., None] | None = None) -> tuple[DataProto, dict[str, float]]:
+def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     """Take the policy's optimizer steps again, on CPU and on one rank.
-
-    Args:
-        watch: gets the engine and the rows of each mini-batch before its step.
 
     Returns:
         (`old_log_probs` by the weights before the step, metrics of the update). No log-probs in bypass mode, where the
@@ -178,7 +160,7 @@ def reupdate(recorded: Recorded, watch: Callable[..., None] | None = None) -> tu
             learning rates than the run's config gives it now.
     """
     config = recorded.config
-    objective, data = _update_inputs(recorded, recorded.data)
+    objective, data = _update_inputs(recorded)
     checkpoint = weights_before(recorded)
     with policy_engine(config, _num_steps(config)) as engine:
         if checkpoint is not None:
@@ -191,8 +173,6 @@ def reupdate(recorded: Recorded, watch: Callable[..., None] | None = None) -> tu
             columns = engine.compute_columns(data, ("log_probs",), **size)
             log_probs = DataProto.from_dict({"old_log_probs": columns["log_probs"]})
         for rows in groups if not recorded.only_critic_learned else ():
-            if watch is not None:
-                watch(engine, rows)
             results.append(engine.train_mini_batch(data.index(rows), objective=objective, **size).metrics)
     if not results:
         return log_probs, {}
@@ -207,54 +187,9 @@ def reupdate(recorded: Recorded, watch: Callable[..., None] | None = None) -> tu
     return log_probs, metrics
 
 
-def target_sums(recorded: Recorded, scores: DataProto, targets: DataProto) -> tuple[np.ndarray, int]:
-    """Return the `group_sums` of what the run and the overrides push, and how many responses are left out.
-
-    Args:
-        scores: by the overrides, and `targets` from them. A response without one that trains is left out.
-    """
-    configs, masks, pushes = (recorded.ran or recorded.config, recorded.config), [], []
-    scored = zip(configs, (recorded.data["score"], scores["score"]), strict=True)
-    without = torch.stack([score.isnan() & config.trains_on_scores for config, score in scored]).any(0)
-    kept = (~without).nonzero().flatten()
-    for config, data in zip(configs, (recorded.data, targets), strict=True):
-        weights = data["rollout_is_weights"][kept].values if objective_settings(config).weighted else 1.0
-        masks.append(data["response_mask"][kept].values.bool())
-        pushes.append((data["advantages"][kept].values * weights * masks[-1]).numpy())
-    rows = torch.repeat_interleave(torch.arange(len(kept)), recorded.data["responses"].lengths[kept])
-    groups = np.unique(np.asarray(recorded.data["uid"])[kept.numpy()], return_inverse=True)[1]
-    return group_sums(pushes, (masks[0] | masks[1]).numpy(), rows.numpy(), groups), int(without.sum())
-
-
-def gradient_products(recorded: Recorded, targets: DataProto) -> np.ndarray:
-    """The `products` of the policy's gradients by both configs, (3, mini-batches), each at the weights of the run then.
-
-    Args:
-        targets: by the overrides. Errors are those of `reupdate`.
-    """
-    ran = recorded if recorded.ran is None else replace(recorded, config=recorded.ran, ran=None)
-    other = DataProto({**recorded.sampled.batch, **targets.batch}, recorded.data.non_tensor_batch)
-    sides, of_batches = (_update_inputs(ran, ran.data), _update_inputs(recorded, other)), []
-    size = {"micro_batch_size": ran.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
-
-    def watch(engine: FSDPEngine, rows: np.ndarray) -> None:
-        of_batches.append(
-            products(*(engine.gradient(data.index(rows), objective=loss, **size) for loss, data in sides))
-        )
-
-    reupdate(ran, watch)
-    return np.array(of_batches).reshape(-1, 3).T
-
-
-def loss_is_another(recorded: Recorded) -> bool:
-    """Tell if the overrides change the loss, and not only the advantages and weights that it is given."""
-    ran, other = (objective_settings(config) for config in (recorded.ran or recorded.config, recorded.config))
-    return replace(ran, weighted=other.weighted) != other
-
-
-def _update_inputs(recorded: Recorded, data: DataProto) -> tuple[ObjectiveSettings, DataProto]:
-    """The loss, and the columns of a batch that the update reads."""
-    config, objective = recorded.config, objective_settings(recorded.config)
+def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
+    """The loss, and the columns of the batch that the update reads."""
+    config, data, objective = recorded.config, recorded.data, objective_settings(recorded.config)
     if config.actor_rollout_ref.actor.entropy_target is not None:
         objective = objective.with_entropy_coeff(_entropy_coeff(recorded))
     needed = (*objective.columns, *((ROUTES,) if config.replays_routes else ()))
@@ -302,35 +237,19 @@ def _model_scores(group: DataProto) -> dict[str, np.ndarray]:
     }
 
 
-def _without_old_values(recorded: Recorded, scores: DataProto) -> dict[str, Any]:
-    """The recorded columns, without what a function that is asked no more has said beside its scores.
-
-    What a reward model said stays, and in a run with an agent loop what may be the episodes'.
-    """
-    batch = recorded.sampled.batch
-    if recorded.ran is None or "episode_reward" in batch:
-        return dict(batch)
-    return {
-        name: column
-        for name, column in batch.items()
-        if not name.startswith(EXTRA) or name.startswith(f"{EXTRA}rm_") or name in scores.batch
-    }
-
-
 def _kl_coef(recorded: Recorded) -> float:
-    """The coefficient of the KL penalty in the reward: that of the step, or of an override.
+    """The coefficient of the KL penalty in the reward of the step.
 
     Raises:
         ConfigError: it moves, and the step's is not recorded.
     """
-    control, ran = recorded.config.algorithm.kl_ctrl, recorded.ran
-    name, overridden = "actor/reward_kl_penalty_coeff", ran is not None and ran.algorithm.kl_ctrl != control
-    if not overridden and name in recorded.metrics:
+    control, name = recorded.config.algorithm.kl_ctrl, "actor/reward_kl_penalty_coeff"
+    if name in recorded.metrics:
         return recorded.metrics[name]
-    if not overridden and recorded.config.algorithm.use_kl_in_reward and control.type == "adaptive":
+    if recorded.config.algorithm.use_kl_in_reward and control.type == "adaptive":
         raise ConfigError(
             f"step {recorded.step}: algorithm.kl_ctrl.type=adaptive, and its {name} is not in {recorded.run_dir}/"
-            f"{METRICS}; set algorithm.kl_ctrl.kl_coef to see what a coefficient makes of it"
+            f"{METRICS}; replay a step that has it there"
         )
     return control.kl_coef
 
@@ -345,7 +264,7 @@ def _agent_baselines(recorded: Recorded) -> dict[int, float]:
     if not baselines and recorded.step > 1:
         raise ConfigError(
             f"step {recorded.step}: algorithm.adv_estimator=rae goes by the scores of the steps before, and {METRICS} "
-            f"in {recorded.run_dir} has none; choose another estimator, or step 1"
+            f"in {recorded.run_dir} has none; step 1 needs none"
         )
     return baselines
 
@@ -360,7 +279,7 @@ def _entropy_coeff(recorded: Recorded) -> float:
     if name not in recorded.metrics:
         raise ConfigError(
             f"step {recorded.step}: actor_rollout_ref.actor.entropy_target is set, and the step's {name} is not in "
-            f"{recorded.run_dir}/{METRICS}; set entropy_target=null and entropy_coeff to see what a weight makes of it"
+            f"{recorded.run_dir}/{METRICS}; replay a step that has it there"
         )
     return recorded.metrics[name]
 

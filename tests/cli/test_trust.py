@@ -12,7 +12,6 @@ import pytest
 from grpo_dist.cli.entry import main
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.run_code import FLAG
-from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.protocol import DataProto
@@ -152,21 +151,23 @@ def stepped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 
 def test_a_replay_takes_what_was_not_saved_if_it_is_what_the_run_had(stepped: Folder) -> None:
-    key, cut = "custom_reward_function.reward_kwargs.key", "algorithm.mask_truncated_responses=true"
+    key = "custom_reward_function.reward_kwargs.key"
     others = "actor_rollout_ref.rollout.agent.agent_kwargs={api_key: not-needed}"
     run_dir = stepped(f"+{key}=answer", others)
     with refuses(ConfigError, run_dir / "config.yaml", key, "KEY=VALUE"):
         read_recorded(run_dir, 1, trust=True)
-    for more, ran in (((), type(None)), ((cut,), RunConfig)):
-        found = read_recorded(run_dir, 1, (f"{key}=other", *more), trust=True)
+    for given in (f"{key}=other", "custom_reward_function.reward_kwargs={key: other}"):
+        found = read_recorded(run_dir, 1, (given,), trust=True)
         assert found.config.custom_reward_function.reward_kwargs == {"key": "other"}
-        assert isinstance(found.ran, ran), "what a run has not saved makes it no other config"
+    with refuses(ConfigError, "custom_reward_function.reward_kwargs.more: (not set) -> 1"):
+        read_recorded(run_dir, 1, ("custom_reward_function.reward_kwargs={key: other, more: 1}",), trust=True)
     config = with_overrides({}, [f"+{key}=answer", f"{REWARD}=reward.py", others], GRPO)
     state = replace(run_state(1), code=digest_code(config))
     publish_checkpoint(begin_checkpoint(run_dir, 1), state, saved_config(config))
     with refuses(ConfigError, key, run_dir / "global_step_1"):
         read_recorded(run_dir, 1, (f"{key}=other",), trust=True)
-    assert read_recorded(run_dir, 1, (f"{key}=answer",), trust=True).ran is None
+    found = read_recorded(run_dir, 1, (f"{key}=answer",), trust=True)
+    assert found.config.custom_reward_function.reward_kwargs == {"key": "answer"}
 
 
 @pytest.mark.deep
@@ -176,6 +177,6 @@ def test_a_replay_runs_no_function_unasked(stepped: Folder) -> None:
     with refuses(ConfigError, run_dir / "config.yaml", estimator, f"{REWARD}=reward.py", FLAG):
         read_recorded(run_dir, 1)
     with refuses(ConfigError, estimator):
-        read_recorded(run_dir, 1, (f"{REWARD}=other.py",))
+        read_recorded(run_dir, 1, (f"{REWARD}=reward.py",))
     assert read_recorded(run_dir, 1, trust=True).config.algorithm.adv_estimator == "mine.py:estimate"
-    assert read_recorded(run_dir, 1, (f"{REWARD}=other.py", "algorithm.adv_estimator=grpo")).step == 1
+    assert read_recorded(run_dir, 1, (f"{REWARD}=reward.py", estimator)).step == 1, "they are said to be the user's own"

@@ -75,29 +75,6 @@ def test_the_first_number_that_differs_is_named(name: str, copied: Path, capsys:
 
 
 @pytest.mark.deep
-def test_another_reward_function(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It turns the scores around: all differ, and so do all advantages that are not 0."""
-    data = read_parquet(copied / "rollouts" / "2.parquet")
-    (tmp_path / "mine.py").write_text(
-        "from grpo_dist.tasks.gsm8k import compute_score as right\n"
-        "def compute_score(solution_str, ground_truth, **more):\n"
-        "    return 1 - right(solution_str=solution_str, ground_truth=ground_truth, **more)['score']\n"
-    )
-    mine = f"custom_reward_function.path={tmp_path / 'mine.py'}"
-    assert main(["replay", str(copied), "2", mine]) == 0
-    told = capsys.readouterr().out
-    assert set(data["score"].tolist()) <= {0.0, 1.0}
-    mean = float(data["score"].mean())
-    says(
-        told,
-        f"{len(data)} of {len(data)}",
-        f"{mean:.4g} -> {1 - mean:.4g}",
-        "-1.00",
-        "trainer.save_freq",
-    )
-
-
-@pytest.mark.deep
 def test_steps_that_cannot_be_replayed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(copied), "5"]) == 2
     says(capsys.readouterr().err, "step 5", copied / "rollouts" / "5.parquet", 2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import compute_targets
+from grpo_dist.cli.entry import main as entry
 from grpo_dist.cli.replay import main
 from grpo_dist.config.load import readable_config
 from grpo_dist.config.run_code import FLAG
@@ -116,8 +117,8 @@ class Worker(BatchWork):
         self.printed = OutputLines()
 
 
-def again(made: Recorded, scores: DataProto | None = None) -> DataProto:
-    return retarget(made, Worker(), scores or DataProto.from_dict({"score": made.data["score"]}))
+def again(made: Recorded) -> DataProto:
+    return retarget(made, Worker(), DataProto.from_dict({"score": made.data["score"]}))
 
 
 # --- targets -------------------------------------------------------------------------------------------------------
@@ -147,48 +148,21 @@ def test_targets_begin_with_the_tokens_that_were_sampled(overrides: list[str]) -
     assert first_difference(made.data, again(made), 0.0) is None
 
 
-@pytest.mark.deep
-def test_a_looser_key_gets_back_what_the_run_has_left_out(tmp_path: Path) -> None:
-    made = recorded("algorithm.mask_truncated_responses=true", truncated=torch.tensor([1, 0, 0, 0]))
-    run_dir = written(made, tmp_path)
-    looser = read_recorded(run_dir, 1, ("algorithm.mask_truncated_responses=false",))
-    assert made.data["response_mask"].to_padded(0)[0].tolist() == [0, 0, 0]
-    assert again(looser)["response_mask"].to_padded(0)[0].tolist() == [1, 1, 1]
-
-
-def test_components_are_those_of_the_function_that_is_asked_now(tmp_path: Path) -> None:
-    """gdpo compares each on its own. What the reward model said stays; an old function's values do not."""
-    parts = {"reward_extra/a": torch.tensor([1.0, 0, 0, 1]), "reward_extra/rm_score": torch.tensor([2.0, 1, 1, 2])}
-    keys = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,rm_score]")
-    run_dir = written(recorded(*keys, **parts), tmp_path)
-    (tmp_path / "other.py").write_text("")
-    other = f"custom_reward_function.path={tmp_path / 'other.py'}"
-    new = DataProto.from_dict({"score": torch.tensor([0.0, 1, 1, 0]), "reward_extra/b": torch.tensor([0.0, 1, 1, 0])})
-    alone = read_recorded(run_dir, 1, (other, "algorithm.gdpo_reward_keys=[b]"))
-    assert again(alone, new)["advantage_mean"].sign().tolist() == [-1, 1, 1, -1]
-    both = read_recorded(run_dir, 1, (other, "algorithm.gdpo_reward_keys=[b,rm_score]"))
-    assert again(both, new)["advantage_mean"].tolist() == [0, 0, 0, 0], "the model's scores say the opposite"
-    with refuses(ConfigError, "algorithm.gdpo_reward_keys", "component a"):
-        again(read_recorded(run_dir, 1, (other,)), new)
-
-
 @pytest.mark.parametrize(
-    ("run", "override", "missing"),
+    ("keys", "missing"),
     [
-        ([], "algorithm.adv_estimator=remax", "reward_baseline"),
-        ([], "algorithm.use_kl_in_reward=true", "ref_log_probs"),
-        ([], "actor_rollout_ref.actor.top_entropy_quantile=0.2", "old_entropies"),
-        ([f"{CORRECTION}.bypass_mode=true"], f"{CORRECTION}.bypass_mode=false", "old_log_probs"),
+        (["algorithm.adv_estimator=remax"], "reward_baseline"),
+        (["algorithm.use_kl_in_reward=true"], "ref_log_probs"),
+        (["actor_rollout_ref.actor.top_entropy_quantile=0.2"], "old_entropies"),
     ],
 )
-def test_keys_that_need_what_is_not_recorded(run: list[str], override: str, missing: str, tmp_path: Path) -> None:
-    """In bypass mode the recorded old log-probs are the sampler's, and no others."""
-    changed = read_recorded(written(recorded(*run), tmp_path), 1, (override,))
-    with refuses(ConfigError, tmp_path, missing):
-        again(changed)
+def test_advantages_that_need_what_is_not_recorded(keys: list[str], missing: str) -> None:
+    made = recorded()
+    with refuses(ConfigError, NOWHERE, "step 1", missing):
+        again(replace(made, config=load_config([*USUAL, *keys])[0]))
 
 
-def test_the_coefficient_of_the_kl_penalty_is_the_steps_or_the_overrides(tmp_path: Path) -> None:
+def test_the_coefficient_of_the_kl_penalty_is_the_steps(tmp_path: Path) -> None:
     """Rewards are scores less the coefficient times the sum of the log-ratios, which is 0.3 here."""
     ref = Ragged.from_rows([[-3.1] * 3] * 4, torch.float32)
     name = "actor/reward_kl_penalty_coeff"
@@ -197,11 +171,29 @@ def test_the_coefficient_of_the_kl_penalty_is_the_steps_or_the_overrides(tmp_pat
     run_dir = written(made, tmp_path)
     found = again(read_recorded(run_dir, 1))
     assert found["reward"].tolist() == pytest.approx([0.85, -0.15, -0.15, 0.85], abs=1e-5)
-    changed = again(read_recorded(run_dir, 1, ("algorithm.kl_ctrl.kl_coef=2",)))
-    assert changed["reward"].tolist() == pytest.approx([0.4, -0.6, -0.6, 0.4], abs=1e-5)
     (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
-    with refuses(ConfigError, "step 1", "algorithm.kl_ctrl.type=adaptive", name, "algorithm.kl_ctrl.kl_coef"):
+    with refuses(ConfigError, "step 1", "algorithm.kl_ctrl.type=adaptive", name, run_dir / "metrics.jsonl"):
         again(read_recorded(run_dir, 1))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator: grpo -> rloo"),
+        ("custom_reward_function.path=other.py", "custom_reward_function.path: null -> other.py"),
+        ("+custom_reward_function.reward_kwargs.a=1", "custom_reward_function.reward_kwargs.a: (not set) -> 1"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n: 2 -> 8"),
+    ],
+)
+def test_another_config_is_refused(
+    override: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of any key, also of one that says how recorded responses are scored."""
+    same = "data.train_batch_size=2"
+    assert entry(["replay", str(written(recorded(), tmp_path)), "1", same, override, FLAG]) == 2
+    told = capsys.readouterr().err
+    says(told, named, "check-reward", "eval")
+    assert "train_batch_size" not in told
 
 
 # --- the update ----------------------------------------------------------------------------------------------------
@@ -214,9 +206,9 @@ def written(made: Recorded, run_dir: Path) -> Path:
     return run_dir
 
 
-def scorer(folder: Path, score: float, name: str = "scorer") -> Path:
+def scorer(folder: Path, score: float) -> Path:
     """The file of a reward function that always gives this score."""
-    path = folder / f"{name}.py"
+    path = folder / "scorer.py"
     path.write_text(f"def compute_score(solution_str, **more):\n    return {score}\n")
     return path
 
@@ -291,14 +283,12 @@ def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, capsy
     says(capsys.readouterr().out, "trainer.critic_warmup=1")
 
 
-def test_a_function_of_which_the_greedy_scores_are_not_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """ReMax compares with the greedy response, whose text is not recorded: no advantage of another function.
+def test_greedy_scores_are_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ReMax compares with the greedy response, whose text is not recorded.
 
     The run has left out each response's last token, on which its score is.
     """
-    mine, other = (f"custom_reward_function.path={scorer(tmp_path, *each)}" for each in ((1.0,), (10.0, "other")))
+    mine = f"custom_reward_function.path={scorer(tmp_path, 1.0)}"
     reject = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.5")
     keys = ("algorithm.adv_estimator=remax", mine, rows(tmp_path, 3), *reject)
     columns = {"reward_baseline": torch.tensor([1.0, 1, 2, 2]), "old_log_probs": LAST_APART}
@@ -308,9 +298,3 @@ def test_a_function_of_which_the_greedy_scores_are_not_known(
     run_dir = written(made, tmp_path)
     assert main([str(run_dir), "1", FLAG, "--no-update"]) == 0
     assert "advantages: as recorded" in capsys.readouterr().out
-    assert main([str(run_dir), "1", FLAG, other]) == 0
-    told = capsys.readouterr().out
-    says(told, "4 of 4", "1 -> 10", "algorithm.adv_estimator=remax", "reward_baseline")
-    assert "correlation" not in told.splitlines()[0]
-    assert main([str(run_dir), "1", FLAG, "algorithm.adv_estimator=grpo", "--no-update"]) == 0
-    says(capsys.readouterr().out, "0 of 4", "correlation")
