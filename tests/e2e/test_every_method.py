@@ -46,7 +46,8 @@ DOORS = {
     "algorithm.adv_estimator": [name for name in ADV_ESTIMATORS if name not in ("gigpo", "optimal_token_baseline")],
     f"{ACTOR}.kl_loss_type": KL_LOSS_TYPES,
     f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
-    f"{ACTOR}.policy_loss.loss_mode": LOSS_MODES,
+    # from the second on: geo_mean beside an estimator that gives a response one advantage
+    f"{ACTOR}.policy_loss.loss_mode": [*LOSS_MODES[1:], LOSS_MODES[0]],
 }
 # The built-in scorers declare no components; these roles have no critic.
 NEEDED = {
