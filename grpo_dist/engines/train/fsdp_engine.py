@@ -30,7 +30,7 @@ from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_m
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.objectives import OBJECTIVES, Loss, Objective, read_metrics
 from grpo_dist.engines.train.optimizer import Offload, build_optimizer
-from grpo_dist.engines.train.sharded_tensors import whole
+from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.engines.train.token_runs import response_tokens
 from grpo_dist.engines.train.ulysses import SequenceGroup
 from grpo_dist.errors import ConfigError, TrainingDiverged
@@ -200,6 +200,14 @@ class FSDPEngine(FSDPWeights):
                 _take_rows(log_probs, rows, data.index(rows), result.log_probs)
             old = Ragged.from_rows(log_probs, torch.float32)
         return MiniBatchResult(merge_metrics([metrics, step]), old)
+
+    def gradient(self, data: DataProto, *, micro_batch_size: int, objective: TrainingSettings) -> list[Tensor]:
+        """This rank's shards of the gradient that `train_mini_batch` would step by, before any clip."""
+        _, data, _, plan, losses = self._accumulate(data, micro_batch_size, None, objective)
+        self._finite_metrics(losses, data, plan, NOT_TAKEN)
+        gradients = [local_shard(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return gradients
 
     @torch.no_grad()
     def evaluate(

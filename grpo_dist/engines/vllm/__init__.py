@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from grpo_dist.engines.settings import EngineSettings
@@ -9,6 +10,9 @@ from grpo_dist.engines.vllm.starting import plain_errors, prepare
 
 if TYPE_CHECKING:
     from grpo_dist.engines.vllm.engine import VLLMEngine
+
+# A package that vLLM's server imports would set the whole process's logging to ERROR, and our warnings would be lost.
+os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
 
 
 def vllm_engine(settings: EngineSettings) -> VLLMEngine:
