@@ -27,7 +27,7 @@ NAMES = {
     "vllm outside engines/vllm": (r"(?i)vllm", "engines/vllm/"),
     "placement( and resolved_* outside plan": (r"\bplacement\(|\bresolved_\w+", "plan/"),
 }
-# Raised last for "Doors and architectures" (at most 450 lines of the package; 281 more than before it).
+# Raised last for "Doors and architectures" (at most 450 lines of the package; 293 more than before it).
 MOST = {
     "lines beside the rooms": 1027,
     "lines of agents": 2365,
