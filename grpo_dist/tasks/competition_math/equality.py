@@ -32,10 +32,9 @@ from grpo_dist.tasks.competition_math.units import ANGLE, without_unit
 CPU_S = 5.0  # math-verify's own limit for each of reading and comparing
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 500  # of an answer; longer ones are compared as text
-CLOSE = Rational(
-    1, 10**6
-)  # the relative error of a decimal that stands for another value: 0.333333 for 1/3, and not 0.33333
-FLOAT = Rational(1, 10**15)  # the relative error of arithmetic with float64: 0.30000000000000004 for 0.3
+# Relative errors: of a decimal that stands for another value (0.333333 for 1/3, and not 0.33333), and of arithmetic
+# with float64 (0.30000000000000004 for 0.3).
+CLOSE, FLOAT = Rational(1, 10**6), Rational(1, 10**15)
 MOST_DIGITS = 500  # to which the difference of two values is worked out; below, they are one
 # What may be written differently without another meaning, and how it is compared as text.
 _WRITTEN = (
