@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 # A package that vLLM's server imports would set the whole process's logging to ERROR, and our warnings would be lost.
 os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "WARNING")
+# Its own warnings are of SageMaker's files, which no run has.
+logging.getLogger("model_hosting_container_standards").addFilter(lambda record: record.levelno > logging.WARNING)
 
 
 def vllm_engine(settings: EngineSettings) -> VLLMEngine:
