@@ -12,13 +12,13 @@ from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import PassLimits, SamplingSettings
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import PolicySettings, PolicyWorker
-from grpo_dist.roles.rollout import RolloutWorker
-from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.policy import PolicySettings, PolicyWorker
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.worker_settings import model_settings, policy_settings
 
 PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 16, 4, 96, 32

@@ -16,16 +16,16 @@ import numpy as np
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plan.node_layout import slots_of
 from grpo_dist.protocol import DataProto, Mean, Ragged
-from grpo_dist.roles.gang import ActorGroup
-from grpo_dist.roles.reward import Task, on_last_token
-from grpo_dist.roles.reward_pool import RewardPool
-from grpo_dist.roles.rollout import RolloutWorker
-from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.resources import reserve
 from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.workers.gang import ActorGroup
+from grpo_dist.workers.reward import Task, on_last_token
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 from tests.engines.fakes import FakeRolloutEngine
 from tests.worker_settings import objective_settings
 

@@ -27,7 +27,7 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.vllm import vllm_engine
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
-from grpo_dist.roles.rollout import group_batch
+from grpo_dist.workers.rollout import group_batch
 from tests.engines.vllm.test_engine import sampling
 from tests.models import EXPERTS, random_model
 from tests.worker_settings import engine_settings, model_settings

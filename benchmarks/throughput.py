@@ -13,12 +13,12 @@ import ray
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.node_layout import slots_of
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.rollout import RolloutWorker
-from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.resources import reserve
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
 HF_BATCH = 32
 MAX_NUM_SEQS = 64

@@ -14,7 +14,7 @@ from benchmarks.gpu_check.work import Work
 
 if TYPE_CHECKING:
     from grpo_dist.config.schema import RunConfig
-    from grpo_dist.roles.roles import Roles
+    from grpo_dist.workers.roles import Roles
 
 # How long the kernel and the driver may take to clear up after a process.
 FREED_S = 30.0
@@ -81,9 +81,9 @@ def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Roles]]
 def _sync(work: Work, config: RunConfig, started: Roles) -> None:
     from benchmarks.gpu_check.weights import num_bytes
     from grpo_dist.plan.placement import placement
-    from grpo_dist.roles.weight_transport import weight_transport
     from grpo_dist.runtime.event_loop import run
     from grpo_dist.trainer.settings import engine_settings
+    from grpo_dist.workers.weight_transport import weight_transport
 
     place = placement(config)
     settings = engine_settings(config, place, 0)

@@ -17,7 +17,7 @@ from grpo_dist.plan import role_models
 from grpo_dist.plan.role_models import Model, Pass
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
-_ROLES, _BUILDS = "grpo_dist.roles", "grpo_dist.trainer.settings"
+_ROLES, _BUILDS = "grpo_dist.workers", "grpo_dist.trainer.settings"
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,6 @@ from grpo_dist.plan.node_layout import slots
 from grpo_dist.plan.placement import Placement, placement
 from grpo_dist.plan.roles import models_of, roles_of
 from grpo_dist.plugins.registry import load_attribute
-from grpo_dist.roles.gang import find_model, take_turns
-from grpo_dist.roles.policy import PolicyWorker
-from grpo_dist.roles.roles import Roles
 from grpo_dist.runtime.connection import is_own
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
@@ -45,6 +42,9 @@ from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
 from grpo_dist.trainer.settings import engine_settings, rank_settings, reward_settings, time_limits
+from grpo_dist.workers.gang import find_model, take_turns
+from grpo_dist.workers.policy import PolicyWorker
+from grpo_dist.workers.roles import Roles
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000

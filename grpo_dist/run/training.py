@@ -28,7 +28,6 @@ from grpo_dist.errors import (
     WorkerLost,
 )
 from grpo_dist.plan.commands import command_of
-from grpo_dist.roles.roles import Roles
 from grpo_dist.run.build import start_run
 from grpo_dist.runtime.connection import connect, kill_ray, watching
 from grpo_dist.terminal import show
@@ -37,6 +36,7 @@ from grpo_dist.trainer.loop import StepCallback
 from grpo_dist.trainer.metrics import peak_memory
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import say
+from grpo_dist.workers.roles import Roles
 
 # Ray's shutdown takes a second or two, and for ever if a process of Ray hangs: after so many seconds those of a local
 # cluster are killed, which ends it, and after twice as many so does this process.

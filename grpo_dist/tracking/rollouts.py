@@ -1,6 +1,6 @@
 """The files of a run that hold its rollouts: texts for people, and tokens for the report and for programs.
 
-rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response (roles/batch_work.py)
+rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response (workers/batch_work.py)
 rollouts/STEP.parquet   the columns of the step's batch (protocol/fields.py), a row for each response
 tokenizer/              what turns token ids into text, as it was in the run
 """

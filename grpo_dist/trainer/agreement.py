@@ -18,8 +18,8 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.watching import watched
 from grpo_dist.engines.weights.buckets import pack
-from grpo_dist.roles.rollout import group_batch
 from grpo_dist.trainer.rollout.job import group_seed
+from grpo_dist.workers.rollout import group_batch
 
 
 @dataclass(frozen=True)

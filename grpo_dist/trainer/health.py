@@ -24,8 +24,8 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import RULES, SCORE, HealthConfig
 from grpo_dist.errors import GrpoDistError, HealthError, WorkerLost, in_a_line
 from grpo_dist.plan.rules import inexact_arguments, other_type
-from grpo_dist.roles.roles import Roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.workers.roles import Roles
 
 START_STEPS = 5  # the entropy of one batch is a noisy start value
 MOST_NAMED = 5

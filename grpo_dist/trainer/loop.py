@@ -18,8 +18,6 @@ from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.plan.roles import roles_of
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.roles import Roles
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
@@ -34,6 +32,8 @@ from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.trainer.stage import stage
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.roles import Roles
 
 StepCallback = Callable[[int, dict[str, float]], Any]
 

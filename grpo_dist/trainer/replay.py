@@ -33,8 +33,6 @@ from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.routes import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
-from grpo_dist.roles.gang import averaged
-from grpo_dist.roles.reward import RewardWorker, Task
 from grpo_dist.tracking.jsonl import METRICS
 from grpo_dist.trainer.checkpoint.folder import own_checkpoints
 from grpo_dist.trainer.checkpoint.identity import others
@@ -44,6 +42,8 @@ from grpo_dist.trainer.recorded_step import Difference, Recorded
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import rank_settings, reward_settings
+from grpo_dist.workers.gang import averaged
+from grpo_dist.workers.reward import RewardWorker, Task
 
 LR_TOLERANCE = 1e-6  # relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")

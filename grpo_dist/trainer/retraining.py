@@ -28,12 +28,12 @@ from grpo_dist.data.training_rows import LabelledSteps, TrainingExample
 from grpo_dist.errors import DataError
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.protocol import metric_values
-from grpo_dist.roles.gang import averaged
-from grpo_dist.roles.reward_model import RewardModelGroup
-from grpo_dist.roles.reward_pool import RewardPool
-from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.supervised.rows import rank_shares
+from grpo_dist.workers.gang import averaged
+from grpo_dist.workers.reward_model import RewardModelGroup
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.rollout_group import GroupRequest
 
 FOLDER = "replay"  # in the run directory
 

@@ -16,13 +16,13 @@ from grpo_dist.plan.placement import Placement
 from grpo_dist.plan.roles import Role, held_by
 from grpo_dist.plugins.names import absolute
 from grpo_dist.plugins.registry import load_attribute
-from grpo_dist.roles.policy import PolicySettings
-from grpo_dist.roles.reward import OverlongPenalty, RewardSettings
-from grpo_dist.roles.reward_model import RewardModelSettings
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.model_settings import model_settings
 from grpo_dist.trainer.run_prompts import template_kwargs
+from grpo_dist.workers.policy import PolicySettings
+from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
+from grpo_dist.workers.reward_model import RewardModelSettings
 
 
 def rank_settings(config: JobConfig, row: Role, place: Placement, num_steps: int) -> PolicySettings:

@@ -24,8 +24,6 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import metric_values
-from grpo_dist.roles.rollout_group import GroupRequest
-from grpo_dist.roles.weight_transport import weight_transport
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.tracking.metric_names import require_metrics
@@ -54,6 +52,8 @@ from grpo_dist.trainer.run_prompts import Prompts, new_sampler
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import SampleLog, Validation
+from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.weight_transport import weight_transport
 
 
 @dataclass

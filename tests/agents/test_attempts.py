@@ -17,9 +17,9 @@ from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.trainer.rollout.job import RolloutJob, episode_metrics, group_seed
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout_group import GroupRequest
 from tests.agents.fakes import Characters
 from tests.messages import refuses, says
 from tests.worker_settings import agent

@@ -55,17 +55,17 @@ ARROWS: dict[str, set[str]] = {
     "tasks": BASE | {"data", "rewards"},
     "plan": BASE,
     "runtime": BASE | PARTS | {"plan"},
-    "roles": BASE | PARTS | {"plan", "agents", "runtime"},
-    "trainer": BASE | PARTS | {"plan", "agents", "runtime", "roles"},
+    "workers": BASE | PARTS | {"plan", "agents", "runtime"},
+    "trainer": BASE | PARTS | {"plan", "agents", "runtime", "workers"},
     "checks": BASE | PARTS | {"plan", "agents", "runtime", "trainer"},
-    "run": BASE | PARTS | {"plan", "runtime", "roles", "trainer", "checks"},
+    "run": BASE | PARTS | {"plan", "runtime", "workers", "trainer", "checks"},
     "main": {"plan", "run"},
     "api": BASE | {"plan", "run", "tracking", "trainer", "runtime"},
     "report": BASE | {"plan", "tracking", "trainer"},
-    "cli": BASE | PARTS | {"plan", "runtime", "roles", "trainer", "checks", "run", "report"},
+    "cli": BASE | PARTS | {"plan", "runtime", "workers", "trainer", "checks", "run", "report"},
     "__main__": {"cli"},
 }
-MAY_USE_RAY = {"runtime", "roles", "trainer", "run"}
+MAY_USE_RAY = {"runtime", "workers", "trainer", "run"}
 # Where Ray actors are made: once, in one file.
 REMOTE_HOME = "runtime/group.py"
 
@@ -156,8 +156,8 @@ def test_engines_know_nothing_of_each_other(folder: str) -> None:
     [
         ("from grpo_dist.rewards import load", "data", ["data imports grpo_dist.rewards.load"]),
         ("from grpo_dist.tasks import gsm8k", "rewards", ["rewards imports grpo_dist.tasks.gsm8k"]),
-        ("from grpo_dist import roles", "engines", ["engines imports grpo_dist.roles"]),
-        ("def f():\n    import grpo_dist.run.run", "roles", ["roles imports grpo_dist.run.run"]),
+        ("from grpo_dist import workers", "engines", ["engines imports grpo_dist.workers"]),
+        ("def f():\n    import grpo_dist.run.run", "workers", ["workers imports grpo_dist.run.run"]),
         (
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from grpo_dist.config.schema import RunConfig",
             "algorithms",
@@ -166,8 +166,8 @@ def test_engines_know_nothing_of_each_other(folder: str) -> None:
         ("from ..engines import settings", "rewards", ["rewards imports grpo_dist.engines.settings"]),
         ("from grpo_dist.protocol import Ragged", "config", ["config imports grpo_dist.protocol.Ragged"]),
         ("from ray.util import queue", "engines", ["engines imports ray"]),
-        ("import vllm", "roles", ["module.py imports vllm"]),
-        ("from grpo_dist.engines.settings import EngineSettings\nimport ray", "roles", []),
+        ("import vllm", "workers", ["module.py imports vllm"]),
+        ("from grpo_dist.engines.settings import EngineSettings\nimport ray", "workers", []),
         ("from .loss import f\nimport torch", "algorithms", []),
     ],
 )

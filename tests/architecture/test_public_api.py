@@ -185,8 +185,8 @@ def test_the_recipe_of_a_rollout_engine_samples_for_a_worker(tmp_path: Path) -> 
     from grpo_dist.engines.settings import SamplingSettings
     from grpo_dist.plan.commands import load_config
     from grpo_dist.plan.placement import placement
-    from grpo_dist.roles.rollout import RolloutWorker
     from grpo_dist.trainer.settings import engine_settings
+    from grpo_dist.workers.rollout import RolloutWorker
 
     (tmp_path / "engine.py").write_text(next(b for b in python_blocks(EXTENDING.read_text()) if "RepeatEngine" in b))
     config, _ = load_config([f"actor_rollout_ref.rollout.name={tmp_path}/engine.py:RepeatEngine"])

@@ -15,7 +15,7 @@ from grpo_dist.plan.node_layout import slots
 from grpo_dist.runtime import cluster
 from grpo_dist.sizes import GIB
 from tests.messages import refuses, says
-from tests.roles.services import control_service
+from tests.workers.services import control_service
 
 GPU4 = ("cluster=node8", "trainer.n_gpus_per_node=4")
 

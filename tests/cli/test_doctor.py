@@ -16,7 +16,7 @@ from grpo_dist.cli import doctor
 from grpo_dist.cli.doctor import FAULT, NOTE, OK, Finding
 from grpo_dist.cli.entry import main
 from tests.messages import says
-from tests.roles.services import control_service
+from tests.workers.services import control_service
 
 
 @pytest.fixture(autouse=True)

@@ -87,5 +87,7 @@ async def test_a_client_uses_tools_as_it_does_elsewhere(client: str, tmp_path: P
     assert found, errors.decode()[-3000:]
     assert not any(found.values()), "\n".join(f"{case}: {fault}" for case, fault in found.items() if fault)
     assert bool(session.recording.calls) == any("refused" not in case for case in found), "what is sampled is recorded"
-    left_out = [line for line in printed.take()[0] if "endpoint_kwargs.tool_call_parser" in line]  # others import and print
+    left_out = [
+        line for line in printed.take()[0] if "endpoint_kwargs.tool_call_parser" in line
+    ]  # others import and print
     assert len(left_out) == any("strict" in case for case in found), "the run says once what is left out"

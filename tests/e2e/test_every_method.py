@@ -14,9 +14,9 @@ import pytest
 
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plugins.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
-from grpo_dist.roles.roles import Roles
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
+from grpo_dist.workers.roles import Roles
 from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
 

@@ -211,7 +211,7 @@ def test_a_killed_actor_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
         assert_gone(family)
 
 
-@pytest.mark.long  # tests/roles/test_rollout.py runs episodes on an engine
+@pytest.mark.long  # tests/workers/test_rollout.py runs episodes on an engine
 def test_a_run_with_an_agent_loop(tmp_path: Path) -> None:
     """The calculator of examples/: calls are answered, and trainer and engine agree on what was sampled."""
     loop = Path(__file__).parents[2] / "examples" / "calculator" / "calculator.py"

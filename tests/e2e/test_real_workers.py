@@ -24,9 +24,6 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import HealthError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import metric_values
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.roles import Roles
-from grpo_dist.roles.weight_transport import ObjectStoreTransport, Outcomes
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -38,6 +35,9 @@ from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
 from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -308,7 +308,7 @@ def test_a_reward_model_killed_while_it_scores_changes_nothing(lab: Lab, undistu
     assert_same(trainer, lab.weights(), undisturbed)
 
 
-@pytest.mark.long  # tests/roles/test_weight_transport.py kills one in a sync, too
+@pytest.mark.long  # tests/workers/test_weight_transport.py kills one in a sync, too
 def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
     def prepare(trainer: GRPOTrainer) -> None:
         trainer.transport = Deadly()

@@ -16,17 +16,17 @@ import torch
 
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import WeightSyncError
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.rollout import RolloutWorker
-from grpo_dist.roles.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
 from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
 from tests.messages import says
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned, start_together
-from tests.roles.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, actor_settings
 from tests.worker_settings import engine_settings
+from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, actor_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 

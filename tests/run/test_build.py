@@ -17,7 +17,6 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.plugins.registry import load_attribute
-from grpo_dist.roles.roles import Roles
 from grpo_dist.run.build import on_gpus_of, start_roles
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
@@ -26,6 +25,7 @@ from grpo_dist.runtime.process import Address
 from grpo_dist.trainer.controllers import Controllers
 from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.roles import Roles
 
 TAKEN = Footprint(27.5, 20.25)
 

@@ -25,10 +25,10 @@ from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import ROLES, Role
 from grpo_dist.protocol import DataProto
-from grpo_dist.roles.policy import PolicyWorker, on_device
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.trainer.run_prompts import load_run_prompts
+from grpo_dist.workers.policy import PolicyWorker, on_device
 from tests.messages import says
 from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -72,7 +72,7 @@ def model(config: RunConfig) -> Model:
 ECHO = Role(
     "echo",
     f"{__name__}:EchoWorker",
-    "grpo_dist.roles.gang:FrozenGroup",
+    "grpo_dist.workers.gang:FrozenGroup",
     lambda config: config.echo.enable,
     section="echo",
     size_key="echo.world_size",

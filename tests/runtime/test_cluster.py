@@ -11,7 +11,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.runtime import cluster
 from grpo_dist.runtime.cluster import find_cluster, running_cluster
 from tests.messages import refuses, says
-from tests.roles.services import Service, control_service
+from tests.workers.services import Service, control_service
 
 
 def note(folder: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from grpo_dist.runtime.connection import connect, end_with_ray, kill_ray, watchi
 from tests.messages import refuses, says
 from tests.observed import assert_gone
 from tests.processes import is_loopback
-from tests.roles.services import Service
+from tests.workers.services import Service
 
 # A process of its own: what counts is that Ray is imported after `prepare`, as in the main job.
 SCRIPT = """

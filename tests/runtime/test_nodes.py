@@ -20,7 +20,7 @@ from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.runtime.nodes import Nodes, RestartBudget
 from grpo_dist.runtime.resources import Bundle
 from tests.messages import refuses, says
-from tests.roles.services import Service
+from tests.workers.services import Service
 
 SLOTS = slots_of({"rollout": [0, 1]}, {"rollout": (2.0, 1.0)})
 

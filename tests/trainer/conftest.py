@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_dist.roles.reward import RewardWorker
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.reward import RewardWorker
 from tests.processes import spawned
 from tests.trainer.fakes import FakeActorWorker, FakePolicyWorker, FakeRolloutWorker
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.plan.commands import load_config
-from grpo_dist.roles.gang import ActorGroup, ReferenceGroup, TrainedGroup
-from grpo_dist.roles.reward_pool import RewardPool
-from grpo_dist.roles.roles import Roles
-from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, TrainedGroup
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.models import policy_folder
 from tests.trainer.recorded import recorded_trainer
 

@@ -18,11 +18,11 @@ from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import AgentError
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
-from grpo_dist.roles.reward import RewardWorker
-from grpo_dist.roles.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.process import Process
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 
 
 class FakeRolloutWorker(Mailbox, Process):

@@ -16,12 +16,12 @@ from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
 from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.trainer.checkpoint.finished_groups import Group
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
+from grpo_dist.workers.rollout_group import GroupRequest
 
 N = 4
 LENGTH = 3  # of each response, in tokens

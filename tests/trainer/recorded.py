@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.roles.roles import Roles
 from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import Tracker, Trackers
 from grpo_dist.tracking.console import Progress
@@ -13,6 +12,7 @@ from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.roles import Roles
 
 
 class Rows(Tracker):

@@ -19,12 +19,6 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto
-from grpo_dist.roles.gang import ActorGroup
-from grpo_dist.roles.reward import RewardWorker
-from grpo_dist.roles.reward_pool import RewardPool
-from grpo_dist.roles.roles import Roles
-from grpo_dist.roles.rollout import SMALL_COLUMNS, group_batch
-from grpo_dist.roles.rollout_group import RolloutGroup
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
@@ -35,6 +29,12 @@ from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.gang import ActorGroup
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.messages import says
 from tests.models import policy_folder
 from tests.processes import spawned

@@ -12,8 +12,8 @@ from grpo_dist.config.schema_roles import OptimConfig
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import SUPERVISED_ROLES
-from grpo_dist.roles.policy import PolicySettings
 from grpo_dist.trainer.settings import rank_settings
+from grpo_dist.workers.policy import PolicySettings
 from tests.adapters import write_adapter
 
 

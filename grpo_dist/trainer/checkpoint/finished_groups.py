@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.engines.train.durable_files import FileDigest
-from grpo_dist.roles.reward_pool import RewardPool
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.reward_pool import RewardPool
 
 FOLDER = "groups"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.roles import roles_of
-from grpo_dist.roles.gang import Gang
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code
 from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, forget_last, read_state
+from grpo_dist.workers.gang import Gang
 
 
 @dataclass(frozen=True)

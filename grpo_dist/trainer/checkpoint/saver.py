@@ -16,8 +16,6 @@ from pathlib import Path
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import CheckpointError, GrpoDistError, WorkerError
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.reward_pool import RewardPool
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.finished_groups import FOLDER, FinishedGroups
@@ -30,6 +28,8 @@ from grpo_dist.trainer.checkpoint.folder import (
     publish_checkpoint,
 )
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.reward_pool import RewardPool
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.rollout.job import RolloutJob
+from grpo_dist.workers.rollout_group import GroupRequest
 
 
 @dataclass

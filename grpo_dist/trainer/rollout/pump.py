@@ -26,13 +26,13 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError, RewardError, WorkerLost
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.protocol.fields import SOURCE, TEACHER
-from grpo_dist.roles.reward_pool import RewardPool
-from grpo_dist.roles.roles import Roles
-from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import in_background, run
 from grpo_dist.sizes import PASSES
 from grpo_dist.trainer.rollout.job import RolloutJob
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
 T = TypeVar("T")
 

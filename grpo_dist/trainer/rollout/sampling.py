@@ -30,7 +30,6 @@ from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
 from grpo_dist.protocol.fields import UNPENALISED
-from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.rollout.job import (
@@ -44,6 +43,7 @@ from grpo_dist.trainer.rollout.job import (
 )
 from grpo_dist.trainer.rollout.open_step import OpenStep
 from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.workers.rollout_group import GroupRequest
 
 
 @dataclass

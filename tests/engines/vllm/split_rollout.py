@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_dist.engines.vllm import weight_backend
 from grpo_dist.engines.vllm.weight_backend import WorkerExtension
 from grpo_dist.engines.weights.buckets import read_bucket
-from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.workers.rollout import RolloutWorker
 
 
 class SplitRolloutWorker(RolloutWorker):

@@ -17,12 +17,12 @@ from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import adapter_args
 from grpo_dist.engines.weights.buckets import pack, unpack
 from grpo_dist.errors import ConfigError, WeightSyncError
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import ActorWorker
-from grpo_dist.roles.weight_transport import BroadcastTransport, outcomes
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.sizes import engine_lora_rank
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.policy import ActorWorker
+from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.vllm.split_rollout import SplitRolloutWorker
 from tests.engines.vllm.test_engine import (
     PROMPTS,
@@ -39,8 +39,8 @@ from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.messages import refuses, says
 from tests.models import random_model
 from tests.processes import spawned, start_together
-from tests.roles.test_weight_transport import TIMEOUT_S
 from tests.worker_settings import changed, engine_settings, lora, model_settings, policy_settings
+from tests.workers.test_weight_transport import TIMEOUT_S
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora": LoraSyncConfig(merge=False)}
 GREEDY = sampling(n=1, temperature=0.0, seed=None)

@@ -17,14 +17,14 @@ from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.vllm.float32_head import WorkerExtension
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.protocol import DataProto
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import ActorWorker
-from grpo_dist.roles.rollout import RolloutWorker
-from grpo_dist.roles.rollout_group import RolloutGroup
-from grpo_dist.roles.weight_transport import BroadcastTransport
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.policy import ActorWorker
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.weight_transport import BroadcastTransport
 from tests.engines.vllm.test_engine import sampling
 from tests.processes import spawned, start_together
 from tests.worker_settings import engine_settings, lora, model_settings, policy_settings

@@ -17,17 +17,17 @@ import transformers
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.weights.buckets import clear_left_behind, pack
 from grpo_dist.errors import EngineError, WeightSyncError, WorkerError
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.weight_transport import BroadcastTransport, outcomes
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.vllm.split_rollout import SplitRolloutWorker, SpoiledWorker
 from tests.engines.vllm.test_engine import PROMPTS, generate, hf_greedy, perturbed, sampling, tokens
 from tests.messages import refuses, says
 from tests.observed import alive_as, command_line
 from tests.processes import open_to_others, spawned, start_together
-from tests.roles.test_weight_transport import TIMEOUT_S, Case, actor_class, actor_settings
 from tests.worker_settings import changed, engine_settings
+from tests.workers.test_weight_transport import TIMEOUT_S, Case, actor_class, actor_settings
 
 pytestmark = pytest.mark.ray
 

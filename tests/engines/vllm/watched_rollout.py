@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import ray
 
-from grpo_dist.roles.rollout import RolloutWorker
+from grpo_dist.workers.rollout import RolloutWorker
 
 
 class WatchedRolloutWorker(RolloutWorker):

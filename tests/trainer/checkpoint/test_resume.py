@@ -17,8 +17,6 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.roles import roles_of
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.roles import Roles
 from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
@@ -26,6 +24,8 @@ from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, last_c
 from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.controllers import Controllers
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.roles import Roles
 from tests.messages import refuses
 
 

@@ -5,8 +5,6 @@ import pytest
 
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, RewardError
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.rollout_group import GroupRequest
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.rollout.job import (
@@ -17,6 +15,8 @@ from grpo_dist.trainer.rollout.job import (
     informative,
     require_metric,
 )
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout_group import GroupRequest
 from tests.messages import refuses, says
 from tests.trainer.instant_pump import FILTER, MIXED, make_sampler
 

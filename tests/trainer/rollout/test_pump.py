@@ -20,10 +20,6 @@ import pytest
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, WorkerError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.reward_pool import RewardPool
-from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
 from grpo_dist.run.build import reward_settings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
@@ -31,6 +27,10 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import SCORER_RESTART_S, SCORER_START_S, RolloutPump
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 from tests.messages import refuses, says
 from tests.processes import spawned, start_together
 from tests.trainer.fakes import HeldRolloutWorker

@@ -18,8 +18,6 @@ from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import ConfigError, Interrupted, Terminated, TrainingDiverged
 from grpo_dist.plan.commands import REWARD_MODEL
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
-from grpo_dist.roles.roles import Roles
-from grpo_dist.roles.supervised import SupervisedGroup
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.runtime.group import WorkerGroup
@@ -31,6 +29,8 @@ from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.supervised.rows import total_steps
 from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
+from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.supervised import SupervisedGroup
 from tests.messages import refuses, says
 from tests.trainer.recorded import Rows as Recorded
 from tests.trainer.supervised.test_rows import pair

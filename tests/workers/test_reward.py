@@ -21,11 +21,11 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Sample
-from grpo_dist.roles.reward import OverlongPenalty, RewardSettings, RewardWorker, on_agents, on_last_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.rollout.job import make_request
+from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_agents, on_last_token
 from tests.messages import refuses, says
-from tests.roles.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
+from tests.workers.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 
 
 # --- on_last_token -----------------------------------------------------------------------------------------------

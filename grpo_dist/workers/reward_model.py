@@ -27,11 +27,11 @@ from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import scored_branches, with_branches
 from grpo_dist.protocol.score_token import with_score_token
-from grpo_dist.roles.gang import FrozenGroup
-from grpo_dist.roles.policy import PolicySettings, on_device, passes
-from grpo_dist.roles.supervised import SupervisedGroup, SupervisedWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
+from grpo_dist.workers.gang import FrozenGroup
+from grpo_dist.workers.policy import PolicySettings, on_device, passes
+from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
 # The messages of a prompt, its token ids and those of a response.
 Text = tuple[Sequence[Mapping[str, Any]], list[int], list[int]]

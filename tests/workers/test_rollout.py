@@ -14,11 +14,11 @@ from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, BatchError, WorkerError
 from grpo_dist.protocol.fields import FIELDS
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
 from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.worker_settings import agent, engine_settings

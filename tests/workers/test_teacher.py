@@ -18,12 +18,12 @@ from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
-from grpo_dist.roles.gang import ActorGroup, ReferenceGroup
-from grpo_dist.roles.policy import ActorWorker, PolicyWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import objective_settings
 from grpo_dist.trainer.settings import rank_settings
+from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
+from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed_sizes

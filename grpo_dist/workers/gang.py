@@ -22,11 +22,11 @@ from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.protocol.routes import with_routes
 from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS
-from grpo_dist.roles.policy import PolicySettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
+from grpo_dist.workers.policy import PolicySettings
 
 T = TypeVar("T")
 

@@ -17,15 +17,15 @@ from grpo_dist.config.schema_roles import CheckpointEngineConfig
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
-from grpo_dist.roles.gang import Gang
-from grpo_dist.roles.policy import ActorWorker, PolicySettings
-from grpo_dist.roles.rollout import RolloutWorker
-from grpo_dist.roles.rollout_group import RolloutGroup
-from grpo_dist.roles.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.policy import ActorWorker, PolicySettings
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
 from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together

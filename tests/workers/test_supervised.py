@@ -14,8 +14,8 @@ from grpo_dist.algorithms.settings import PreferenceSettings
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.errors import OutOfMemory, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
-from grpo_dist.roles import supervised
-from grpo_dist.roles.supervised import SupervisedGroup, SupervisedWorker
+from grpo_dist.workers import supervised
+from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 from tests.messages import refuses
 
 OBJECTIVE = PreferenceSettings()

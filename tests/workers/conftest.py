@@ -1,7 +1,7 @@
 import pytest
 
-from grpo_dist.roles.reward import RewardSettings
-from tests.roles.local_reward import SCORER, Local
+from grpo_dist.workers.reward import RewardSettings
+from tests.workers.local_reward import SCORER, Local
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ import torch
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.reward_pool import RewardPool
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Process
 from grpo_dist.supervisor import process_state
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.reward_pool import RewardPool
 from tests.messages import refuses, says
 from tests.processes import spawned
 

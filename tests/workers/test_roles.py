@@ -10,8 +10,8 @@ import pytest
 from grpo_dist.errors import WorkerLost
 from grpo_dist.plan.commands import load_config
 from grpo_dist.rewards.output_lines import PrintedLines
-from grpo_dist.roles.roles import Roles
 from grpo_dist.runtime.event_loop import run
+from grpo_dist.workers.roles import Roles
 
 LOOP = f"actor_rollout_ref.rollout.agent.default_agent_loop={__file__}:Loop"
 LOSS = f"actor_rollout_ref.actor.policy_loss.loss_mode={__file__}:loss"

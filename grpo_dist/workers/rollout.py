@@ -29,10 +29,10 @@ from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.routes import UNKNOWN_ROUTES, count_unknown, route_columns
 from grpo_dist.rewards.output_lines import printing_to
-from grpo_dist.roles.reward import Task
 from grpo_dist.runtime.batch_ref import Label
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.process import Process
+from grpo_dist.workers.reward import Task
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = (

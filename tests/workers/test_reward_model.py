@@ -20,9 +20,9 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.roles.reward_model import RewardModelGroup, RewardModelSettings, RewardModelWorker, scored_rows
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
+from grpo_dist.workers.reward_model import RewardModelGroup, RewardModelSettings, RewardModelWorker, scored_rows
 from tests.messages import says
 from tests.models import builtin_reward_model
 from tests.processes import spawned

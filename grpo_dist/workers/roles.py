@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, cast
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.roles.gang import Gang
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
+from grpo_dist.workers.gang import Gang
 
 if TYPE_CHECKING:
-    from grpo_dist.roles.gang import ActorGroup, ReferenceGroup, TrainedGroup
-    from grpo_dist.roles.reward_model import RewardModelGroup
-    from grpo_dist.roles.reward_pool import RewardPool
-    from grpo_dist.roles.rollout_group import RolloutGroup
+    from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, TrainedGroup
+    from grpo_dist.workers.reward_model import RewardModelGroup
+    from grpo_dist.workers.reward_pool import RewardPool
+    from grpo_dist.workers.rollout_group import RolloutGroup
 
 
 @dataclass

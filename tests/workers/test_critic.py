@@ -15,12 +15,12 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from grpo_dist.roles.gang import TrainedGroup
-from grpo_dist.roles.policy import CriticWorker
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import value_settings
 from grpo_dist.trainer.settings import rank_settings
+from grpo_dist.workers.gang import TrainedGroup
+from grpo_dist.workers.policy import CriticWorker
 from tests.models import random_batch
 from tests.processes import spawned
 from tests.worker_settings import changed_sizes

@@ -19,10 +19,6 @@ import torch
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import TrainingDiverged, WorkerLost
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
-from grpo_dist.roles.gang import ActorGroup, Gang, ReferenceGroup, find_model, take_turns
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.reward_pool import RewardPool
-from grpo_dist.roles.rollout_group import GroupRequest, RolloutGroup
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
@@ -31,6 +27,10 @@ from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Address, Process
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.workers.gang import ActorGroup, Gang, ReferenceGroup, find_model, take_turns
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 from tests.processes import spawned
 
 pytestmark = pytest.mark.ray

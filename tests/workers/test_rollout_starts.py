@@ -11,15 +11,15 @@ import pytest
 from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import EngineError, WeightSyncError
-from grpo_dist.roles.rollout_group import RolloutGroup
-from grpo_dist.roles.weight_transport import Outcomes
 from grpo_dist.runtime import nodes
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.resources import Bundle
-from tests.roles.test_weight_transport import Scripted
+from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.weight_transport import Outcomes
 from tests.runtime.fake_nodes import FakeNodes
 from tests.worker_settings import changed, engine_settings
+from tests.workers.test_weight_transport import Scripted
 
 
 class Engines(Scripted):

@@ -22,13 +22,13 @@ import numpy as np
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncError, WorkerError
-from grpo_dist.roles.reward import Task
-from grpo_dist.roles.weight_transport import Outcomes, WeightTransport, outcomes
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.pool import Member, Pool, Waiting
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.weight_transport import Outcomes, WeightTransport, outcomes
 
 if TYPE_CHECKING:
     from grpo_dist.engines.base import EngineLoad, Footprint

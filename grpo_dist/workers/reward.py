@@ -25,8 +25,8 @@ from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
 from grpo_dist.protocol.fields import EXTRA, UNPENALISED
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.rewards.teacher_endpoint import TeacherEndpoint
-from grpo_dist.roles.batch_work import BatchWork
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.batch_work import BatchWork
 
 EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
 Text = tuple[str, Sequence[int]]

@@ -21,8 +21,6 @@ from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.rewards.output_lines import PrintedLines
-from grpo_dist.roles.batch_work import COMPARED_COLUMNS, SAMPLE_COLUMNS, TARGET_COLUMNS, Causes
-from grpo_dist.roles.reward import EPISODE_TOKENS, Task
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import give
@@ -30,6 +28,8 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.pool import Pool
 from grpo_dist.tracking.rollouts import is_recorded
+from grpo_dist.workers.batch_work import COMPARED_COLUMNS, SAMPLE_COLUMNS, TARGET_COLUMNS, Causes
+from grpo_dist.workers.reward import EPISODE_TOKENS, Task
 
 # Groups that come together are scored in one call, as many as take about this long, and at most so many: a Ray call
 # takes as long as a quick reward function needs for some groups.

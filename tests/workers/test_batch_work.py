@@ -15,11 +15,11 @@ from grpo_dist.errors import BatchError, ConfigError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.parquet import read_parquet
-from grpo_dist.roles.batch_work import _write_rows
-from grpo_dist.roles.reward import OverlongPenalty, RewardSettings, on_last_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_work import _write_rows
+from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, on_last_token
 from tests.messages import refuses, says
-from tests.roles.local_reward import RESPONSES, Local, put, rows
+from tests.workers.local_reward import RESPONSES, Local, put, rows
 
 
 # --- advantages --------------------------------------------------------------------------------------------------
