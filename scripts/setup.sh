@@ -39,7 +39,7 @@ import ray, torch, transformers, vllm.version
 if (torch.version.cuda is None) == (sys.argv[1] == "gpu"):
     sys.exit(f"torch {torch.__version__} was installed, which is not for DEVICE={sys.argv[1]}: look at what pip and uv are "
              "told of indexes and wheels (UV_*, PIP_*)")
-from grpo_dist.engines.vllm.installed import compiler_problem
+from grpo_dist.engines.base import compiler_problem
 if sys.argv[1] == "gpu" and (problem := compiler_problem()):
     print(problem, file=sys.stderr)
 PY

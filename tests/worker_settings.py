@@ -13,7 +13,6 @@ from grpo_dist.config.schema_roles import (
     ActorRolloutRefConfig,
     AdamWConfig,
     AgentConfig,
-    EngineKwargsConfig,
     LoraSection,
     LoraSyncConfig,
     ModelConfig,
@@ -44,7 +43,7 @@ def engine_settings(path: str = "", **changes: Any) -> EngineSettings:
 def changed(settings: EngineSettings, **changes: Any) -> EngineSettings:
     """The settings with other values of fields, or of keys of their sections."""
     if "vllm" in changes:
-        changes["engine_kwargs"] = EngineKwargsConfig(vllm=changes.pop("vllm"))
+        changes["engine_kwargs"] = {"vllm": changes.pop("vllm")}
     own = {field.name: changes.pop(field.name) for field in fields(settings) if field.name in changes}
     model = {name: changes.pop(name) for name in ModelConfig.model_fields if name in changes}
     assert changes.keys() <= RolloutConfig.model_fields.keys(), changes

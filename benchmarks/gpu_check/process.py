@@ -74,7 +74,7 @@ def why_not(part: Part, device: str) -> str:
         return f"torch in {sys.prefix} is the build for CPU; take another Python, or --device cpu --scale small"
     import torch
 
-    from grpo_dist.engines.vllm.installed import compiler_problem
+    from grpo_dist.engines.base import compiler_problem
 
     if problem := compiler_problem():
         return problem

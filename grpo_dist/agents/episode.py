@@ -20,8 +20,9 @@ from grpo_dist.agents.recording import Recording, derived_seed
 from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes, extend
 from grpo_dist.agents.turns import Turns, finite
 from grpo_dist.algorithms.advantage.agents import name_fault
-from grpo_dist.engines.base import Response
+from grpo_dist.engines.base import ENGINE_KEY, Response
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.plugins.names import ROLLOUT_ENGINES
 from grpo_dist.plugins.registry import described
 from grpo_dist.protocol.branches import last_branch
 
@@ -239,7 +240,7 @@ class Episode:
             raise RuntimeError("episode.endpoint: the episode has begun; open it before anything else")
         if self._open_endpoint is None:
             raise RuntimeError(
-                "episode.endpoint: this rollout engine has none; actor_rollout_ref.rollout.name=vllm has"
+                f"episode.endpoint: this rollout engine has none; {ENGINE_KEY}={' or '.join(ROLLOUT_ENGINES)} has"
             )
         sampling = replace(self._sampling, seed=self._seed)
         recording = Recording(sampling, self.tokenizer, self._max_model_len, self._max_episode_len, self._max_turns)

@@ -15,8 +15,7 @@ from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, rendered, tool_call
 from grpo_dist.agents.episode import Episode, Turn
 from grpo_dist.agents.tools import TOOLS_KEY, Toolbox, load_tools
-from grpo_dist.engines.base import ParseCalls, ToolCall
-from grpo_dist.engines.vllm.installed import parser_names
+from grpo_dist.engines.base import ParseCalls, ToolCall, builtin_backends
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import absolute
 from grpo_dist.plugins.registry import load_attribute
@@ -68,9 +67,9 @@ class ToolAgent(AgentLoop):
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `AgentLoop.resolved`: files have their whole paths."""
         load_tools(kwargs["tools"])
-        parser, known = kwargs["tool_parser"], parser_names()
+        parser, known = kwargs["tool_parser"], [name for engine in builtin_backends() for name in engine.parser_names()]
         if not isinstance(parser, str) or (":" not in parser and known and parser not in known):
-            raise ConfigError(f"{PARSER_KEY}={parser}: vLLM has no such parser. Known: {', '.join(known)}")
+            raise ConfigError(f"{PARSER_KEY}={parser}: no engine has such a parser. Known: {', '.join(known)}")
         if ":" in parser:
             load_attribute(parser, key=PARSER_KEY)
         for name, kind in _LIMITS.items():
@@ -129,9 +128,9 @@ class ToolAgent(AgentLoop):
 
     def _load_parser(self, tokenizer: Any) -> ParseCalls:
         if ":" not in self._parser:
-            from grpo_dist.engines.vllm.openai_app import vllm_parser  # imports vLLM
-
-            return vllm_parser(self._parser, tokenizer, self._schemas, key=PARSER_KEY)
+            engines = builtin_backends()
+            having = (engine for engine in engines if self._parser in engine.parser_names())
+            return next(having, engines[0]).parser(self._parser, tokenizer, self._schemas, key=PARSER_KEY)
         function = load_attribute(self._parser, key=PARSER_KEY)
         return lambda text: [ToolCall(*call) for call in function(text)]
 

@@ -27,7 +27,7 @@ from grpo_dist.checks.run_folder import check_disk, check_resume
 from grpo_dist.config.problems import Problem, config_error
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.engines.vllm.installed import attention_problem
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import memory_estimate
 from grpo_dist.plan.memory_rules import memory_problems
@@ -105,8 +105,10 @@ def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, 
         yield from position_problems(config, row.model, model.config)
         return
     yield from model_problems(config, model.config, machine.gpu_gib, machine.host_gib, model.num_parameters)
-    changed, engines_on_cpu = {**model.config, **row.settings.model.override_config}, config.device == "cpu"
-    if isinstance(config, RunConfig) and engines_on_cpu and (why := attention_problem(changed)):
+    if not isinstance(config, RunConfig):
+        return
+    changed = {**model.config, **row.settings.model.override_config}
+    if why := rollout_backend(config.actor_rollout_ref.rollout.name).model_problem(changed, config.device):
         text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
         yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))
 

@@ -25,7 +25,7 @@ from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, RewardError
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.contract import RowNeeds
@@ -84,8 +84,7 @@ def resolve_names(config: RunConfig) -> None:
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
     load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).resolved(agent.agent_kwargs)
-    if (engine := config.actor_rollout_ref.rollout.name) not in ROLLOUT_ENGINES:
-        rollout_engine(engine)
+    rollout_backend(config.actor_rollout_ref.rollout.name).load()
     if config.data.sampler.code is not None:
         load_sampler_class(*config.data.sampler.code)
 

@@ -22,7 +22,7 @@ from grpo_dist.cli.asking import NO_ANSWERS, PROMPTS, Asker, given_prompts
 from grpo_dist.cli.output import check_output, write_output
 from grpo_dist.cli.trained import TrainedModel, base_of, engine_for, find_trained, named_checkpoint
 from grpo_dist.data.prompts import Prompt
-from grpo_dist.engines.base import ENGINE_KEY, rollout_engine
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.errors import ConfigError
@@ -60,9 +60,7 @@ async def _compare(
     at_start = model if checkpoint is None else base_of(model)  # the checkpoint has what was trained, factors too
     config, settings = at_start.config, _engine_settings(at_start)
     prompts = _prompts(model, options)
-    engine: Any = rollout_engine(settings.rollout.name)(settings)
-    if not hasattr(engine, "watched"):
-        raise ConfigError(f"{ENGINE_KEY}={settings.rollout.name}: this engine cannot be watched; set it to vllm")
+    engine: Any = rollout_backend(settings.rollout.name).load()(settings)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     sampling = replace(sampling_settings(config)[0], seed=config.trainer.seed, max_tokens=options.max_tokens)
     ids = [ids for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
@@ -92,10 +90,7 @@ async def _compare(
 
 def _engine_settings(model: TrainedModel) -> EngineSettings:
     settings, policy = engine_for(model), model.config.actor_rollout_ref.model
-    own = settings.rollout.engine_kwargs
-    # of tokens that are in a cache nothing is seen
-    own = own.replaced(vllm={**own.vllm, "enable_prefix_caching": False})
-    rollout = settings.rollout.replaced(engine_kwargs=own)
+    rollout = rollout_backend(settings.rollout.name).watchable(settings.rollout)
     return replace(settings, rollout=rollout, model=policy if policy.sends_factors else settings.model)
 
 

@@ -20,7 +20,7 @@ from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import named_rows, tokenize_prompts
-from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
+from grpo_dist.engines.base import Response, RolloutEngine, rollout_backend
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.rewards.contract import RewardResult, RowNeeds
@@ -128,7 +128,7 @@ async def asking(
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
-    engine, began = rollout_engine(settings.rollout.name)(settings), time.monotonic()
+    engine, began = rollout_backend(settings.rollout.name).load()(settings), time.monotonic()
     await engine.start()
     show(f"engine ready after {time.monotonic() - began:.0f} s\n", sys.stderr)
     try:

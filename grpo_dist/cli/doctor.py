@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from grpo_dist.assets.model_folder import some
 from grpo_dist.cli.arguments import command_parser
 from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, logical_cpus, memory_gib, physical_cores
-from grpo_dist.engines.vllm.installed import build_problem
+from grpo_dist.engines.base import builtin_backends
 from grpo_dist.errors import ConfigError
 from grpo_dist.runtime.cluster import LOCAL, find_cluster
 from grpo_dist.sizes import GIB
@@ -70,7 +70,7 @@ def processor(device: str) -> Iterator[Finding]:
     named = [name for name in ("avx2", "avx512f", *sorted(BF16_FLAGS)) if name in flags]
     cores = f"{physical_cores()} cores, {logical_cpus()} logical; {' '.join(named) or 'no vector instructions known'}"
     if device == "cpu" and platform.machine() == "x86_64" and "avx2" not in flags:
-        yield Finding(FAULT, "processor", cores, "vLLM's build for CPU needs AVX2: take another machine")
+        yield Finding(FAULT, "processor", cores, "engines for CPU need AVX2: take another machine")
     else:
         speed = "" if BF16_FLAGS & flags or device == "gpu" else "; without bf16 instructions runs compute in fp32"
         yield Finding(OK, "processor", cores + speed)
@@ -79,7 +79,8 @@ def processor(device: str) -> Iterator[Finding]:
 
 def build(device: str) -> Iterator[Finding]:
     """Python and the packages: torch's build, and the versions that this package asks for."""
-    problem = build_problem("cuda" if device == "gpu" else "cpu")
+    needs = (engine.needs("cuda" if device == "gpu" else "cpu") for engine in builtin_backends())
+    problem = next(filter(None, needs), "")
     why, _, fix = problem.partition(". ")
     yield Finding(FAULT if problem else OK, "python", why or f"{platform.python_version()} in {sys.prefix}", fix)
     wrong = wrong_versions(device)

@@ -28,8 +28,8 @@ from grpo_dist.config.run_code import (
 )
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.installed import attention_problem, build_problem
 from grpo_dist.errors import ConfigError, did_you_mean
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.model_rules import max_positions
@@ -237,7 +237,7 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         )
     settings = engine_settings(config, placement(config), 0)
     _check_device(settings)
-    if settings.device == "cpu" and (problem := attention_problem(model_config)):
+    if problem := rollout_backend(settings.rollout.name).model_problem(model_config, settings.device):
         raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
     return replace(
         settings,
@@ -250,7 +250,7 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
 
 
 def _check_device(settings: EngineSettings) -> None:
-    if problem := build_problem(settings.device):
+    if problem := rollout_backend(settings.rollout.name).needs(settings.device):
         raise ConfigError(problem)
     size = settings.rollout.tensor_model_parallel_size
     if settings.device == "cuda" and (present := torch.cuda.device_count()) < size:

@@ -202,6 +202,6 @@ def foreign_key(key: str) -> ForeignKey | None:
     parts = key.split(".")
     sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
     entry = next((FOREIGN_KEYS[name] for name in (key, *sections) if name in FOREIGN_KEYS), None)
-    if entry is None and key in verl_defaults() and key not in leaf_keys():
+    if entry is None and key in verl_defaults() and key not in leaf_keys() and not is_free_form(key):
         return ForeignKey(f"only verl's default, {as_text(verl_defaults()[key])}, is; leave it out", refused=True)
     return entry

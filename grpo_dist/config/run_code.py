@@ -16,7 +16,7 @@ from grpo_dist.redact import REDACTED, lacks_secret
 FLAG = "--trust-run-code"
 
 TRUST_KEY = "actor_rollout_ref.model.trust_remote_code"
-_ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+_ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 _REWARD = "custom_reward_function"
 # What each part of a command takes of the config that may be code.
 MODEL, SUPERVISED_MODEL = (TRUST_KEY,), ("model.trust_remote_code",)
@@ -85,7 +85,7 @@ def _code(key: str, value: Any) -> Iterator[str]:
     if key.startswith(_REWARD):
         yield from _named(value)
     elif key == _ENGINE_KWARGS:
-        yield from (f"{name}={entry}" for name, entry in value.items())
+        yield from (f"{engine}.{name}={entry}" for engine, given in value.items() for name, entry in given.items())
     elif value is True or (isinstance(value, str) and ":" in value):
         yield str(value)
 

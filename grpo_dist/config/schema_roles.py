@@ -251,12 +251,6 @@ class ValKwargsConfig(Section):
     n: Count
 
 
-class EngineKwargsConfig(Section):
-    """`actor_rollout_ref.rollout.engine_kwargs`: what the engine itself is given."""
-
-    vllm: dict[str, Any]
-
-
 class AgentConfig(Section):
     """`actor_rollout_ref.rollout.agent`: what runs an episode."""
 
@@ -305,11 +299,6 @@ class CheckpointEngineConfig(Section):
         return "ipc" if shares_gpu else "broadcast"
 
 
-# vLLM's arguments that make engines decode speculatively; and those that give them weights which no sync brings.
-DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-WEIGHTS_OF_VLLM = (*DRAFTS, "quantization", "quantization_config")
-
-
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
@@ -338,20 +327,13 @@ class RolloutConfig(Section):
     partial_rollout: bool
     clear_kv_cache_on_update: bool
     ignore_eos: bool
-    engine_kwargs: Annotated[EngineKwargsConfig, Resume.SHOWN]
+    engine_kwargs: Annotated[dict[str, dict[str, Any]], Resume.SHOWN]
     log_prob_use_dynamic_bsz: Annotated[bool | None, Resume.FREE]
     log_prob_max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
     startup_timeout_s: Annotated[PositiveFloat, Resume.FREE]
     checkpoint_engine: Annotated[CheckpointEngineConfig, Resume.FREE]
     val_kwargs: Annotated[ValKwargsConfig, Resume.FREE]
     agent: AgentConfig
-
-    def sleep_level(self, model: ModelConfig) -> int:
-        """VLLM's level of sleep: 2 drops the weights, since the sync that ends it brings all of them; 1 keeps them in
-        CPU memory, where only LoRA's factors come, or vLLM has weights of its own.
-        """
-        own = any(self.engine_kwargs.vllm.get(name) is not None for name in WEIGHTS_OF_VLLM)
-        return 1 if model.sends_factors or own else 2
 
     def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:
         """Type of the engine's weights; null means `RunConfig.default_dtype`."""

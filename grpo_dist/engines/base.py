@@ -1,18 +1,28 @@
-"""What workers and agent loops ask of an engine, whichever it is, and the engines by name.
+"""What workers and agent loops ask of an engine, whichever it is, and what is known of an engine before it runs.
 
-A rollout engine samples responses, and a new one is a class with the methods of `RolloutEngine`; the train engine
-(train/fsdp_engine.py) computes log-probs and takes optimizer steps. Loads neither torch nor vLLM.
+A rollout engine samples responses, and a new one is a class with the methods of `RolloutEngine`. What rules, plan and
+commands ask of it stands in a `RolloutBackend`. The train engine (train/fsdp_engine.py) computes log-probs and takes
+optimizer steps. Loads neither torch nor an engine.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from grpo_dist.config.problems import Problem, between_keys
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.names import ROLLOUT_ENGINES
 from grpo_dist.plugins.registry import described, load_attribute, wrong_return
 
 if TYPE_CHECKING:
@@ -22,8 +32,6 @@ if TYPE_CHECKING:
     from grpo_dist.protocol import Metric, Ragged
 
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
-# Its values -> what makes one; plugins/names.py has the names too, and a test compares them.
-ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm:vllm_engine"}
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 # Columns of a batch that a forward pass reads.
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
@@ -169,22 +177,160 @@ class RolloutEngine(Protocol):
         """Stop the engine and every process that it started."""
 
 
-def rollout_engine(name: str) -> Callable[[EngineSettings], RolloutEngine]:
-    """Return the function that makes a rollout engine, or the class of a custom one.
+# --- what is known of an engine before it runs ---------------------------------------------------------------------
+# What an engine may do besides: record the experts of its tokens, and take in what has changed in weights.
+ROUTES, DIFFERENCES = "routes", "differences"
 
-    Args:
-        name: one of `ROLLOUT_ENGINES`, or `pkg.module:Class`, or `path/to/file.py:Class`.
 
-    Raises:
-        ConfigError: there is no such class, or it lacks a method of a rollout engine.
+class RolloutBackend:
+    """A kind of rollout engine, as rules, plan and commands see it; this one is that of a class of the user's own.
+
+    A built-in one is a subclass in a module that imports neither torch nor the engine at its top, named in
+    `ROLLOUT_ENGINES`.
+
+    Attributes:
+        name: under which `rollout.engine_kwargs` has its arguments.
+        capabilities: what it can do beyond the methods of `RolloutEngine`: `ROUTES`, `DIFFERENCES`.
+        packages: the distributions that have it, of which a machine needs the first, or one that brings it too.
+        install: what to say without them.
+        reading_its_log: what to do to see why an engine gave no answer.
     """
-    if name in ROLLOUT_ENGINES:
-        return cast(Callable[[EngineSettings], RolloutEngine], load_attribute(ROLLOUT_ENGINES[name], key=ENGINE_KEY))
-    engine_class: type[RolloutEngine] = load_attribute(name, key=ENGINE_KEY)
-    methods = ("start", "generate", "abort", "shutdown")
-    if missing := [method for method in methods if not callable(getattr(engine_class, method, None))]:
-        raise ConfigError(f"{ENGINE_KEY}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")
-    return engine_class
+
+    name = ""
+    capabilities: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
+    install = ""
+    reading_its_log = "read the log of its worker"
+
+    def __init__(self, spec: str = "") -> None:
+        self.spec = spec
+
+    def load(self) -> Callable[[EngineSettings], RolloutEngine]:
+        """Return what makes an engine, which does not run before its `start`.
+
+        Raises:
+            ConfigError: there is no such class, or it lacks a method of a rollout engine.
+        """
+        engine_class: type[RolloutEngine] = load_attribute(self.spec, key=ENGINE_KEY)
+        methods = ("start", "generate", "abort", "shutdown")
+        if missing := [method for method in methods if not callable(getattr(engine_class, method, None))]:
+            lacks = f"it lacks {', '.join(missing)}; see RolloutEngine in {__name__}"
+            raise ConfigError(f"{ENGINE_KEY}={self.spec}: {lacks}")
+        return engine_class
+
+    def needs(self, device: str) -> str:
+        """Say what this machine lacks to run it on `device` ("cpu" or "cuda"), and what to do; "": nothing."""
+        return build_problem(device)
+
+    def model_problem(self, model_config: Mapping[str, Any], device: str) -> str:
+        """Say why it cannot sample from a model, by its config.json with the run's changes; "": it can, or it is not
+        known.
+        """
+        return ""
+
+    def problems(self, config: RunConfig) -> Iterator[Problem]:
+        """Yield what is wrong in the keys of the rollout, the engine's own arguments among them."""
+        yield from between_keys(self._lacks)(config)
+
+    def _lacks(self, config: RunConfig) -> Iterator[str]:
+        if config.replays_routes and ROUTES not in self.capabilities:
+            why = "the engine records no experts of its tokens; set the first to disabled"
+            yield f"<actor.router_replay.mode>, <rollout.name>: {why}"
+        if config.actor_rollout_ref.rollout.checkpoint_engine.changes_only and DIFFERENCES not in self.capabilities:
+            why = "the engine takes whole weights alone; set the first to false"
+            yield f"<rollout.checkpoint_engine.changes_only>, <rollout.name>: {why}"
+
+    def adapts_experts(self, device: str) -> bool:
+        """Tell if it computes experts beside LoRA's factors."""
+        return True
+
+    def inexact(self, rollout: RolloutConfig) -> dict[str, Any]:
+        """Return by key those arguments that make it sample from another distribution than the trainer's."""
+        return {}
+
+    def unseeded(self, rollout: RolloutConfig) -> str:
+        """Return the argument, as key=value, with which a seed gives other tokens than without it; "": none does."""
+        return ""
+
+    def exceeds_positions(self) -> bool:
+        """Tell if the user lets it sample beyond the positions that the model's config.json names."""
+        return False
+
+    def keeps_sleeping_weights(self, rollout: RolloutConfig, model: ModelConfig) -> bool:
+        """Tell if its weights are in CPU memory while it sleeps: those that no sync brings."""
+        return False
+
+    def keeps_graphs(self, rollout: RolloutConfig) -> bool:
+        """Tell if CUDA graphs stay on the GPU, also while it sleeps."""
+        return not rollout.enforce_eager
+
+    def watchable(self, rollout: RolloutConfig) -> RolloutConfig:
+        """Return the section with which every operation of its model can be watched.
+
+        Raises:
+            ConfigError: it cannot be watched.
+        """
+        raise ConfigError(
+            f"{ENGINE_KEY}={rollout.name}: this engine cannot be watched; set it to {' or '.join(ROLLOUT_ENGINES)}"
+        )
+
+    def parser_names(self) -> list[str]:
+        """Return the names of its parsers of tool calls; empty where they cannot be read."""
+        return []
+
+    def parser(self, name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, key: str) -> ParseCalls:
+        """Return the parser that `key` names, for tools of these JSON schemas.
+
+        Raises:
+            ConfigError: the engine refuses it.
+        """
+        raise ConfigError(f"{key}={name}: the engine has no parsers")
+
+
+def rollout_backend(name: str) -> RolloutBackend:
+    """Return what is known of an engine by its name in the config: one of `ROLLOUT_ENGINES`, or `pkg.module:Class`, or
+    `path/to/file.py:Class`, which is not loaded.
+    """
+    if name not in ROLLOUT_ENGINES:
+        return RolloutBackend(name)
+    backend: RolloutBackend = load_attribute(ROLLOUT_ENGINES[name], key=ENGINE_KEY)(name)
+    return backend
+
+
+def builtin_backends() -> list[RolloutBackend]:
+    """Return what is known of each engine of this package."""
+    return [rollout_backend(name) for name in ROLLOUT_ENGINES]
+
+
+def build_problem(device: str) -> str:
+    """Say why the installed torch cannot run on `device` ("cpu" or "cuda"), and what to do; "" if it can."""
+    import torch
+
+    if device == "cuda" and torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} in {sys.prefix} is the build for CPU, and the run asks for GPUs. Install the "
+            "one for GPUs (`make setup DEVICE=gpu`, or `pip install -e '.[gpu]'` in an environment of its own), or set "
+            "trainer.n_gpus_per_node=0"
+        )
+    return compiler_problem() if device == "cuda" else ""
+
+
+def compiler_problem() -> str:
+    """Say what Triton lacks on this machine to build its kernels, and what to do; "" if nothing is missing.
+
+    It compiles the launcher of a kernel in C when that is first called.
+    """
+    missing = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("a C compiler (gcc or clang in PATH, or CC)")
+    if not Path(headers := sysconfig.get_paths()["include"], "Python.h").is_file():
+        missing.append(f"{headers}/Python.h")
+    if not missing:
+        return ""
+    need = " and ".join(missing)
+    return (
+        f"Triton needs {need} to build kernels for GPUs; apt-get install gcc python3-dev, or what your system calls it"
+    )
 
 
 def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:

@@ -15,6 +15,7 @@ from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Device
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model, Pass, lora_of
@@ -292,7 +293,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
         parts["pass"] = tokens * per_token + 3 * 4.0 * sampled
     sleeps = rollout.free_cache_engine and place.shares_gpu
     host = {"process": PROCESS_GIB[config.device] * GIB}
-    if sleeps and rollout.sleep_level(config.actor_rollout_ref.model) == 1:
+    if sleeps and rollout_backend(rollout.name).keeps_sleeping_weights(rollout, config.actor_rollout_ref.model):
         host["weights while it sleeps"] = PINNED * weights
     bucket = rollout.checkpoint_engine.bucket_bytes
     return RoleMemory(

@@ -9,6 +9,7 @@ from grpo_dist.config.keys import flatten
 from grpo_dist.config.problems import Problem, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.memory import CUDA_GIB, GRAPHS_GIB, NCCL_GIB, RoleMemory, largest, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import placement
@@ -178,8 +179,8 @@ def _context(config: JobConfig, role: RoleMemory) -> float:
         return CUDA_GIB + NCCL_GIB * (place.world_sizes[role.role] > 1)
     assert isinstance(config, RunConfig)
     rollout = config.actor_rollout_ref.rollout
-    away = rollout.enforce_eager or rollout.engine_kwargs.vllm.get("sleep_mode_offload_cudagraph", False)
-    return CUDA_GIB + NCCL_GIB * (place.tensor_parallel > 1) + GRAPHS_GIB * (not away)
+    graphs = rollout_backend(rollout.name).keeps_graphs(rollout)
+    return CUDA_GIB + NCCL_GIB * (place.tensor_parallel > 1) + GRAPHS_GIB * graphs
 
 
 def _in_machines(config: JobConfig, roles: list[RoleMemory], gib: float, *, certain: bool) -> Iterator[str]:

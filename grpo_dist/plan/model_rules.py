@@ -15,6 +15,7 @@ from grpo_dist.assets.model_folder import count, text_config
 from grpo_dist.config.problems import Problem, between_keys, shown, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.memory_rules import memory_problems
 from grpo_dist.plan.model_shape import MLP_NAMES, model_config_at_hand, num_experts
 from grpo_dist.plan.role_models import Model
@@ -124,8 +125,7 @@ def _engines_split_it(config: RunConfig, entries: Mapping[str, Any]) -> Iterator
 
 def _experts_are_trained_as_asked(config: RunConfig, entries: Mapping[str, Any]) -> Iterator[str]:
     """The auxiliary loss that balances a router would be computed but not used. LoRA adapts linear layers only, and
-    experts are one tensor of a layer; where it has adapters vLLM computes experts by Triton (its
-    fused_moe/oracle/unquantized.py), which CPU lacks.
+    experts are one tensor of a layer.
     """
     model, text = config.actor_rollout_ref.model, text_config(entries)
     key, balance = f"{_MODEL}.override_config", model.override_config.get("router_aux_loss_coef")
@@ -144,8 +144,10 @@ def _experts_are_trained_as_asked(config: RunConfig, entries: Mapping[str, Any])
     if config.replays_routes and not num_experts(text):
         why = "the model has no experts, by its config.json; set the first to disabled"
         yield f"<actor.router_replay.mode>, <model.path>: {why}"
-    if config.actor_rollout_ref.model.sends_factors and config.device == "cpu" and num_experts(text):
-        yield "<model.lora.merge>, <model.path>: vLLM cannot compute experts with adapters on CPU; set merge=true"
+    engine = rollout_backend(config.actor_rollout_ref.rollout.name)
+    if config.actor_rollout_ref.model.sends_factors and num_experts(text) and not engine.adapts_experts(config.device):
+        why = f"the engine cannot compute experts with adapters on {config.device.upper()}; set merge=true"
+        yield f"<model.lora.merge>, <model.path>: {why}"
 
 
 def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -165,7 +167,7 @@ def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) 
     theta = changes.get("rope_theta", text.get("rope_theta", own.get("rope_theta", "THAT_OF_THE_MODEL")))
     whole = {"rope_theta": theta} | (dict(scaling) if isinstance(scaling, Mapping) else {"rope_type": "default"})
     yield Problem(
-        f"{key} has {', '.join(names or ['rope_parameters'])}: transformers and vLLM take RoPE's settings as a whole, "
+        f"{key} has {', '.join(names or ['rope_parameters'])}: trainer and engines take RoPE's settings as a whole, "
         f"rope_theta among them, from one entry; set {key}.rope_parameters={shown(whole)} in its place",
         (key,),
     )

@@ -14,7 +14,6 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.node_layout import copy_size, node_layout
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of
-from grpo_dist.plugins.names import ROLLOUT_ENGINES
 from grpo_dist.sizes import divisor_up_to
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
@@ -205,9 +204,6 @@ def weights_reach_the_engines(config: RunConfig) -> Iterator[str]:
     if rollout.checkpoint_engine.changes_only and used != "object_store":
         why = f"only object_store sends changes, and this run would use {used}; set the second to object_store"
         yield f"<rollout.checkpoint_engine.changes_only>, {_BACKEND}: {why}"
-    if rollout.checkpoint_engine.changes_only and rollout.name != ROLLOUT_ENGINES[0]:
-        why = "an engine of your own takes whole weights alone; set the first to false"
-        yield f"<rollout.checkpoint_engine.changes_only>, <rollout.name>: {why}"
     if rollout.free_cache_engine and shares and config.trainer.max_staleness:
         why = "engines that sample during the update need their memory then; set the first to false, or the second to 0"
         yield f"<rollout.free_cache_engine>, <trainer.max_staleness>: {why}"

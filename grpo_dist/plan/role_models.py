@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SFTConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import LoraSection
+from grpo_dist.engines.base import rollout_backend
 
 POLICY = "model"  # the title of the model that is trained, and has the tokenizer
 _MODEL, _TOKENS = "actor_rollout_ref.model", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
@@ -93,7 +93,7 @@ def lora_of(config: JobConfig, model: Model) -> LoraSection | None:
 def policy(config: RunConfig) -> Model:
     """Return the row of the model that is trained."""
     roles, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
-    unchecked = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    unchecked = rollout_backend(roles.rollout.name).exceeds_positions()
     return Model(
         POLICY,
         POLICY_KEY,

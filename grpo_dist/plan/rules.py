@@ -10,10 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from grpo_dist.assets import BUILTIN, is_file, is_folder, resolve_model_path
 from grpo_dist.config.data_files import parse_data_file
@@ -23,7 +19,8 @@ from grpo_dist.config.problems import Problem, between_keys, missing_path, shown
 from grpo_dist.config.run_code import UPDATE
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import ADAPTER_KEY, DRAFTS
+from grpo_dist.config.schema_roles import ADAPTER_KEY
+from grpo_dist.engines.base import RolloutBackend, builtin_backends, rollout_backend
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.key_rules import KEY_RULES, job_notes, job_rules, run_notes
 from grpo_dist.plan.memory_rules import memory_notes
@@ -36,17 +33,13 @@ from grpo_dist.plan.placement_rules import (
     roles_fit_on_the_gpus,
 )
 from grpo_dist.plan.roles import models_of
-from grpo_dist.plugins.names import ROLLOUT_ENGINES, parse_code
+from grpo_dist.plugins.names import parse_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CODE = (*UPDATE, f"{_ROLLOUT}.name", f"{_ROLLOUT}.agent.default_agent_loop", "data.sampler.class_path")
-_VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
-_ENGINE_ARGUMENTS: dict[str, Any] = yaml.safe_load(
-    Path(__file__).with_name("engine_arguments.yaml").read_text(encoding="utf-8")
-)
 # Settings, by how they end -> the package that they need, and what to say without it.
 _PACKAGES = {
-    "rollout.name=vllm": ("vllm", "vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"),
+    **{f"rollout.name={engine.name}": (engine.packages[0], engine.install) for engine in builtin_backends()},
     f".optimizer={EIGHT_BIT}": ("torchao", NEEDS_TORCHAO),
     ".model_dtype=bf16": ("torchao", f"for weights that train it {NEEDS_TORCHAO}"),
 }
@@ -122,51 +115,15 @@ def packages_are_installed(config: JobConfig) -> Iterator[Problem]:
                 yield Problem(f"{setting}: {what}", (key,), missing_file=True)
 
 
-# --- arguments that go to vLLM as they are ---------------------------------------------------------------------------
-def drafts(config: RunConfig) -> str:
-    """Return the argument that makes engines decode speculatively, as key=value; "" if none does."""
-    given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    return next((f"{_VLLM}.{name}={shown(given[name])}" for name in DRAFTS if given.get(name) is not None), "")
+# --- the engine ----------------------------------------------------------------------------------------------------
+def engine_of(config: RunConfig) -> RolloutBackend:
+    """Return what is known of the engine that samples."""
+    return rollout_backend(config.actor_rollout_ref.rollout.name)
 
 
-def vllm_arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Problem]:
-    """Engines that are told otherwise than the trainer would sample what the trainer takes for something else."""
-    for name, value in config.actor_rollout_ref.rollout.engine_kwargs.vllm.items():
-        owned = _ENGINE_ARGUMENTS["owned"].get(name)
-        if owned is not None and value not in (None, owned["plain"]):
-            yield Problem(f"{_VLLM}.{name}={shown(value)}: {owned['why']}", (f"{_VLLM}.{name}",))
-
-
-def seeded_samples_are_not_drafted(config: RunConfig) -> Iterator[Problem]:
-    """Drafts make a seed give other tokens, by how many of them are accepted."""
-    rollout, given = config.actor_rollout_ref.rollout, drafts(config)
-    if given and rollout.resolved_deterministic(config.device):
-        deterministic, where = f"{_ROLLOUT}.deterministic", "" if rollout.deterministic else ", on CPU that is true"
-        why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
-        text = f"{given}, {deterministic}={shown(rollout.deterministic)}{where}: {why}"
-        yield Problem(text, (given.partition("=")[0], deterministic))
-
-
-@between_keys
-def experts_are_recorded(config: RunConfig) -> Iterator[str]:
-    """Yield why the engines cannot record the experts that the trainer is to replay."""
-    rollout = config.actor_rollout_ref.rollout
-    if config.replays_routes and rollout.name != ROLLOUT_ENGINES[0]:
-        why = f"only the engine {ROLLOUT_ENGINES[0]} records the experts of its tokens; set the first to disabled"
-        yield f"<actor.router_replay.mode>, <rollout.name>: {why}"
-    given = rollout.engine_kwargs.vllm
-    for name, plain in (("enable_prefix_caching", True), ("scheduler_cls", None)):
-        if config.replays_routes and given.get(name) not in (None, plain):
-            why = (
-                "its own scheduler takes experts from vLLM, which keeps them by its prefix cache; leave the second out"
-            )
-            yield f"<actor.router_replay.mode>, {_VLLM}.{name}={shown(given[name])}: {why}"
-
-
-def inexact_arguments(config: RunConfig) -> dict[str, Any]:
-    """Return those of vLLM's arguments that make engines sample from another distribution, by key."""
-    given, plain = config.actor_rollout_ref.rollout.engine_kwargs.vllm, _ENGINE_ARGUMENTS["inexact"]
-    return {f"{_VLLM}.{name}": given[name] for name in plain if given.get(name) not in (None, plain[name])}
+def engine_takes_it(config: RunConfig) -> Iterator[Problem]:
+    """Report what the engine cannot do, and its arguments that are not to be set."""
+    yield from engine_of(config).problems(config)
 
 
 def other_type(config: RunConfig) -> str | None:
@@ -180,13 +137,14 @@ def other_type(config: RunConfig) -> str | None:
 
 def engine_notes(config: RunConfig) -> Iterator[Problem]:
     """Notes on arguments that change what is sampled."""
-    for key, value in inexact_arguments(config).items():
+    rollout, engine = config.actor_rollout_ref.rollout, engine_of(config)
+    for key, value in engine.inexact(rollout).items():
         why = (
             "responses are sampled from another distribution than the one that the trainer's log-probs are of; "
             "training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction corrects for it"
         )
         yield Problem(f"{key}={shown(value)}: {why}", (key,))
-    if drafted := drafts(config):
+    if drafted := engine.unseeded(rollout):
         why = "drafted tokens are of the same distribution, but not those that the same seeds give without"
         yield Problem(f"{drafted}: {why}", (drafted.partition("=")[0],))
 
@@ -196,9 +154,7 @@ RULES: tuple[Rule, ...] = (
     job_rules,
     *KEY_RULES,
     *PLACEMENT_RULES,
-    vllm_arguments_are_no_keys_of_the_config,
-    seeded_samples_are_not_drafted,
-    experts_are_recorded,
+    engine_takes_it,
     models_take_it,
     files_exist,
     model_folders_exist,

@@ -61,7 +61,8 @@ LOSS_MODES = (
     "topr",
     "vespo",
 )
-ROLLOUT_ENGINES = ("vllm",)
+# Of engines that sample -> the class that says what is known of each (engines/base.py).
+ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.backend:VLLMBackend"}
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 AGENT_LOOPS = ("single_turn_agent", "tool_agent", "external")
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # select tokens over the whole batch, before the update

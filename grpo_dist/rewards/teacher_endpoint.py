@@ -53,7 +53,7 @@ class TeacherEndpoint:
         if len(top) != len(response) or any(len(place) < count for place in top):
             wanted = f"choices[0].prompt_logprobs with {count} tokens at each of {len(asked)} places"
             raise RewardError(
-                f"{KEY}={redact_text(str(section.base_url))}: expected {wanted}, as a vLLM server with --max-logprobs "
+                f"{KEY}={redact_text(str(section.base_url))}: expected {wanted}, as a server with --max-logprobs "
                 f"{count} or more gives them; got {show(answer)}"
             )
         pairs = torch.tensor(top, dtype=torch.float64).reshape(len(top), count, 2)

@@ -13,7 +13,7 @@ import functools
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ import torch
 from ray.exceptions import RayError
 
 from grpo_dist.assets import POLICY_KEY, is_folder, resolve_model_path
+from grpo_dist.engines.base import build_problem
 from grpo_dist.engines.rendezvous import is_loopback_setting
-from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.output_lines import OutputLines
 from grpo_dist.runtime.connection import end_with_ray
@@ -49,9 +49,9 @@ class Process:
         gpus = tuple(map(str, ray.get_gpu_ids()))
         return Address(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), node_id, gpus)
 
-    def check_build(self, device: str) -> None:
-        """Check that the installed packages can run on `device`."""
-        if problem := build_problem(device):
+    def check_build(self, device: str, needs: Callable[[str], str] = build_problem) -> None:
+        """Check that the installed packages can run on `device`, by what says what they lack."""
+        if problem := needs(device):
             raise ConfigError(f"{self.here()}: {problem}")
 
     def find_model(self, path: str, key: str = POLICY_KEY, *, weights: bool = True) -> str:

@@ -23,7 +23,7 @@ from grpo_dist.algorithms.agreement import most_apart
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import RULES, SCORE, HealthConfig
 from grpo_dist.errors import GrpoDistError, HealthError, WorkerLost, in_a_line
-from grpo_dist.plan.rules import inexact_arguments, other_type
+from grpo_dist.plan.rules import engine_of, other_type
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.workers.roles import Roles
 
@@ -184,7 +184,8 @@ async def first_agreement(
     Returns:
         (metrics; what they say, and in a second line the worst token). Without metrics: why nothing is judged.
     """
-    reasons = [*(f"actor_rollout_ref.rollout.{name}" for name in config.filters), *inexact_arguments(config)]
+    inexact = engine_of(config).inexact(config.actor_rollout_ref.rollout)
+    reasons = [*(f"actor_rollout_ref.rollout.{name}" for name in config.filters), *inexact]
     if config.algorithm.rollout_correction.bypass_mode:
         reasons = ["algorithm.rollout_correction.bypass_mode"]
     if reasons:

@@ -15,7 +15,7 @@ from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, hidden
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.plan.rules import drafts
+from grpo_dist.plan.rules import engine_of
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.jsonl import METRICS, ROLLOUTS, read_metrics
@@ -110,7 +110,7 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     has = digest_code(config, had)
     if changed := [key for key in has if key in unsaved and has[key] != had.get(key, has[key])]:
         raise ConfigError(f"{', '.join(changed)} was another value in the run, by its digest in {folder}")
-    if drafted := drafts(config):
+    if drafted := engine_of(config).unseeded(config.actor_rollout_ref.rollout):
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
         )

@@ -20,7 +20,7 @@ from grpo_dist.agents.gateway import Gateway
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.agents.token_tree import NO_VERSION
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
+from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_backend
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import AgentError
 from grpo_dist.keeper import watch
@@ -54,8 +54,9 @@ class RolloutWorker(Mailbox, Process):
         """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
         if settings.gpus:  # before CUDA is set up
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
-        self.check_build(settings.device)
-        engine, folder = rollout_engine(settings.rollout.name), self.find_model(settings.model.path)
+        backend = rollout_backend(settings.rollout.name)
+        self.check_build(settings.device, backend.needs)
+        engine, folder = backend.load(), self.find_model(settings.model.path)
         self.engine = engine(replace(settings, model=settings.model.replaced(path=folder)))
         taken = await self.engine.start()
         if not settings.rollout.agent.is_single_turn:

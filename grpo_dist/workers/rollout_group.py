@@ -16,10 +16,11 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from grpo_dist.engines.base import EngineLoad, Footprint, rollout_backend
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -29,9 +30,6 @@ from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.pool import Member, Pool, Waiting
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_transport import Outcomes, WeightTransport, outcomes
-
-if TYPE_CHECKING:
-    from grpo_dist.engines.base import EngineLoad, Footprint
 
 # Default for engines whose settings do not say how many sequences they run at once.
 MAX_NUM_SEQS = 256
@@ -175,12 +173,13 @@ class RolloutGroup(Pool):
             self.workers.tell(call.rank, "abort", [uid])
 
     def _aborted_by_engine(self, rank: int, uid: str) -> WorkerError:
+        settings: EngineSettings | None = self.settings[rank]
+        engine = rollout_backend("" if settings is None else settings.rollout.name)
         return self.workers.error(
             rank,
             "generate",
-            f"the engine aborted the group {uid} by itself: vLLM ended the request as aborted, or with fewer responses "
-            "than requested. Check actor_rollout_ref.rollout.engine_kwargs, and read vLLM's log with "
-            "VLLM_LOGGING_LEVEL=INFO in the environment",
+            f"the engine aborted the group {uid} by itself: it ended the request as aborted, or with fewer responses "
+            f"than requested. Check actor_rollout_ref.rollout.engine_kwargs, and {engine.reading_its_log}",
         )
 
     # --- weights -----------------------------------------------------------------------------------------------

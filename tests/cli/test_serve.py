@@ -75,7 +75,7 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -
     model = find_trained(TINY, ["cluster=node8", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"])
     with refuses(ConfigError, "trainer.n_gpus_per_node=0"):  # the build for CPU
         engine_for(model)
-    monkeypatch.setattr("grpo_dist.cli.trained.build_problem", lambda device: "")
+    monkeypatch.setattr("grpo_dist.engines.base.build_problem", lambda device: "")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with refuses(ConfigError, "actor_rollout_ref.rollout.tensor_model_parallel_size=4", 2, "trainer.n_gpus_per_node=0"):
         engine_for(model)

@@ -65,7 +65,7 @@ def test_the_engine_takes_nothing_unasked(command: str, folder: Folder, capsys: 
     more = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}[command]
     assert main([command, str(run_dir), *more]) == 2
     told = capsys.readouterr().err
-    says(told, run_dir / "config.yaml", TRUST, f"{VLLM}={{block_size:32}}", "evil.py:Engine", FLAG)
+    says(told, run_dir / "config.yaml", TRUST, "engine_kwargs={vllm:{block_size:32}}", "evil.py:Engine", FLAG)
     assert REWARD not in told, "no engine asks for that"
     assert not Path(MARK).exists()
 

@@ -41,7 +41,7 @@ MARKED: list[tuple[Any, set[str], set[str], tuple[str, ...]]] = [
         {
             *(f"{ROLES}.{role}.fsdp_config.{name}" for role in ("actor", "ref") for name in HELD),
             *(f"{model}.model.fsdp_config.{name}" for model in ("critic", "reward_model") for name in HELD),
-            *(f"{ROLES}.rollout.{name}" for name in ("dtype", "deterministic", "max_model_len", "engine_kwargs.vllm")),
+            *(f"{ROLES}.rollout.{name}" for name in ("dtype", "deterministic", "max_model_len", "engine_kwargs")),
             f"{ROLES}.model.lora.merge",
             f"{ROLES}.model.head_dtype",
             f"{ROLES}.actor.optim.optimizer",

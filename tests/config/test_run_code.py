@@ -16,7 +16,8 @@ from tests.tiers import first
 KEYS = (*ENGINE, *REWARD, *UPDATE)
 PATH, KWARGS = REWARD
 ROLLOUT = "actor_rollout_ref.rollout"
-VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+GIVEN = f"{ROLLOUT}.engine_kwargs"
+VLLM = f"{GIVEN}.vllm"
 SUM = "grpo_dist.rewards.weighted"
 
 OF_THE_PACKAGE = [
@@ -31,7 +32,7 @@ OF_THE_PACKAGE = [
 CODE = {
     "actor_rollout_ref.model.trust_remote_code": ["actor_rollout_ref.model.trust_remote_code=true"],
     f"{ROLLOUT}.name": [f"{ROLLOUT}.name=mine.py:Engine"],
-    VLLM: [f"{VLLM}.worker_extension_cls=evil.Worker"],
+    GIVEN: [f"{VLLM}.worker_extension_cls=evil.Worker"],
     PATH: [f"{PATH}=reward.py"],
     "algorithm.adv_estimator": ["algorithm.adv_estimator=mine.py:estimate"],
     "algorithm.kl_penalty": ["algorithm.kl_penalty=mine.py:kl"],
@@ -95,14 +96,14 @@ def test_what_a_function_of_the_package_is_to_load_or_ask(text: str) -> None:
 
 
 def test_an_argument_beside_one_of_the_command_line_is_still_the_folders() -> None:
-    assert found([f"{VLLM}.block_size=32"], [f"{VLLM}.max_num_seqs=4"]) == [VLLM]
+    assert found([f"{VLLM}.block_size=32"], [f"{VLLM}.max_num_seqs=4"]) == [GIVEN]
     assert found([f"{VLLM}.block_size=32"], [f"{VLLM}.block_size=16"]) == []
 
 
 def test_the_refusal_names_file_values_and_flag() -> None:
     require_trust(Path("run/config.yaml"), [])
-    code = code_of_run(with_overrides({}, CODE[MODEL[0]] + CODE[VLLM], GRPO), KEYS)
-    values = f"{MODEL[0]}=true", f"{VLLM}={{worker_extension_cls:evil.Worker}}"
+    code = code_of_run(with_overrides({}, CODE[MODEL[0]] + CODE[GIVEN], GRPO), KEYS)
+    values = f"{MODEL[0]}=true", f"{GIVEN}={{vllm:{{worker_extension_cls:evil.Worker}}}}"
     with refuses(ConfigError, "run/config.yaml", *values, FLAG, "key=value"):
         require_trust(Path("run/config.yaml"), code)
     [escaped] = code_of_run(with_overrides({}, [(PATH, "a\x1b[2Jb.py")], GRPO), REWARD)

@@ -63,7 +63,7 @@ def test_there_are_keys_of_all_sections():
         "actor_rollout_ref.model.override_config",
         "actor_rollout_ref.ref.model.override_config",
         "critic.model.override_config",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm",
+        "actor_rollout_ref.rollout.engine_kwargs",
         "actor_rollout_ref.rollout.agent.agent_kwargs",
         "actor_rollout_ref.rollout.agent.endpoint_kwargs",
         "data.apply_chat_template_kwargs",

@@ -10,18 +10,16 @@ import pytest
 
 from grpo_dist.engines.base import (
     FSDP,
-    ROLLOUT_ENGINES,
     EngineWeights,
     Response,
     RolloutEngine,
     check_responses,
-    rollout_engine,
+    rollout_backend,
 )
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.vllm.engine import VLLMEngine
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.errors import ConfigError
-from grpo_dist.plugins import names
 from grpo_dist.plugins.registry import load_attribute
 from tests.engines.fakes import FakeRolloutEngine, FakeTrainEngine, FakeWeights
 from tests.messages import refuses
@@ -55,22 +53,18 @@ def test_the_train_engine_is_found_by_name() -> None:
     assert load_attribute(FSDP, key="FSDP") is FSDPEngine
 
 
-def test_the_names_are_those_of_the_config() -> None:
-    assert tuple(ROLLOUT_ENGINES) == names.ROLLOUT_ENGINES
-
-
 def test_an_engine_of_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from tests.engines.fakes import FakeRolloutEngine as Mine\n\n\nclass Half:\n    def start(): ...\n"
     )
-    assert rollout_engine(f"{file}:Mine") is FakeRolloutEngine
+    assert rollout_backend(f"{file}:Mine").load() is FakeRolloutEngine
     with pytest.raises(ConfigError) as caught:
-        rollout_engine(f"{file}:Half")
+        rollout_backend(f"{file}:Half").load()
     for part in ("actor_rollout_ref.rollout.name", f"{file}:Half", "generate, abort, shutdown"):
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match="'Mine'"):
-        rollout_engine(f"{file}:Min")
+        rollout_backend(f"{file}:Min").load()
 
 
 def answer(*lengths: int) -> Response:

@@ -23,7 +23,6 @@ from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import PassLimits, SamplingSettings
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Sum
-from grpo_dist.runtime import process as process_module
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.process import Address, Addresses, Process, shared_environment, with_environment
@@ -63,10 +62,9 @@ def test_a_model_that_the_hub_does_not_give_to_a_node(process: Process, monkeypa
         process.find_model("a/gated")
 
 
-def test_a_node_with_the_other_build(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "build_problem", lambda device: f"no {device} here")
+def test_a_node_with_the_other_build(process: Process) -> None:
     with refuses(ConfigError, "gpu7 (10.0.0.7)", "cuda here"):
-        process.check_build("cuda")
+        process.check_build("cuda", lambda device: f"no {device} here")
 
 
 # --- what custom code prints ---------------------------------------------------------------------------------------

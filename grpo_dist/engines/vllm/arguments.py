@@ -24,7 +24,7 @@ from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.starting import KNOWN_VERSION, knows_internals
+from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, KNOWN_VERSION, given_arguments, knows_internals
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
@@ -74,12 +74,12 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
     if overrides := settings.model.override_config | head:
         args["hf_overrides"] = overrides
-    own = {name: value for name, value in settings.rollout.engine_kwargs.vllm.items() if value is not None}
+    own = given_arguments(settings.rollout)
     try:
         return AsyncEngineArgs(**args | own)
     except TypeError as error:  # an argument that vLLM does not have
         names = ", ".join(own)
-        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}; given: {names}") from None
+        raise ConfigError(f"{ARGUMENTS_KEY}: {error}; given: {names}") from None
 
 
 def recording_args(device: str) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def take_traces(settings: EngineSettings, path: Path) -> None:
     if not traces:
         raise EngineError(
             f"vLLM has written no trace into {folder}: it has no worker with a profiler, or "
-            "actor_rollout_ref.rollout.engine_kwargs.vllm.profiler_config is set, which wins"
+            f"{ARGUMENTS_KEY}.profiler_config is set, which wins"
         )
     name = path.name.removesuffix(".json.gz")
     try:

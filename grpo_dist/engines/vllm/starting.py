@@ -20,10 +20,18 @@ from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from grpo_dist.config.schema_roles import RolloutConfig
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.hosts import stay_on_loopback
 from grpo_dist.supervisor import end_with_parent
 from grpo_dist.terminal import quiet_libraries
+
+ARGUMENTS_KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def given_arguments(rollout: RolloutConfig) -> dict[str, Any]:
+    """Return the arguments that the config gives vLLM as they are."""
+    return {name: value for name, value in rollout.engine_kwargs.get("vllm", {}).items() if value is not None}
 
 
 def quiet_environment(device: str) -> None:

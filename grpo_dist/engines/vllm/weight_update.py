@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
 from grpo_dist.engines.vllm.arguments import KEY, REMEDY
 from grpo_dist.engines.vllm.local_llm import LocalLLM
@@ -40,7 +41,8 @@ class WeightUpdater:
             "clear_cache": settings.rollout.clear_kv_cache_on_update,
         }
         self._held = Held(keeps=settings.rollout.checkpoint_engine.changes_only)
-        self._level = settings.rollout.sleep_level(settings.model)
+        keeps = rollout_backend(settings.rollout.name).keeps_sleeping_weights(settings.rollout, settings.model)
+        self._level = 1 if keeps else 2  # vLLM's levels of sleep: 2 drops the weights, since a sync brings all of them
         self.version = -1
         self.updating = False
         self._mixed = ""
@@ -69,7 +71,7 @@ class WeightUpdater:
 
     async def sleep(self) -> None:
         """Release the GPUs' memory until weights have come: drop the KV cache, and drop the weights or move them to CPU
-        memory (`RolloutConfig.sleep_level`).
+        memory (`RolloutBackend.keeps_sleeping_weights`).
         """
         if self._asleep:  # since the update of another role
             return

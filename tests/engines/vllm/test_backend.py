@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_dist.engines.vllm import installed
-from grpo_dist.engines.vllm.installed import (
-    attention_problem,
-    build_problem,
-    compiler_problem,
-    head_sizes,
-    parser_names,
-)
+from grpo_dist.engines import base
+from grpo_dist.engines.base import compiler_problem
+from grpo_dist.engines.vllm import backend
+from grpo_dist.engines.vllm.backend import VLLMBackend, attention_problem, head_sizes
 from tests.messages import says
 
 
@@ -79,14 +75,14 @@ def test_sparse_attention_needs_a_gpu() -> None:
 
 
 def test_what_cannot_be_read_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_dist.engines.vllm.installed.find_spec", lambda name: None)
+    monkeypatch.setattr("grpo_dist.engines.vllm.backend.find_spec", lambda name: None)
     assert attention_problem(llama_like("llama")) == ""
 
 
 def test_the_names_are_those_that_vllm_knows() -> None:
     from vllm.tool_parsers import ToolParserManager
 
-    assert parser_names() == ToolParserManager.list_registered()
+    assert VLLMBackend().parser_names() == ToolParserManager.list_registered()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, cuda: str | None, vllm: str | None) -> None:
@@ -96,8 +92,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, cuda: str | None, vllm: str | No
         return vllm
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(installed, "version", version)
-    monkeypatch.setattr(installed, "compiler_problem", lambda: "")  # whatever this machine has
+    monkeypatch.setattr(backend, "version", version)
+    monkeypatch.setattr(base, "compiler_problem", lambda: "")  # whatever this machine has
 
 
 @pytest.mark.parametrize(
@@ -106,18 +102,18 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, cuda: str | None, vllm: str | No
 )
 def test_a_build_that_fits(monkeypatch: pytest.MonkeyPatch, device: str, cuda: str | None, vllm: str | None) -> None:
     pretend(monkeypatch, cuda=cuda, vllm=vllm)
-    assert build_problem(device) == ""
+    assert VLLMBackend().needs(device) == ""
 
 
 def test_gpus_with_the_build_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cuda=None, vllm=None)
-    told = build_problem("cuda")
+    told = VLLMBackend().needs("cuda")
     says(told, torch.__version__, "make setup DEVICE=gpu", "trainer.n_gpus_per_node=0")
 
 
 def test_cpu_with_the_build_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cuda="13.0", vllm="0.32.0")
-    told = build_problem("cpu")
+    told = VLLMBackend().needs("cpu")
     says(told, "CUDA 13.0", "cluster=single_gpu", "make setup DEVICE=cpu")
 
 
@@ -125,7 +121,7 @@ def test_nothing_is_missing_here_or_it_is_named(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "gcc").touch(mode=0o755)
     (tmp_path / "Python.h").touch()
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(installed.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(base.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.setenv("PATH", str(tmp_path))
     assert compiler_problem() == ""
     (tmp_path / "gcc").unlink()

