@@ -23,7 +23,10 @@ from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, given_arguments
 _ROLLOUT = "actor_rollout_ref.rollout"
 _WIDTH, _REPLAY = f"{_ROLLOUT}.tensor_model_parallel_size", "actor_rollout_ref.actor.router_replay.mode=R3"
 _POLICY = "actor_rollout_ref.model.path"
-_MORE_GPUS = f"an engine is on one machine, and split by the width of its layers alone; raise {_WIDTH}, up to the GPUs of a machine"
+_MORE_GPUS = (
+    "an engine is on one machine, and split by the width of its layers alone; "
+    f"raise {_WIDTH}, up to the GPUs of a machine"
+)
 _TOKENIZER = f"engines have the tokenizer that the rows are tokenized with, which is that of {_POLICY}; leave it out"
 _SAMPLING = f"responses are sampled as {_ROLLOUT}.temperature, top_p, top_k, min_p and stop say; set those"
 # Arguments that belong to keys of the config, or to the trainer -> the value without effect (None: there is none), and
@@ -39,7 +42,8 @@ _OWNED: dict[str, tuple[Any, str]] = {
     "enable_eplb": (False, "experts do not move between GPUs; leave it out"),
     "distributed_executor_backend": (
         "mp",
-        "an engine of several GPUs starts its own processes on them (mp), and one of a single GPU needs none; leave it out",
+        "an engine of several GPUs starts its own processes on them (mp), and one of a single GPU needs none; "
+        "leave it out",
     ),
     # tokens and their log-probs: the trainer would learn from others than it takes them for
     "model": (None, f"engines sample from the policy, {_POLICY}; set that"),
