@@ -16,8 +16,7 @@ from benchmarks.gpu_check.work import Work
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import SENDER, GroupAddress
-from grpo_dist.engines.weights.broadcast import WeightGroup, receive, send
-from grpo_dist.engines.weights.ipc import CudaMemory, FileMemory
+from grpo_dist.engines.weights.broadcast import CudaMemory, FileMemory, WeightGroup, receive, send
 from grpo_dist.errors import WeightSyncError
 
 # torch's settings of its allocator, under its present name and the one before.

@@ -27,13 +27,13 @@ from grpo_dist.checks.run_folder import check_disk, check_resume
 from grpo_dist.config.problems import Problem, config_error
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import memory_estimate
 from grpo_dist.plan.memory_rules import memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
 from grpo_dist.plan.node_layout import slots
 from grpo_dist.plan.role_models import POLICY
+from grpo_dist.plan.rules import engine_of
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics
@@ -105,10 +105,8 @@ def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, 
         yield from position_problems(config, row.model, model.config)
         return
     yield from model_problems(config, model.config, machine.gpu_gib, machine.host_gib, model.num_parameters)
-    if not isinstance(config, RunConfig):
-        return
     changed = {**model.config, **row.settings.model.override_config}
-    if why := rollout_backend(config.actor_rollout_ref.rollout.name).model_problem(changed, config.device):
+    if why := engine_of(config).model_problem(changed, config.device):
         text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
         yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_dist.config.processor import logical_cpus, memory_gib
-from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.engines.base import build_problem, rollout_backend
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.node_layout import Slot
+from grpo_dist.plan.rules import engine_of
 from grpo_dist.runtime.cluster import LOCAL, find_cluster
 from grpo_dist.sizes import GIB
 
@@ -41,10 +40,7 @@ def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
     address = find_cluster(config.ray_kwargs.ray_init.address)
     if address != LOCAL:
         return Machine(f"the Ray cluster at {address}", config.cluster.gpu_memory_gib if config.num_gpus else None)
-    needs = build_problem
-    if isinstance(config, RunConfig):
-        needs = rollout_backend(config.actor_rollout_ref.rollout.name).needs
-    if problem := needs(config.device):
+    if problem := engine_of(config).needs(config.device):
         alone = "trainer.dry_run=config checks only the config"
         raise ConfigError(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {problem}; {alone}")
     gpus = gpu_memory_gib() if config.num_gpus else []

@@ -228,8 +228,12 @@ class RolloutBackend:
         """
         return ""
 
-    def problems(self, config: RunConfig) -> Iterator[Problem]:
-        """Yield what is wrong in the keys of the rollout, the engine's own arguments among them."""
+    def problems(self, config: RunConfig, *, seeded: bool) -> Iterator[Problem]:
+        """Yield what is wrong in the keys of the rollout, the engine's own arguments among them.
+
+        Args:
+            seeded: whether samples are seeded one by one.
+        """
         yield from between_keys(self._lacks)(config)
 
     def _lacks(self, config: RunConfig) -> Iterator[str]:
@@ -244,11 +248,11 @@ class RolloutBackend:
         """Tell if it computes experts beside LoRA's factors."""
         return True
 
-    def inexact(self, rollout: RolloutConfig) -> dict[str, Any]:
+    def inexact(self, config: RunConfig) -> dict[str, Any]:
         """Return by key those arguments that make it sample from another distribution than the trainer's."""
         return {}
 
-    def unseeded(self, rollout: RolloutConfig) -> str:
+    def unseeded(self, config: RunConfig) -> str:
         """Return the argument, as key=value, with which a seed gives other tokens than without it; "": none does."""
         return ""
 
@@ -300,6 +304,11 @@ def rollout_backend(name: str) -> RolloutBackend:
 def builtin_backends() -> list[RolloutBackend]:
     """Return what is known of each engine of this package."""
     return [rollout_backend(name) for name in ROLLOUT_ENGINES]
+
+
+def engine_packages() -> list[str]:
+    """Return the distributions that may have an engine of this package."""
+    return [package for backend in builtin_backends() for package in backend.packages]
 
 
 def build_problem(device: str) -> str:

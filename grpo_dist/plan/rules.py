@@ -116,14 +116,15 @@ def packages_are_installed(config: JobConfig) -> Iterator[Problem]:
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------
-def engine_of(config: RunConfig) -> RolloutBackend:
-    """Return what is known of the engine that samples."""
-    return rollout_backend(config.actor_rollout_ref.rollout.name)
+def engine_of(config: JobConfig) -> RolloutBackend:
+    """Return what is known of the engine that samples; of a command that has none, what is so of every engine."""
+    return rollout_backend(config.actor_rollout_ref.rollout.name if isinstance(config, RunConfig) else "")
 
 
 def engine_takes_it(config: RunConfig) -> Iterator[Problem]:
     """Report what the engine cannot do, and its arguments that are not to be set."""
-    yield from engine_of(config).problems(config)
+    seeded = config.actor_rollout_ref.rollout.resolved_deterministic(config.device)
+    yield from engine_of(config).problems(config, seeded=seeded)
 
 
 def other_type(config: RunConfig) -> str | None:
@@ -137,14 +138,14 @@ def other_type(config: RunConfig) -> str | None:
 
 def engine_notes(config: RunConfig) -> Iterator[Problem]:
     """Notes on arguments that change what is sampled."""
-    rollout, engine = config.actor_rollout_ref.rollout, engine_of(config)
-    for key, value in engine.inexact(rollout).items():
+    engine = engine_of(config)
+    for key, value in engine.inexact(config).items():
         why = (
             "responses are sampled from another distribution than the one that the trainer's log-probs are of; "
             "training/rollout_probs_diff_* shows the difference, algorithm.rollout_correction corrects for it"
         )
         yield Problem(f"{key}={shown(value)}: {why}", (key,))
-    if drafted := engine.unseeded(rollout):
+    if drafted := engine.unseeded(config):
         why = "drafted tokens are of the same distribution, but not those that the same seeds give without"
         yield Problem(f"{drafted}: {why}", (drafted.partition("=")[0],))
 

@@ -184,8 +184,7 @@ async def first_agreement(
     Returns:
         (metrics; what they say, and in a second line the worst token). Without metrics: why nothing is judged.
     """
-    inexact = engine_of(config).inexact(config.actor_rollout_ref.rollout)
-    reasons = [*(f"actor_rollout_ref.rollout.{name}" for name in config.filters), *inexact]
+    reasons = [*(f"actor_rollout_ref.rollout.{name}" for name in config.filters), *engine_of(config).inexact(config)]
     if config.algorithm.rollout_correction.bypass_mode:
         reasons = ["algorithm.rollout_correction.bypass_mode"]
     if reasons:

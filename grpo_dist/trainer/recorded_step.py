@@ -110,7 +110,7 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, 
     has = digest_code(config, had)
     if changed := [key for key in has if key in unsaved and has[key] != had.get(key, has[key])]:
         raise ConfigError(f"{', '.join(changed)} was another value in the run, by its digest in {folder}")
-    if drafted := engine_of(config).unseeded(config.actor_rollout_ref.rollout):
+    if drafted := engine_of(config).unseeded(config):
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
         )

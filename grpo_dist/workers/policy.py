@@ -24,8 +24,7 @@ from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, Pass
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
-from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
-from grpo_dist.engines.weights.differences import Sent
+from grpo_dist.engines.weights.buckets import Sent, check_buckets, pack, unpack
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged

@@ -28,15 +28,10 @@ from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, KNOWN_VERSION, given_
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
-# With a given size of the KV cache vLLM uses this share only to refuse to start on a full GPU, which gpu_memory.py
+# With a given size of the KV cache vLLM uses this share only to refuse to start on a full GPU, which starting.py
 # checks instead.
 UNCHECKED_SHARE = 0.01
-# Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
-BACKENDS = {
-    "object_store": "grpo_dist_shared_memory",
-    "broadcast": "grpo_dist_broadcast",
-    "ipc": "grpo_dist_broadcast",  # which of the two a group is, its address says
-}
+BACKEND = "grpo_dist"  # name of our weight transfer in vLLM's factory
 # By name, since they import what only vLLM's workers need: by `actor_rollout_ref.model.head_dtype`.
 WORKER_EXTENSIONS = {
     None: "grpo_dist.engines.vllm.weight_backend.WorkerExtension",
@@ -115,7 +110,7 @@ def _processes(settings: EngineSettings) -> dict[str, Any]:
     args: dict[str, Any] = {
         "tensor_parallel_size": settings.rollout.tensor_model_parallel_size,
         "worker_extension_cls": WORKER_EXTENSIONS[settings.model.head_dtype],
-        "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[settings.weight_transport]),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
     }
     if settings.rollout.tensor_model_parallel_size > 1:
         # Processes of the engine's own. In a Ray placement group vLLM would choose Ray's, one GPU for each bundle, and

@@ -120,11 +120,11 @@ class VLLMBackend(RolloutBackend):
         return attention_problem(model_config) if device == "cpu" else ""
 
     # --- its arguments ---------------------------------------------------------------------------------------------
-    def problems(self, config: RunConfig) -> Iterator[Problem]:
+    def problems(self, config: RunConfig, *, seeded: bool) -> Iterator[Problem]:
         """See `RolloutBackend.problems`. Engines that are told otherwise than the trainer would sample what it takes
         for something else; with drafts the accepted ones decide which tokens a seed gives.
         """
-        yield from super().problems(config)
+        yield from super().problems(config, seeded=seeded)
         rollout = config.actor_rollout_ref.rollout
         for engine, others in rollout.engine_kwargs.items():
             if others and engine != self.name:
@@ -136,8 +136,7 @@ class VLLMBackend(RolloutBackend):
             plain, why = _OWNED.get(name, (value, ""))
             if value != plain:
                 yield Problem(f"{ARGUMENTS_KEY}.{name}={shown(value)}: {why}", (f"{ARGUMENTS_KEY}.{name}",))
-        drafts = self.unseeded(rollout)
-        if drafts and rollout.resolved_deterministic(config.device):
+        if seeded and (drafts := self.unseeded(config)):
             key, where = f"{_ROLLOUT}.deterministic", "" if rollout.deterministic else ", on CPU that is true"
             why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
             text = f"{drafts}, {key}={shown(rollout.deterministic)}{where}: {why}"
@@ -155,16 +154,14 @@ class VLLMBackend(RolloutBackend):
         """See `RolloutBackend.adapts_experts`: by Triton alone (see its fused_moe/oracle/unquantized.py)."""
         return device == "cuda"
 
-    def inexact(self, rollout: RolloutConfig) -> dict[str, Any]:
+    def inexact(self, config: RunConfig) -> dict[str, Any]:
         """See `RolloutBackend.inexact`."""
-        given = given_arguments(rollout)
-        return {
-            f"{ARGUMENTS_KEY}.{name}": given[name] for name in given if given[name] != _INEXACT.get(name, given[name])
-        }
+        given = given_arguments(config.actor_rollout_ref.rollout).items()
+        return {f"{ARGUMENTS_KEY}.{name}": value for name, value in given if value != _INEXACT.get(name, value)}
 
-    def unseeded(self, rollout: RolloutConfig) -> str:
+    def unseeded(self, config: RunConfig) -> str:
         """See `RolloutBackend.unseeded`."""
-        given = given_arguments(rollout)
+        given = given_arguments(config.actor_rollout_ref.rollout)
         return next((f"{ARGUMENTS_KEY}.{name}={shown(given[name])}" for name in _DRAFTS if name in given), "")
 
     def exceeds_positions(self) -> bool:

@@ -27,9 +27,16 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from grpo_dist.engines.base import AppSample, EngineLoad, Footprint, Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.arguments import adapter_request, clear_traces, engine_args, take_traces
-from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
-from grpo_dist.engines.vllm.starting import knows_internals, plain_errors, tied_core
+from grpo_dist.engines.vllm.starting import (
+    GPU,
+    footprint,
+    gpus,
+    knows_internals,
+    plain_errors,
+    tied_core,
+    wait_until_free,
+)
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -106,7 +113,7 @@ class VLLMEngine:
         """Sample a response alone in the engine, and note what each operation gives on the way.
 
         Returns:
-            (the response, (tokens, F) outputs by the module's name; {} where the model is compiled); see watching.py.
+            (the response, (tokens, F) outputs by the module's name; {} where the model is compiled); see `Watching`.
         """
         await self._call(self._llm.collective_rpc("watch"))
         try:

@@ -1,9 +1,9 @@
-"""Weight-transfer backends for vLLM: buckets from shared memory files of the node, or sent by the actor to a group.
+"""vLLM's weight transfer: buckets from shared memory files of the node, or sent by the actor to a group.
 
 vLLM imports this module in each of its workers (`worker_extension_cls`) before it makes the transfer engine, and the
-import registers the backends under the names of `BACKENDS`. vLLM calls them in this order: start, any number of
-updates, finish. The workers of a tensor parallel engine are separate processes: each checks what it reads, loads its
-part of every tensor, and reports the outcome in a receipt.
+import registers it under the name `BACKEND`. vLLM calls it in this order: start, any number of updates, finish. The
+workers of a tensor parallel engine are separate processes: each checks what it reads, loads its part of every tensor,
+and reports the outcome in a receipt.
 
 LoRA's factors arrive as weights do, and come into force all at once, without a file; the base model stays as it was
 loaded. This relies on the internals of vLLM 0.32, whose own way in is a folder.
@@ -12,12 +12,15 @@ loaded. This relies on the internals of vLLM 0.32, whose own way in is a folder.
 from __future__ import annotations
 
 import functools
+import io
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -29,34 +32,72 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from grpo_dist.assets.model_folder import some
 from grpo_dist.engines.settings import GroupAddress
-from grpo_dist.engines.vllm.arguments import BACKENDS, adapter_request
-from grpo_dist.engines.vllm.watching import Watching
+from grpo_dist.engines.vllm.arguments import BACKEND, adapter_request
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weights.buckets import Bucket, damage, read_bucket, unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.supervisor import end_with_parent
 
+# --- what each operation gives ---------------------------------------------------------------------------------------
+# To compare it with the trainer, the outputs have the names of transformers' modules: fused projections are taken
+# apart, and the residual stream after a layer is the sum that vLLM takes in the next norm. `rope.q` and `rope.k` are
+# what enters the attention.
 
+_LAYER = re.compile(r"layers\.\d+$")
+
+
+class Watching:
+    """The part of `WorkerExtension` that watches the model, while a request is alone in the engine."""
+
+    model_runner: Any
+    _seen: defaultdict[str, list[Tensor]]
+    _hooks: list[Any]
+
+    def watch(self) -> None:
+        """Begin to note outputs."""
+        model = self.model_runner.get_model()
+        self._seen, packed = defaultdict(list), getattr(model, "packed_modules_mapping", {})
+        self._hooks = [
+            module.register_forward_hook(functools.partial(self._note, name, packed))
+            for name, module in model.named_modules()
+        ]
+
+    def watched(self) -> bytes:
+        """End that; returns what `torch.save` makes of the outputs by name, (tokens, F) each."""
+        for hook in self._hooks:
+            hook.remove()
+        file = io.BytesIO()
+        torch.save({name: torch.cat(parts) for name, parts in self._seen.items()}, file)
+        return file.getvalue()
+
+    def attention_kernels(self) -> list[str]:
+        """The classes of the model's attention kernels."""
+        modules = self.model_runner.get_model().modules()
+        return sorted({type(module.impl).__name__ for module in modules if hasattr(module, "impl")})
+
+    def _note(self, name: str, packed: dict[str, list[str]], module: Any, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor):
+            return
+        if isinstance(output, tuple) and _LAYER.search(name):
+            first = output[0] + output[1]
+        parent, _, leaf = name.rpartition(".")
+        parts, sizes = packed.get(leaf, []), getattr(getattr(module, "base_layer", module), "output_sizes", [])
+        outputs = {name: first}
+        if leaf == "attn":
+            outputs = {f"{parent}.rope.q": inputs[0], f"{parent}.rope.k": inputs[1], f"{parent}.attention": first}
+        elif leaf == "logits_processor":
+            outputs = {"lm_head": first}
+        elif parts and len(parts) == len(sizes) and sum(sizes) == first.shape[-1]:
+            names = (f"{parent}.{part}" for part in parts)
+            outputs = dict(zip(names, first.split(sizes, -1), strict=True))
+        for key, values in outputs.items():
+            self._seen[key].append(values.flatten(1).to("cpu", copy=True))
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
 @dataclass
-class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Empty: files need no preparation."""
-
-
-@dataclass
-class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: in a file (weights/buckets.py), or as it is, if engine and worker are one process.
-
-    Attributes:
-        file: what `read_bucket` takes. Entries are plain dicts: they cross a process boundary.
-        bucket: the bucket, which has been checked.
-    """
-
-    file: dict[str, Any] | None = None
-    bucket: Bucket | None = None
-
-
-@dataclass
-class BroadcastInitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):
     """The group to join (`GroupAddress`), and the rank of the engine's first worker in it."""
 
     address: dict[str, Any]
@@ -64,10 +105,19 @@ class BroadcastInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class BroadcastUpdateInfo(WeightTransferUpdateInfo):
-    """The sync to receive: all its buckets."""
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One bucket: in a file (weights/buckets.py), or as it is, if engine and worker are one process; or a whole sync
+    that the group brings.
 
-    version: int
+    Attributes:
+        file: what `read_bucket` takes. Entries are plain dicts: they cross a process boundary.
+        bucket: the bucket, which has been checked.
+        version: of the sync.
+    """
+
+    file: dict[str, Any] | None = None
+    bucket: Bucket | None = None
+    version: int | None = None
 
 
 class Adapter:
@@ -125,9 +175,13 @@ class Adapter:
 class LayerwiseWeightTransferEngine(WeightTransferEngine):
     """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards.
 
-    Where vLLM has an adapter, the tensors are its factors, which are kept until all have come.
+    Errors go into `receipt`, since vLLM would lose their type; after one nothing more is loaded. Where vLLM has an
+    adapter, the tensors are its factors, which are kept until all have come.
     """
 
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    group: WeightGroup | None = None
     receipt = Receipt()
     adapter: Adapter | None = None
 
@@ -160,39 +214,7 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
         if self.device.type == "cpu":
             repack_tied_embeddings(self.model)
 
-
-class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
-    """Maps one bucket after the other. After a fault, which `receipt` names, nothing more is loaded."""
-
-    init_info_cls = SharedMemoryInitInfo
-    update_info_cls = SharedMemoryUpdateInfo
-
-    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        """Nothing to set up."""
-
-    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Check one bucket, as every process that reads it from a file does, and load it."""
-        loaded, fault, bucket = self.receipt.loaded, self.receipt.fault, update_info.bucket
-        if bucket is None:
-            assert update_info.file is not None
-            bucket = read_bucket(update_info.file)
-            fault = fault or damage(bucket)
-        self.receipt = Receipt(loaded if fault else loaded + 1, fault)
-        if not fault:
-            self.load(unpack(bucket.data, bucket.entries))
-
-    def shutdown(self) -> None:
-        """Nothing is held."""
-
-
-class BroadcastWeightTransferEngine(LayerwiseWeightTransferEngine):
-    """Receives all buckets from an actor rank. Errors go into `receipt`, since vLLM would lose their type."""
-
-    init_info_cls = BroadcastInitInfo
-    update_info_cls = BroadcastUpdateInfo
-    group: WeightGroup | None = None
-
-    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join a group, and leave the one before."""
         self.shutdown()
         rank = init_info.first_rank + self.parallel_config.rank
@@ -202,12 +224,21 @@ class BroadcastWeightTransferEngine(LayerwiseWeightTransferEngine):
         except WeightSyncError as error:
             self.receipt = Receipt(fault=str(error))
 
-    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
-        """Receive and load one sync."""
-        if self.group is None:
-            self.receipt = Receipt(fault="the engine is in no weight group")
-        else:
-            self.receipt = receive(self.group, version=update_info.version, load=self.load)
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Check one bucket, as every process that reads it from a file does, and load it; or receive a whole sync."""
+        if update_info.version is not None:
+            none = Receipt(fault="the engine is in no weight group")
+            group = self.group
+            self.receipt = none if group is None else receive(group, version=update_info.version, load=self.load)
+            return
+        loaded, fault, bucket = self.receipt.loaded, self.receipt.fault, update_info.bucket
+        if bucket is None:
+            assert update_info.file is not None
+            bucket = read_bucket(update_info.file)
+            fault = fault or damage(bucket)
+        self.receipt = Receipt(loaded if fault else loaded + 1, fault)
+        if not fault:
+            self.load(unpack(bucket.data, bucket.entries))
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -286,9 +317,5 @@ class WorkerExtension(Watching):
 # started, and in vain while they wait for something else.
 end_with_parent()
 
-for backend, engine in (
-    (BACKENDS["object_store"], SharedMemoryWeightTransferEngine),
-    (BACKENDS["broadcast"], BroadcastWeightTransferEngine),
-):
-    if backend not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(backend, engine)
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, LayerwiseWeightTransferEngine)

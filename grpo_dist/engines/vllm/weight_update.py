@@ -17,8 +17,7 @@ from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
 from grpo_dist.engines.vllm.arguments import KEY, REMEDY
 from grpo_dist.engines.vllm.local_llm import LocalLLM
-from grpo_dist.engines.weights.buckets import Bucket, bucket_files
-from grpo_dist.engines.weights.differences import Difference, Held
+from grpo_dist.engines.weights.buckets import Bucket, Difference, Held, bucket_files
 from grpo_dist.errors import ConfigError, EngineError, WeightSyncError
 
 

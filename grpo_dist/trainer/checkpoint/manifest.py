@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.base import builtin_backends
+from grpo_dist.engines.base import engine_packages
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, write_durably
 from grpo_dist.errors import CheckpointError
 
@@ -30,8 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # Minimum distance of the times of two checkpoints: enough to order them as floats.
 CLOCK_STEP_S = 0.001
-_ENGINES = (name for engine in builtin_backends() for name in engine.packages)
-_PACKAGES = ("grpo_dist", "torch", *_ENGINES, "ray", "transformers")
+_PACKAGES = ("grpo_dist", "torch", *engine_packages(), "ray", "transformers")
 
 
 def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *, written_after: float = 0.0) -> None:

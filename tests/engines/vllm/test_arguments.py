@@ -90,7 +90,7 @@ def test_the_defaults_are_fast_and_the_log_probs_those_of_the_sampled_distributi
     assert found["max_num_batched_tokens"] == 8192
     assert found["logprobs"] == "processed_logprobs"
     assert (found["gpu_memory_utilization"], found["kv_cache_memory_bytes"]) == (0.8, None)
-    assert found["weights"] == "grpo_dist_broadcast"
+    assert found["weights"] == "grpo_dist"
 
 
 def test_every_run_has_the_model_runner_that_the_page_on_clusters_tells_of(on_gpus) -> None:

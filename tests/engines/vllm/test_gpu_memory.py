@@ -11,8 +11,8 @@ import pytest
 
 from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm import gpu_memory
-from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, needed_gib, wait_until_free
+from grpo_dist.engines.vllm import starting
+from grpo_dist.engines.vllm.starting import GPU, footprint, gpus, needed_gib, wait_until_free
 from grpo_dist.errors import EngineError
 from grpo_dist.sizes import GIB
 from tests.messages import refuses, says
@@ -48,7 +48,7 @@ def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> list[GPU]:
             for i, free in enumerate(last[-1])
         ]
 
-    with mock.patch.object(gpu_memory, "gpus", look):
+    with mock.patch.object(starting, "gpus", look):
         return asyncio.run(wait_until_free(settings))
 
 
@@ -149,7 +149,7 @@ HELD = " (held by process 11: 1.5 GiB, process 12: some)"
 def test_the_gpus_of_an_engine_of_two_processes(visible, found, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that Ray shows its worker, by number or by name."""
     nvml = NVML()
-    monkeypatch.setattr(gpu_memory, "import_pynvml", lambda: nvml)
+    monkeypatch.setattr(starting, "nvml_bindings", lambda: nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -164,7 +164,7 @@ def test_a_driver_that_does_not_tell_who_holds_memory_is_enough(monkeypatch: pyt
     def refuse(handle: int) -> None:
         raise NVML.NVMLError("Insufficient Permissions")
 
-    monkeypatch.setattr(gpu_memory, "import_pynvml", lambda: nvml)
+    monkeypatch.setattr(starting, "nvml_bindings", lambda: nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
     assert gpus(1) == [GPU("GPU 2", 3 * GIB, 8 * GIB, "")]
@@ -176,6 +176,6 @@ def test_a_driver_that_does_not_tell_who_holds_memory_is_enough(monkeypatch: pyt
 
 def test_vllm_brings_the_bindings() -> None:
     """With the functions that are called."""
-    found = gpu_memory.import_pynvml()
+    found = starting.nvml_bindings()
     for name in (each for each in vars(NVML) if each.lower().startswith("nvml")):
         assert callable(getattr(found, name)), name

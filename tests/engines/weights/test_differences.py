@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.weights.buckets import Bucket, pack, unpack
-from grpo_dist.engines.weights.differences import CHANGE_BYTES, Difference, Held, Sent, difference
+from grpo_dist.engines.weights.buckets import CHANGE_BYTES, Bucket, Difference, Held, Sent, difference, pack, unpack
 from grpo_dist.errors import WeightSyncError
 from tests.messages import refuses
 

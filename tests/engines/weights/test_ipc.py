@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from grpo_dist.engines.settings import SENDER
-from grpo_dist.engines.weights import ipc
-from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup
+from grpo_dist.engines.weights import broadcast as ipc
+from grpo_dist.engines.weights.broadcast import CudaMemory, FileMemory, Receipt, WeightGroup
 from grpo_dist.engines.weights.buckets import PREFIX
-from grpo_dist.engines.weights.ipc import CudaMemory, FileMemory
 from grpo_dist.errors import WeightSyncError
 from tests.engines.weights.test_broadcast import Peer, damaged, equal, weights
 from tests.messages import refuses, says
