@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from grpo_dist.config.problems import Problem, between_keys
+import yaml
+
+from grpo_dist.config import schema_roles
+from grpo_dist.config.problems import Problem, between_keys, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
@@ -31,7 +34,10 @@ if TYPE_CHECKING:
     from grpo_dist.engines.weights.buckets import Bucket
     from grpo_dist.protocol import Metric, Ragged
 
-ENGINE_KEY = "actor_rollout_ref.rollout.name"
+ENGINE_KEY, ARGUMENTS_KEY = "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.engine_kwargs"
+_ARGUMENTS: dict[str, Any] = yaml.safe_load(
+    Path(schema_roles.__file__).with_name("engine_arguments.yaml").read_text(encoding="utf-8")
+)
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 # Columns of a batch that a forward pass reads.
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
@@ -205,6 +211,15 @@ class RolloutBackend:
     def __init__(self, spec: str = "") -> None:
         self.spec = spec
 
+    @property
+    def _table(self) -> dict[str, Any]:
+        """What engine_arguments.yaml says of its arguments."""
+        return _ARGUMENTS.get(self.name, {})
+
+    def given(self, rollout: RolloutConfig) -> dict[str, Any]:
+        """Return the arguments that the config gives it as they are."""
+        return {name: value for name, value in rollout.engine_kwargs.get(self.name, {}).items() if value is not None}
+
     def load(self) -> Callable[[EngineSettings], RolloutEngine]:
         """Return what makes an engine, which does not run before its `start`.
 
@@ -229,12 +244,23 @@ class RolloutBackend:
         return ""
 
     def problems(self, config: RunConfig, *, seeded: bool) -> Iterator[Problem]:
-        """Yield what is wrong in the keys of the rollout, the engine's own arguments among them.
+        """Yield what is wrong in the keys of the rollout, the engine's own arguments among them: one that is told
+        otherwise than the trainer would sample what the trainer takes for something else.
 
         Args:
             seeded: whether samples are seeded one by one.
         """
         yield from between_keys(self._lacks)(config)
+        rollout = config.actor_rollout_ref.rollout
+        for engine, others in rollout.engine_kwargs.items():
+            if others and self.name not in ("", engine):
+                key, own = f"{ARGUMENTS_KEY}.{engine}", f"{ARGUMENTS_KEY}.{self.name}"
+                yield Problem(f"{key}={shown(others)}: the engine is {self.name}; write {own}", (key, own))
+        for name, value in self.given(rollout).items():
+            owned = self._table.get("owned", {}).get(name)
+            if owned is not None and value != owned["plain"]:
+                key = f"{ARGUMENTS_KEY}.{self.name}.{name}"
+                yield Problem(f"{key}={shown(value)}: {owned['why']}", (key,))
 
     def _lacks(self, config: RunConfig) -> Iterator[str]:
         if config.replays_routes and ROUTES not in self.capabilities:
@@ -250,7 +276,9 @@ class RolloutBackend:
 
     def inexact(self, config: RunConfig) -> dict[str, Any]:
         """Return by key those arguments that make it sample from another distribution than the trainer's."""
-        return {}
+        given, plain = self.given(config.actor_rollout_ref.rollout), self._table.get("inexact", {})
+        keys = [name for name, value in given.items() if value != plain.get(name, value)]
+        return {f"{ARGUMENTS_KEY}.{self.name}.{name}": given[name] for name in keys}
 
     def unseeded(self, config: RunConfig) -> str:
         """Return the argument, as key=value, with which a seed gives other tokens than without it; "": none does."""

@@ -221,20 +221,11 @@ class GroupAddress:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The settings of sampling.
+    """The settings of sampling, by their names in `actor_rollout_ref.rollout`.
 
     Attributes:
-        n: responses per prompt.
-        temperature: 0 is greedy.
-        top_p: nucleus; 1 is off.
-        top_k: k likeliest tokens; -1 is off.
         max_tokens: most tokens of a response, end-of-sequence included.
         seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
-        ignore_eos: sample on past the end-of-sequence token.
-        min_p: leaves out tokens less likely than this share of the likeliest one; 0 is off.
-        min_tokens: fewest tokens of a response.
-        stop: texts that end a response; their tokens belong to it.
-        bad_words: texts that are never sampled.
         routes_from: how many tokens of the prompt need no experts recorded: those of an earlier turn.
     """
 

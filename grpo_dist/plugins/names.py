@@ -61,8 +61,7 @@ LOSS_MODES = (
     "topr",
     "vespo",
 )
-# Of engines that sample -> the class that says what is known of each (engines/base.py).
-ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.backend:VLLMBackend"}
+ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.backend:VLLMBackend"}  # a `RolloutBackend` (engines/base.py) each
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
 AGENT_LOOPS = ("single_turn_agent", "tool_agent", "external")
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # select tokens over the whole batch, before the update

@@ -128,5 +128,5 @@ def test_the_options_that_are_used_by_themselves_are_there(command):
 def test_every_file_belongs_to_a_command():
     folder = Path(GRPO.file).parent
     used = {file for command in COMMANDS for file in command.files} | {each.values[1] for each in GROUP_FILES}
-    of_verl = {folder / "foreign_keys.yaml", folder / "verl_defaults.yaml"}
-    assert {file for file in folder.rglob("*.yaml")} - used == of_verl
+    others = {folder / f"{name}.yaml" for name in ("foreign_keys", "verl_defaults", "engine_arguments")}
+    assert {file for file in folder.rglob("*.yaml")} - used == others

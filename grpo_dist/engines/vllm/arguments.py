@@ -23,8 +23,9 @@ from vllm.model_executor.models import supports_lora
 from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
+from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, KNOWN_VERSION, given_arguments, knows_internals
+from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, KNOWN_VERSION, knows_internals
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, engine_lora_rank
 
@@ -69,7 +70,7 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
     if overrides := settings.model.override_config | head:
         args["hf_overrides"] = overrides
-    own = given_arguments(settings.rollout)
+    own = rollout_backend(settings.rollout.name).given(settings.rollout)
     try:
         return AsyncEngineArgs(**args | own)
     except TypeError as error:  # an argument that vLLM does not have

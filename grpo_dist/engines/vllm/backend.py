@@ -18,68 +18,9 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
 from grpo_dist.engines.base import DIFFERENCES, ROUTES, ParseCalls, RolloutBackend, RolloutEngine
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY, given_arguments
+from grpo_dist.engines.vllm.starting import ARGUMENTS_KEY
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_WIDTH, _REPLAY = f"{_ROLLOUT}.tensor_model_parallel_size", "actor_rollout_ref.actor.router_replay.mode=R3"
-_POLICY = "actor_rollout_ref.model.path"
-_MORE_GPUS = (
-    "an engine is on one machine, and split by the width of its layers alone; "
-    f"raise {_WIDTH}, up to the GPUs of a machine"
-)
-_TOKENIZER = f"engines have the tokenizer that the rows are tokenized with, which is that of {_POLICY}; leave it out"
-_SAMPLING = f"responses are sampled as {_ROLLOUT}.temperature, top_p, top_k, min_p and stop say; set those"
-# Arguments that belong to keys of the config, or to the trainer -> the value without effect (None: there is none), and
-# what to do instead.
-_OWNED: dict[str, tuple[Any, str]] = {
-    # the layout: an engine would use GPUs that are not reserved, or get no weights
-    "tensor_parallel_size": (1, f"the GPUs are reserved by {_WIDTH}; set that"),
-    "pipeline_parallel_size": (1, _MORE_GPUS),
-    "prefill_context_parallel_size": (1, _MORE_GPUS),
-    "nnodes": (1, _MORE_GPUS),
-    "data_parallel_size": (1, "engines are counted by cluster.rollout_world_size; raise that"),
-    "enable_expert_parallel": (False, "experts are split by their width, as other layers are; leave it out"),
-    "enable_eplb": (False, "experts do not move between GPUs; leave it out"),
-    "distributed_executor_backend": (
-        "mp",
-        "an engine of several GPUs starts its own processes on them (mp), and one of a single GPU needs none; "
-        "leave it out",
-    ),
-    # tokens and their log-probs: the trainer would learn from others than it takes them for
-    "model": (None, f"engines sample from the policy, {_POLICY}; set that"),
-    "hf_config_path": (None, f"engines have the config.json of the policy, {_POLICY}; leave it out"),
-    "hf_overrides": (
-        None,
-        "it would change the engines' model and not the trained one; set actor_rollout_ref.model.override_config",
-    ),
-    "tokenizer": (None, _TOKENIZER),
-    "tokenizer_mode": ("auto", _TOKENIZER),
-    "skip_tokenizer_init": (
-        None,
-        f"engines have a tokenizer where {_ROLLOUT}.stop or an agent needs one; leave it out",
-    ),
-    "dtype": (None, f"the type of an engine's weights is {_ROLLOUT}.dtype; set that"),
-    "max_model_len": (None, f"the longest sequence of an engine is {_ROLLOUT}.max_model_len; set that"),
-    "seed": (None, "the seed of samples is trainer.seed; set that"),
-    "logprobs_mode": (
-        "processed_logprobs",
-        "log-probs must be of the distribution that the tokens are sampled from; leave it out",
-    ),
-    "generation_config": ("vllm", _SAMPLING),
-    "override_generation_config": ({}, _SAMPLING),
-    "enable_return_routed_experts": (
-        False,
-        f"experts are recorded where the trainer replays them, by {_REPLAY}; set that",
-    ),
-}
-# Arguments by which an engine samples from another distribution than the trainer's -> their values without effect.
-_INEXACT: dict[str, Any] = {
-    "quantization": None,
-    "quantization_config": None,
-    "kv_cache_dtype": "auto",
-    "logits_processors": [],
-    "watermark_config": None,
-}
 # Arguments that make engines decode speculatively; and those that give them weights which no sync brings.
 _DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _OWN_WEIGHTS = (*_DRAFTS, "quantization", "quantization_config")
@@ -121,30 +62,17 @@ class VLLMBackend(RolloutBackend):
 
     # --- its arguments ---------------------------------------------------------------------------------------------
     def problems(self, config: RunConfig, *, seeded: bool) -> Iterator[Problem]:
-        """See `RolloutBackend.problems`. Engines that are told otherwise than the trainer would sample what it takes
-        for something else; with drafts the accepted ones decide which tokens a seed gives.
-        """
+        """See `RolloutBackend.problems`; with drafts the accepted ones decide which tokens a seed gives."""
         yield from super().problems(config, seeded=seeded)
-        rollout = config.actor_rollout_ref.rollout
-        for engine, others in rollout.engine_kwargs.items():
-            if others and engine != self.name:
-                key = f"{_ROLLOUT}.engine_kwargs.{engine}"
-                yield Problem(
-                    f"{key}={shown(others)}: the engine is {self.name}; write {ARGUMENTS_KEY}", (key, ARGUMENTS_KEY)
-                )
-        for name, value in given_arguments(rollout).items():
-            plain, why = _OWNED.get(name, (value, ""))
-            if value != plain:
-                yield Problem(f"{ARGUMENTS_KEY}.{name}={shown(value)}: {why}", (f"{ARGUMENTS_KEY}.{name}",))
         if seeded and (drafts := self.unseeded(config)):
-            key, where = f"{_ROLLOUT}.deterministic", "" if rollout.deterministic else ", on CPU that is true"
+            asked, key = config.actor_rollout_ref.rollout.deterministic, f"{_ROLLOUT}.deterministic"
             why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
-            text = f"{drafts}, {key}={shown(rollout.deterministic)}{where}: {why}"
+            text = f"{drafts}, {key}={shown(asked)}{'' if asked else ', on CPU that is true'}: {why}"
             yield Problem(text, (drafts.partition("=")[0], key))
         yield from between_keys(self._records_in_its_own_way)(config)
 
     def _records_in_its_own_way(self, config: RunConfig) -> Iterator[str]:
-        given = given_arguments(config.actor_rollout_ref.rollout) if config.replays_routes else {}
+        given = self.given(config.actor_rollout_ref.rollout) if config.replays_routes else {}
         why = "its own scheduler takes experts from vLLM, which keeps them by its prefix cache; leave the second out"
         for name, plain in (("enable_prefix_caching", True), ("scheduler_cls", None)):
             if given.get(name, plain) != plain:
@@ -154,14 +82,9 @@ class VLLMBackend(RolloutBackend):
         """See `RolloutBackend.adapts_experts`: by Triton alone (see its fused_moe/oracle/unquantized.py)."""
         return device == "cuda"
 
-    def inexact(self, config: RunConfig) -> dict[str, Any]:
-        """See `RolloutBackend.inexact`."""
-        given = given_arguments(config.actor_rollout_ref.rollout).items()
-        return {f"{ARGUMENTS_KEY}.{name}": value for name, value in given if value != _INEXACT.get(name, value)}
-
     def unseeded(self, config: RunConfig) -> str:
         """See `RolloutBackend.unseeded`."""
-        given = given_arguments(config.actor_rollout_ref.rollout)
+        given = self.given(config.actor_rollout_ref.rollout)
         return next((f"{ARGUMENTS_KEY}.{name}={shown(given[name])}" for name in _DRAFTS if name in given), "")
 
     def exceeds_positions(self) -> bool:
@@ -170,15 +93,15 @@ class VLLMBackend(RolloutBackend):
 
     def keeps_sleeping_weights(self, rollout: RolloutConfig, model: ModelConfig) -> bool:
         """See `RolloutBackend.keeps_sleeping_weights`: where only LoRA's factors come, or it has weights of its own."""
-        return model.sends_factors or not given_arguments(rollout).keys().isdisjoint(_OWN_WEIGHTS)
+        return model.sends_factors or not self.given(rollout).keys().isdisjoint(_OWN_WEIGHTS)
 
     def keeps_graphs(self, rollout: RolloutConfig) -> bool:
         """See `RolloutBackend.keeps_graphs`."""
-        return super().keeps_graphs(rollout) and not given_arguments(rollout).get("sleep_mode_offload_cudagraph", False)
+        return super().keeps_graphs(rollout) and not self.given(rollout).get("sleep_mode_offload_cudagraph", False)
 
     def watchable(self, rollout: RolloutConfig) -> RolloutConfig:
         """See `RolloutBackend.watchable`: of tokens that are in a cache nothing is seen."""
-        return rollout.replaced(engine_kwargs={self.name: given_arguments(rollout) | {"enable_prefix_caching": False}})
+        return rollout.replaced(engine_kwargs={self.name: self.given(rollout) | {"enable_prefix_caching": False}})
 
     # --- its parsers -----------------------------------------------------------------------------------------------
     def parser_names(self) -> list[str]:

@@ -101,22 +101,6 @@ class LocalLLM:
         """See AsyncLLM."""
         await self._do(lambda: self.engine.stop_profile())
 
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        """See AsyncLLM, here and below."""
-        await self.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": request.init_info})
-
-    async def start_weight_update(self) -> None:
-        """Begin."""
-        await self.collective_rpc("start_weight_update")
-
-    async def update_weights(self, request: Any) -> None:
-        """Load some."""
-        await self.collective_rpc("update_weights", kwargs={"update_info": request.update_info})
-
-    async def finish_weight_update(self) -> None:
-        """End."""
-        await self.collective_rpc("finish_weight_update")
-
     async def update_weight_version(self, version: str) -> None:
         """Name the weights that tokens are sampled with from now on."""
         await self._do(lambda: self.engine.set_weight_version(version))

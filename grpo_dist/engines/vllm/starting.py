@@ -22,7 +22,6 @@ from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from grpo_dist.config.schema_roles import RolloutConfig
 from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError
@@ -32,11 +31,6 @@ from grpo_dist.supervisor import end_with_parent
 from grpo_dist.terminal import quiet_libraries
 
 ARGUMENTS_KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm"
-
-
-def given_arguments(rollout: RolloutConfig) -> dict[str, Any]:
-    """Return the arguments that the config gives vLLM as they are."""
-    return {name: value for name, value in rollout.engine_kwargs.get("vllm", {}).items() if value is not None}
 
 
 def quiet_environment(device: str) -> None:

@@ -34,7 +34,7 @@ from grpo_dist.assets.model_folder import some
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.vllm.arguments import BACKEND, adapter_request
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
-from grpo_dist.engines.weights.buckets import Bucket, damage, read_bucket, unpack
+from grpo_dist.engines.weights.buckets import Bucket, crc32, damage, read_bucket, unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.supervisor import end_with_parent
 
@@ -235,7 +235,7 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
         if bucket is None:
             assert update_info.file is not None
             bucket = read_bucket(update_info.file)
-            fault = fault or damage(bucket)
+            fault = fault or damage(bucket, crc32(bucket))
         self.receipt = Receipt(loaded if fault else loaded + 1, fault)
         if not fault:
             self.load(unpack(bucket.data, bucket.entries))

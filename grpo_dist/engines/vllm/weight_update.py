@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
 from grpo_dist.engines.vllm.arguments import KEY, REMEDY
@@ -91,8 +89,8 @@ class WeightUpdater:
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
         """See `EngineWeights.join`; without the group the engine keeps its weights."""
-        request = WeightTransferInitRequest({"address": asdict(address), "first_rank": first_rank})
-        await self._call(self._llm.init_weight_transfer_engine(request))
+        group = {"address": asdict(address), "first_rank": first_rank}
+        await self._workers("init_weight_transfer_engine", {"init_info": group})
         _, fault = await self._receipt()
         if fault:
             raise WeightSyncError(fault)
@@ -114,11 +112,11 @@ class WeightUpdater:
         await self.pause()
         if self._asleep:
             await self._call(self._llm.wake_up(["weights"]))
-        await self._call(self._llm.start_weight_update())
+        await self._workers("start_weight_update")
         for update in updates:
-            await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
+            await self._workers("update_weights", {"update_info": update})
         loaded, fault = await self._receipt()
-        await self._call(self._llm.finish_weight_update())  # also after a fault: the layers become whole again
+        await self._workers("finish_weight_update")  # also after a fault: the layers become whole again
         if self._lora is not None:  # those before are in force again
             await self.install_factors(complete=not fault)
             loaded = 0
@@ -154,9 +152,13 @@ class WeightUpdater:
         if problem := next(filter(None, problems), ""):
             raise ConfigError(f"{KEY}=false: {problem}; {REMEDY}")
 
+    async def _workers(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
+        """Have every worker of the engine do something; a list of their answers."""
+        return await self._call(self._llm.collective_rpc(method, kwargs=kwargs))
+
     async def _receipt(self) -> tuple[int, str]:
         """(the most buckets that a worker of the engine has loaded, the first fault that a worker reports or "")."""
-        receipts = await self._call(self._llm.collective_rpc("weight_receipt"))
+        receipts = await self._workers("weight_receipt")
         faults = [
             f"tensor parallel rank {rank}: {receipt['fault']}" if len(receipts) > 1 else receipt["fault"]
             for rank, receipt in enumerate(receipts)

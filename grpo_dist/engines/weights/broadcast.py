@@ -33,7 +33,16 @@ from torch.multiprocessing import reductions
 
 from grpo_dist.engines.rendezvous import LOOPBACK, own_ip, refuse_loopback
 from grpo_dist.engines.settings import SENDER, GroupAddress
-from grpo_dist.engines.weights.buckets import Header, is_alive, new_folder, pack_tensors, remove, shared_memory, unpack
+from grpo_dist.engines.weights.buckets import (
+    Header,
+    damage,
+    is_alive,
+    new_folder,
+    pack_tensors,
+    remove,
+    shared_memory,
+    unpack,
+)
 from grpo_dist.errors import GrpoDistError, WeightSyncError
 
 # Words that are summed up at once for a checksum: their products stay in a CPU's cache.
@@ -209,14 +218,7 @@ def find_fault(header: Header, number: int, data: Tensor) -> str:
     """Return what is wrong with a bucket that arrived as number `number`; "" if nothing is."""
     if header.number != number:
         return f"weight bucket {header.number} arrived in place of {number}"
-    computed = position_checksum(data)
-    if computed == header.checksum:
-        return ""
-    names = f"{header.entries[0].name} to {header.entries[-1].name}"
-    return (
-        f"weight bucket {number} ({names}) is damaged: checksum {computed % 2**64:#018x}, "
-        f"sent with {header.checksum % 2**64:#018x}"
-    )
+    return damage(header, position_checksum(data))
 
 
 def position_checksum(data: Tensor) -> int:

@@ -85,20 +85,22 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
         last = "" if complete else "; the last one is missing"
         raise WeightSyncError(f"weight buckets {numbers} arrived instead of 0, 1, 2, ... in order{last}")
     for bucket in buckets:
-        if fault := damage(bucket):
+        if fault := damage(bucket, crc32(bucket)):
             raise WeightSyncError(fault)
 
 
-def damage(bucket: Bucket) -> str:
-    """Return what is wrong with the bytes of a bucket; "" if nothing is."""
-    computed = zlib.crc32(bucket.data.data)
-    if computed == bucket.checksum:
+def crc32(bucket: Bucket) -> int:
+    """Return the checksum of a bucket's bytes as they are."""
+    return zlib.crc32(bucket.data.data)
+
+
+def damage(header: Header, computed: int) -> str:
+    """Return what is wrong with a bucket, by the checksum of the bytes that have come; "" if nothing is."""
+    if computed == header.checksum:
         return ""
-    names = f"{bucket.entries[0].name} to {bucket.entries[-1].name}"
-    return (
-        f"weight bucket {bucket.number} ({names}) is damaged: checksum {computed:#010x}, "
-        f"sent with {bucket.checksum:#010x}"
-    )
+    names = f"{header.entries[0].name} to {header.entries[-1].name}"
+    sums = [f"{number % 2**64:#x}" for number in (computed, header.checksum)]
+    return f"weight bucket {header.number} ({names}) is damaged: checksum {sums[0]}, sent with {sums[1]}"
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:

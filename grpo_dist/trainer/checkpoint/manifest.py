@@ -9,6 +9,7 @@ wrote; the driver computes the others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -147,10 +148,8 @@ def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a checkpoint depends on."""
     installed = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return installed
 
 

@@ -20,6 +20,7 @@ from grpo_dist.engines.weights.buckets import (
     bucket_files,
     check_buckets,
     clear_left_behind,
+    crc32,
     damage,
     pack,
     read_bucket,
@@ -188,7 +189,7 @@ def test_one_bucket_is_there_at_a_time(memory: Path) -> None:
         assert files_in(memory) == [Path(update["data"])]
         bucket = read_bucket(update)
         assert (bucket.number, bucket.last) == (len(found), len(found) == 2)
-        assert damage(bucket) == ""
+        assert damage(bucket, crc32(bucket)) == ""
         found |= dict(unpack(bucket.data, bucket.entries))
     assert not list(memory.iterdir())
     assert {name: value.tolist() for name, value in found.items()} == {n: w.tolist() for n, w in WEIGHTS.items()}
@@ -199,7 +200,8 @@ def test_damage_between_writing_and_reading_is_found(memory: Path) -> None:
     update = next(files)
     with Path(update["data"]).open("r+b") as file:
         file.write(b"\x01")
-    says(damage(read_bucket(update)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
+    bucket = read_bucket(update)
+    says(damage(bucket, crc32(bucket)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
     files.close()
 
 
