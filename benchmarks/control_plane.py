@@ -65,7 +65,7 @@ class FakeReward:
             rows = responses[np.arange(end - size, end)]
             columns: dict[str, Any] = {"score": scores, "token_level_scores": on_last_token(scores, rows)}
             parts.append(DataProto.from_dict(columns, {"failure": [""] * size}))
-        found: list[tuple[Label, list[str]]] = [(Label.of(part, ("score",)), []) for part in parts]
+        found: list[tuple[Label, list[str]]] = [(Label.of(part), []) for part in parts]
         return (found, ([], 0), time.monotonic() - started), DataProto.concat(parts)
 
 
@@ -123,7 +123,7 @@ async def _step(pump: RolloutPump, actor: ActorGroup, samples: int) -> dict[str,
     await job.finished()
     batch = DataProtoRef.concat(job.results())
     rollout_wall, rollout_cpu = time.perf_counter() - wall, time.process_time() - cpu
-    mask = DataProtoRef.put(_advantages(batch), small=())
+    mask = DataProtoRef.put(_advantages(batch))
     batch = batch.union(mask)
     await actor.update(batch, [np.arange(len(batch))], OBJECTIVE, 1)
     return {

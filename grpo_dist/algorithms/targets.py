@@ -93,8 +93,11 @@ class TargetSettings:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Per-token columns that `compute_targets` reads, besides scores, mask and the sampler's log-probs."""
-        optional = {
+        """Per-token columns that `compute_targets` reads."""
+        wanted = {
+            "token_level_scores": True,
+            "response_mask": True,
+            "rollout_log_probs": True,
             "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
             "old_entropies": self.top_entropy_quantile < 1 or "entropies" in self.needs,
@@ -105,7 +108,7 @@ class TargetSettings:
             "values": self.critic,
             "agent_ids": self.by_agent,
         }
-        return tuple(name for name, wanted in optional.items() if wanted)
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 def compute_targets(
@@ -128,8 +131,7 @@ def compute_targets(
     Where scores do not train (distill) it is treated like the others.
 
     Args:
-        columns: (N, T) tensors: `token_level_scores`, `response_mask`, `rollout_log_probs` and `settings.columns`.
-            Without `predecessors` there are no branches.
+        columns: (N, T) tensors: `settings.columns`. Without `predecessors` there are no branches.
         settings: what to do.
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.

@@ -9,7 +9,7 @@ token right before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -18,11 +18,6 @@ from grpo_dist.protocol.data_proto import DataProto
 from grpo_dist.protocol.ragged import Ragged
 
 PREDECESSORS = "predecessors"
-
-
-def with_branches(names: Sequence[str], columns: Collection[str]) -> tuple[str, ...]:
-    """Return the names of columns, and `predecessors` if it is among the `columns` of the batch."""
-    return (*names, PREDECESSORS) if PREDECESSORS in columns else tuple(names)
 
 
 def branch_starts(predecessors: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:

@@ -8,22 +8,15 @@ chooses for it. The last token that was sampled is one of them: nothing has been
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.ragged import Ragged
 
 PROMPT_ROUTES, ROUTES = "prompt_routes", "routes"
 UNKNOWN_ROUTES = "unknown_routes"
-
-
-def with_routes(names: Sequence[str], columns: Collection[str]) -> tuple[str, ...]:
-    """Return what `with_branches` does, and the recorded experts if they are among the `columns` of the batch."""
-    names = with_branches(names, columns)
-    return (*names, PROMPT_ROUTES, ROUTES) if ROUTES in columns else names
 
 
 def unknown_routes(count: int, like: np.ndarray) -> np.ndarray:

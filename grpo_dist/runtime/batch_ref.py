@@ -17,7 +17,7 @@ import ray
 
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.fields import require
+from grpo_dist.protocol.fields import columns_for, require
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ class Label:
     num_rows: int
 
     @classmethod
-    def of(cls, data: DataProto, small: Sequence[str]) -> Label:
-        """The label of `data`, with the small columns named in `small`."""
-        return cls(tuple(data.columns()), {name: np.asarray(data[name]) for name in small}, len(data))
+    def of(cls, data: DataProto) -> Label:
+        """The label of `data`; its small columns are those that the driver reads."""
+        columns = tuple(data.columns())
+        return cls(columns, {name: np.asarray(data[name]) for name in columns_for(columns, "driver")}, len(data))
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class DataProtoRef:
     num_rows: int = 0
 
     @classmethod
-    def put(cls, data: DataProto, small: Sequence[str]) -> DataProtoRef:
-        """Store `data` once; the columns named in `small` also travel inside the handle."""
-        return cls.stored(ray.put(data), Label.of(data, small))
+    def put(cls, data: DataProto) -> DataProtoRef:
+        """Store `data` once."""
+        return cls.stored(ray.put(data), Label.of(data))
 
     @classmethod
     def stored(cls, data: ray.ObjectRef, label: Label, first_row: int = 0) -> DataProtoRef:

@@ -24,8 +24,8 @@ from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import PREDECESSORS, branch_starts, scored_branches, with_branches
-from grpo_dist.protocol.fields import EXTRA, SOURCE
+from grpo_dist.protocol.branches import PREDECESSORS, branch_starts, scored_branches
+from grpo_dist.protocol.fields import EXTRA, SOURCE, columns_for
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.rewards.weighted import chosen_components
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -35,9 +35,6 @@ from grpo_dist.tracking.rollouts import is_recorded, make_room, write_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE_COLUMNS = ("uid", "prompts", "responses", "response_mask", "score", "failure", "said")
-COMPARED_COLUMNS = ("uid", "responses", "response_mask", "weight_versions", "rollout_log_probs", "old_log_probs")
-TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 # Why sampler and trainer may differ: see `trainer.metrics.mismatch_causes`.
 Causes = tuple[np.ndarray | None, np.ndarray | None, bool]
 
@@ -65,7 +62,7 @@ class BatchWork(Process):
             ((label with `advantage_mean` and `reward` per sequence, metrics, what custom estimators have printed), the
             columns of `algorithms.targets`).
         """
-        data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
+        data = batch.fetch(("uid", *settings.columns))
         label, metrics, targets = self.targets_of(data, batch.small, settings, kl_coef, seed)
         return (label, metrics, self.take_printed()), targets
 
@@ -83,10 +80,7 @@ class BatchWork(Process):
             components = dict.fromkeys(self.components, absent) | components
         with printing_to(self.printed):
             out, metrics = compute_targets(
-                {
-                    name: data[name].to_padded(-1 if name == PREDECESSORS else 0)
-                    for name in (*TARGET_COLUMNS, *settings.columns)
-                },
+                {name: data[name].to_padded(-1 if name == PREDECESSORS else 0) for name in settings.columns},
                 settings,
                 index=data["uid"],
                 truncated=small["truncated"],
@@ -102,7 +96,7 @@ class BatchWork(Process):
         columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
         targets = DataProto.from_dict(columns)
-        return Label.of(targets, ("advantage_mean", "reward")), metrics, targets
+        return Label.of(targets), metrics, targets
 
     def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
         """The settings with gdpo's reward keys and weights filled in."""
@@ -139,7 +133,7 @@ class BatchWork(Process):
             (number of tokens that train and were sampled by weights of this version, or newer ones; how far they are
             apart on average and at most, nats; the token where that is, in words).
         """
-        data = batch.fetch(COMPARED_COLUMNS)
+        data = batch.fetch(columns_for(batch.columns, "diagnostics"))
         mask = (data["response_mask"].values > 0) & (data["weight_versions"].values >= version)
         if not mask.any():
             return 0, 0.0, 0.0, ""
@@ -162,7 +156,7 @@ class BatchWork(Process):
         The output of an episode into which its environment put text is there in `parts` too: who wrote it ("policy" or
         "environment"), what, and "branch" where it does not go on from what stands before it.
         """
-        data = batch.fetch(with_branches(SAMPLE_COLUMNS, batch.columns))
+        data = batch.fetch(columns_for(batch.columns, "samples"))
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
         follows = data[PREDECESSORS].rows() if PREDECESSORS in data.columns() else [None] * len(data)
         written = list(zip(data["responses"].rows(), data["response_mask"].rows(), follows, strict=True))
@@ -223,7 +217,7 @@ class BatchWork(Process):
         Raises:
             DiskError: the file cannot be written.
         """
-        data = batch.fetch(with_branches(("uid", "responses", "rule_labels"), batch.columns))
+        data = batch.fetch(columns_for(batch.columns, "judged"))
         texts = self._decode(scored_branches(data))
         rows = []
         for uid, text, labels in zip(data["uid"], texts, data["rule_labels"].rows(), strict=True):

@@ -14,14 +14,12 @@ import numpy as np
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
-from grpo_dist.protocol.routes import with_routes
-from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS
+from grpo_dist.protocol.fields import columns_for
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
@@ -65,9 +63,8 @@ class Gang:
         self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs", *arguments: Any
     ) -> DataProtoRef:
         """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
-        shown = {TEACHER_PROMPTS}.intersection(batch.columns if stage == "ref_log_prob" else ())
-        names = with_routes((*SEQUENCE_COLUMNS, *shown, "uid"), batch.columns)
-        rows, parts = self._parts(batch, names)
+        shown = ("teacher",) if stage == "ref_log_prob" else ()
+        rows, parts = self._parts(batch, columns_for(batch.columns, "forward", "router", *shown))
 
         def send() -> list[Call]:
             by_rank = enumerate(self._to_ranks(parts))

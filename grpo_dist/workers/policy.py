@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS
+from grpo_dist.engines.base import FSDP
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, PassLimits
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
@@ -29,10 +29,8 @@ from grpo_dist.engines.weights.differences import Sent
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
-from grpo_dist.protocol.branches import with_branches
-from grpo_dist.protocol.fields import TEACHER
-from grpo_dist.protocol.routes import with_routes
-from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
+from grpo_dist.protocol.fields import FIELDS, TEACHER, columns_for
+from grpo_dist.protocol.teacher_prompts import as_teacher_reads
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
@@ -51,8 +49,7 @@ class PolicySettings:
         model: what to load; the worker resolves a `builtin:` path on its own node.
         device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
-        columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
-            where it is one of log-probs.
+        columns: what a pass computes; each is an output of the model (`Field.output`).
         update: the limits of a forward and backward pass; None: nothing trains.
         seed: of torch's random state.
         collective_timeout_s: how long a rank waits for the others in one operation.
@@ -198,19 +195,18 @@ class PolicyWorker(Process):
     def _columns(
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
     ) -> tuple[Label, DataProto]:
-        plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
+        outputs = {FIELDS[name].output: name for name in names}
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         with passes(limits, f"{', '.join(names)}, ", ranks):
-            sequences = self._sequences(rows, {TEACHER_PROMPTS}.intersection(rows.columns))
-            computed = compute(as_teacher_reads(rows.fetch(sequences)), tuple(plain), **limits.sizes)
+            data = rows.fetch((*self._sequences(rows), *columns_for(rows.columns, "teacher")))
+            computed = compute(as_teacher_reads(data), tuple(outputs), **limits.sizes)
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
-        return _labelled({plain[name]: values for name, values in computed.items()})
+        return _labelled({outputs[name]: values for name, values in computed.items()})
 
-    def _sequences(self, rows: DataProtoRef, more: Iterable[str] = ()) -> tuple[str, ...]:
-        """Name the columns of a pass: the sequences, and `more`."""
-        wanted = with_routes if self.settings.model.replays_routes else with_branches
-        return wanted((*SEQUENCE_COLUMNS, *more, "uid"), rows.columns)
+    def _sequences(self, rows: DataProtoRef) -> tuple[str, ...]:
+        """Name the columns that every pass reads."""
+        return columns_for(rows.columns, "forward", *(("router",) if self.settings.model.replays_routes else ()))
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
@@ -270,7 +266,7 @@ class PolicyWorker(Process):
 
 def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
     data = DataProto.from_dict(columns)
-    return Label.of(data, ()), data
+    return Label.of(data), data
 
 
 class TrainedWorker(PolicyWorker):
@@ -294,7 +290,7 @@ class TrainedWorker(PolicyWorker):
         """
         limits, ranks = self.settings.update, self.settings.model.sequence_parallel_size
         assert limits is not None, "it trains"
-        data = rows.fetch(self._sequences(rows, objective.columns))
+        data = rows.fetch((*self._sequences(rows), *objective.columns))
         results = []
         for number, mini_batch in enumerate(mini_batches):
             where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}: "

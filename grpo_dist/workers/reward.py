@@ -21,14 +21,13 @@ from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
-from grpo_dist.protocol.fields import EXTRA, UNPENALISED
+from grpo_dist.protocol.branches import scored_branches
+from grpo_dist.protocol.fields import EXTRA, UNPENALISED, columns_for
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.rewards.teacher_endpoint import TeacherEndpoint
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.batch_work import BatchWork
 
-EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
 Text = tuple[str, Sequence[int]]
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
 
@@ -168,8 +167,8 @@ class RewardWorker(BatchWork):
             RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
         """
         started = time.monotonic()
-        asked = {"prompts"} if self.teacher is not None else set[str]()
-        data = batch.fetch(("responses", "response_mask", *asked, *EPISODE_TOKENS.intersection(batch.columns)))
+        readers = ("scorer", *(("endpoint",) if self.teacher is not None else ()))
+        data = batch.fetch(columns_for(batch.columns, *readers))
         given = batch.small.get("episode_reward", np.full(len(data), np.nan, np.float32))
         ends = np.cumsum(sizes)
         parts = [
@@ -219,7 +218,7 @@ class RewardWorker(BatchWork):
         if self.teacher is not None and not task.validation:
             columns |= self.teacher.columns(data["prompts"], responses)
         scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
-        label = Label.of(scored, ("score",))
+        label = Label.of(scored)
         label = Label(label.columns, label.small | extras, label.num_rows)
         return label, [failure for failure in failures if failure], scored
 

@@ -19,7 +19,7 @@ import ray
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.protocol.branches import with_branches
+from grpo_dist.protocol.fields import columns_for
 from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
@@ -28,8 +28,8 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.pool import Pool
 from grpo_dist.tracking.rollouts import is_recorded
-from grpo_dist.workers.batch_work import COMPARED_COLUMNS, SAMPLE_COLUMNS, TARGET_COLUMNS, Causes
-from grpo_dist.workers.reward import EPISODE_TOKENS, Task
+from grpo_dist.workers.batch_work import Causes
+from grpo_dist.workers.reward import Task
 
 # Groups that come together are scored in one call, as many as take about this long, and at most so many: a Ray call
 # takes as long as a quick reward function needs for some groups.
@@ -72,8 +72,7 @@ class RewardPool(Pool):
         Raises:
             GrpoDistError: an error that would occur in every process, or the restart budget is used up.
         """
-        more = {"prompts", *EPISODE_TOKENS}.intersection(group.columns)
-        inputs = group.select(("responses", "response_mask", *more))
+        inputs = group.select(columns_for(group.columns, "scorer", "endpoint"))
         loop = asyncio.get_running_loop()
         if not self._unscored:
             loop.call_soon(self._score_waiting)
@@ -124,7 +123,7 @@ class RewardPool(Pool):
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
     ) -> tuple[DataProtoRef, dict[str, float]]:
         """Advantages and the other inputs of the update, from the whole batch; and metrics."""
-        arguments = batch.select(("uid", *TARGET_COLUMNS, *settings.columns)), settings, kl_coef, seed
+        arguments = batch.select(("uid", *settings.columns)), settings, kl_coef, seed
 
         def send(rank: int) -> Call:
             return self.workers.submit_for_data(rank, "targets", "compute_targets", *arguments)
@@ -146,26 +145,26 @@ class RewardPool(Pool):
             correction: arguments of `compute_rollout_correction`; None: its metrics are there already.
             causes: why both may differ; None: for one reason only.
         """
-        inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs", "weight_versions"))
+        inputs = batch.select(columns_for(batch.columns, "diagnostics"))
         return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", inputs, correction, causes)
 
     async def compare_log_probs(self, batch: DataProtoRef, version: int) -> tuple[int, float, float, str]:
         """See `BatchWork.compare_log_probs`."""
-        inputs = batch.select(COMPARED_COLUMNS)
+        inputs = batch.select(columns_for(batch.columns, "diagnostics"))
         return await self._ask_any("rollout_diagnostics", "compare_log_probs", inputs, version)
 
     async def read_samples(
         self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         """The batch as text, one dict per row; meant for a few rows that are shown."""
-        rows = batch.select(with_branches(SAMPLE_COLUMNS, batch.columns))
+        rows = batch.select(columns_for(batch.columns, "samples"))
         return await self._ask_any("read_samples", "read_samples", rows, step, ground_truths)
 
     def write_samples(
         self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]
     ) -> asyncio.Task[None]:
         """Start writing the batch as text to `path`."""
-        arguments = batch.select(with_branches(SAMPLE_COLUMNS, batch.columns)), path, step, ground_truths
+        arguments = batch.select(columns_for(batch.columns, "samples")), path, step, ground_truths
         return self.spawn(self._ask_any("write_samples", "write_samples", *arguments))
 
     def write_rollouts(
@@ -180,7 +179,7 @@ class RewardPool(Pool):
         self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> asyncio.Task[None]:
         """Start writing the batch as text with the labels of the reward function to `path`."""
-        arguments = batch.select(with_branches(("uid", "responses", "rule_labels"), batch.columns)), path, conversations
+        arguments = batch.select(columns_for(batch.columns, "judged")), path, conversations
         return self.spawn(self._ask_any("write_judged", "write_judged", *arguments))
 
     def write_groups(self, groups: DataProtoRef, path: str) -> asyncio.Task[dict[str, FileDigest]]:

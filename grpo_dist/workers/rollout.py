@@ -34,14 +34,6 @@ from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.process import Process
 from grpo_dist.workers.reward import Task
 
-# Columns that travel inside the handle: one number or string per sequence.
-SMALL_COLUMNS = (
-    *("uid", "prompt_length", "response_length", "truncated", "num_turns"),
-    *("weight_version", "last_weight_version"),
-)
-# Those that only some groups have: of an agent loop's episodes, and where experts are replayed.
-SOME_COLUMNS = ("episode_reward", UNKNOWN_ROUTES)
-
 
 class RolloutWorker(Mailbox, Process):
     """Generates responses, of one turn or of an agent loop's episodes, and loads new weights."""
@@ -93,14 +85,14 @@ class RolloutWorker(Mailbox, Process):
             except AgentError as error:
                 return (None, self.engine.load, [*failed, error]), None
             check_responses(self.engine, [episode.response() for episode in episodes], len(episodes))
-            label = Label.of(data, _small(data))
+            label = Label.of(data)
             return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load, failed), data
         responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
         if responses is None:
             return (None, self.engine.load, failed), None
         check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, _small(data)), self.engine.load, failed), data
+        return (Label.of(data), self.engine.load, failed), data
 
     async def _run_episodes(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None, failed: list[AgentError]
@@ -170,10 +162,6 @@ class RolloutWorker(Mailbox, Process):
         if self.gateway is not None:
             await self.gateway.stop()
         self.engine.shutdown()
-
-
-def _small(data: DataProto) -> tuple[str, ...]:
-    return (*SMALL_COLUMNS, *(name for name in SOME_COLUMNS if name in data.batch))
 
 
 def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> DataProto:

@@ -54,7 +54,7 @@ class SupervisedGroup(Gang):
     async def _on_all(
         self, method: str, parts: Sequence[DataProto], objective: TrainingSettings, step: int, stage: str
     ) -> dict[str, Metric]:
-        handles = [DataProtoRef.put(part, ()) if len(part) else DataProtoRef() for part in parts]
+        handles = [DataProtoRef.put(part) if len(part) else DataProtoRef() for part in parts]
         calls = [
             self.workers.submit(rank, stage, method, handle, objective, step) for rank, handle in enumerate(handles)
         ]

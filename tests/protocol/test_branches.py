@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import branch_starts, last_branch, scored_branches, with_branches
+from grpo_dist.protocol.branches import branch_starts, last_branch, scored_branches
 
 
 def test_the_last_branch_goes_back_to_the_prompt() -> None:
@@ -32,5 +32,3 @@ def test_text_is_that_of_the_last_branch() -> None:
     follows = Ragged.from_rows([[-1, 0, 0], [-1]], torch.int32)
     tree = DataProto.from_dict({"responses": responses, "predecessors": follows})
     assert [row.tolist() for row in scored_branches(tree).rows()] == [[5, 7], [8]]
-    assert with_branches(("uid",), tree.columns()) == ("uid", "predecessors")
-    assert with_branches(("uid",), plain.columns()) == ("uid",)

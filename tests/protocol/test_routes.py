@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.routes import are_unknown, count_unknown, route_columns, unknown_routes, with_routes
+from grpo_dist.protocol.routes import are_unknown, count_unknown, route_columns, unknown_routes
 
 
 def rows(*numbers: int, dtype: type = np.uint8) -> np.ndarray:
@@ -37,8 +37,6 @@ def test_columns(dtype: type, tmp_path: Path) -> None:
 
 def test_nothing_recorded_gives_no_columns() -> None:
     assert route_columns(2, [1], [None]) == {}
-    assert with_routes(("uid",), ("uid", "responses")) == ("uid",)
-    assert with_routes(("uid",), ("uid", "prompt_routes", "routes")) == ("uid", "prompt_routes", "routes")
 
 
 def test_an_expert_with_the_largest_number_is_known() -> None:

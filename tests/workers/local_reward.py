@@ -53,10 +53,10 @@ def put(
         "response_mask": Ragged.from_rows(masks, torch.int8),
     }
     if rewards is None:
-        return DataProtoRef.put(DataProto.from_dict(columns), small=())
+        return DataProtoRef.put(DataProto.from_dict(columns))
     columns["episode_reward"] = torch.tensor(rewards)
     columns["episode_step_rewards"] = Ragged.from_rows(steps or [[math.nan] * len(r) for r in responses], torch.float32)
-    return DataProtoRef.put(DataProto.from_dict(columns), small=("episode_reward",))
+    return DataProtoRef.put(DataProto.from_dict(columns))
 
 
 def rows(column: Ragged) -> list[list[float]]:

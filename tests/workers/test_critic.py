@@ -60,7 +60,7 @@ def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str
 def stored_batch() -> DataProtoRef:
     """16 rows of 4 groups, as the driver has them before the values are computed."""
     data = random_batch(num_groups=4, n=4).select(["uid", "prompts", "responses", "response_mask"])
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     small = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
     return DataProtoRef(handle.frames, handle.small | small, len(data))
 
@@ -69,7 +69,7 @@ def with_returns(batch: DataProtoRef) -> DataProtoRef:
     """Returns that differ from token to token."""
     lengths = batch["response_length"]
     rows = [torch.linspace(-1, 2, int(length)) + 0.1 * i for i, length in enumerate(lengths)]
-    return batch.union(DataProtoRef.put(DataProto.from_dict({"returns": Ragged.from_rows(rows, torch.float32)}), ()))
+    return batch.union(DataProtoRef.put(DataProto.from_dict({"returns": Ragged.from_rows(rows, torch.float32)})))
 
 
 def trained(critic: TrainedGroup, steps: range) -> Trained:

@@ -44,7 +44,7 @@ def stored_batch() -> DataProtoRef:
     data = random_batch(num_groups=4, n=4)
     data = data.select([name for name in data.columns() if name != "old_log_probs"])
     lengths = {name: data[name].lengths.numpy() for name in ("prompts", "responses")}
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     small = {"prompt_length": lengths["prompts"], "response_length": lengths["responses"]}
     return DataProtoRef(handle.frames, handle.small | small, len(data))
 

@@ -18,7 +18,7 @@ from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
+from grpo_dist.workers.rollout import RolloutWorker, group_batch
 from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.worker_settings import agent, engine_settings
@@ -44,7 +44,7 @@ def test_what_the_driver_gets_of_a_group_does_not_grow_with_its_responses() -> N
     def bytes_of(length: int) -> int:
         response = Response([8] * length, [-0.5] * length, False, [7] * length)
         data = group_batch("p3", np.array([4], np.int32), [response] * 2)
-        return len(pickle.dumps(Label.of(data, SMALL_COLUMNS)))
+        return len(pickle.dumps(Label.of(data)))
 
     assert bytes_of(32_768) == bytes_of(1)
 
@@ -110,7 +110,8 @@ def test_the_worker_hands_out_a_handle_with_the_small_columns(rollouts: WorkerGr
     assert call.data is not None
     handle = DataProtoRef.stored(call.data, label)
     assert (load.waiting, len(handle), failed) == (0, 3, [])
-    assert set(handle.small) == set(SMALL_COLUMNS)
+    lengths, versions = ("prompt_length", "response_length"), ("weight_version", "last_weight_version")
+    assert set(handle.small) == {"uid", *lengths, *versions, "truncated", "num_turns"}
     assert handle["uid"].tolist() == ["p3"] * 3
     assert handle["prompt_length"].tolist() == [3, 3, 3]
     data = handle.fetch(("responses", "prompts"))

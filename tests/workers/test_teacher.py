@@ -75,7 +75,7 @@ def stored_batch() -> DataProtoRef:
     lengths = data["responses"].lengths
     nothing = Ragged.from_rows([torch.zeros(int(length)) for length in lengths], torch.float32)
     data = data.union(DataProto.from_dict({"advantages": nothing}))
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     small = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
     return DataProtoRef(handle.frames, handle.small | small, len(data))
 
@@ -144,8 +144,8 @@ def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Ta
     batch = stored_batch()
     data = batch.fetch(("uid", "prompts", "responses", "response_mask"))
     shown = [row.flip(0) if i % 2 else row[:0] for i, row in enumerate(data["prompts"].rows())]
-    handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}), small=())
-    read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))), small=())
+    handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}))
+    read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))))
     behind = DataProtoRef(read.frames, batch.small, len(batch))
     for actor, ref in taught.values():
         for gang, stage, expected in ((ref, "ref_log_prob", behind), (actor, "old_log_prob", batch)):
