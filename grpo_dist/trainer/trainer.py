@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import ModelPass, passes_of
 from grpo_dist.protocol import metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
@@ -130,7 +131,7 @@ class GRPOTrainer(TrainingLoop):
                 if self.step == self.total_steps:  # by the verdict of the last step's validation
                     break
                 self.preemption.held = True  # a signal waits from here on, until the run can be saved again
-                batch = self.late_log_probs(batch)  # + old_log_probs, values, ref_log_probs (N, R_i), if not there
+                batch = self.passes_left(batch)  # + old_log_probs, values, ... (N, R_i), if not there
                 batch = self.compute_targets(batch)  # + advantages (N, R_i)
                 if self._compares:
                     self.compare_engines(batch)  # of the first batch
@@ -160,7 +161,7 @@ class GRPOTrainer(TrainingLoop):
     # --- stages ------------------------------------------------------------------------------------------------
     @stage("rollout", adds=("responses", "token_level_scores"))
     async def rollout(self) -> DataProtoRef:
-        """Sample and score the groups of the step's batch; with a reference, its log-probs too."""
+        """Sample and score the groups of the step's batch; passes that need not wait add their columns too."""
         self.sampler.open_steps(self.step + 1, self.newest_step(self.step))
         if self.validating and (self.staleness or self.validation.comes_first):
             self.validation.begin()  # beside the samples
@@ -184,24 +185,6 @@ class GRPOTrainer(TrainingLoop):
     def newest_step(self, num_updates: int) -> int:
         """The last step whose batch may be sampled by the weights after `num_updates`."""
         return min(num_updates + 1 + self.staleness, self.total_steps)
-
-    @stage("ref", needs=("responses",))
-    async def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs of the reference, which may be the actor without its LoRA factors, after the rollout."""
-        if self.roles.ref is not None:
-            return batch.union(await self.roles.ref.compute_log_probs("ref_log_prob", batch))
-        return batch.union(await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference"))
-
-    @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
-    async def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs under the policy about to be updated, as the trainer computes them."""
-        return batch.union(await self.roles.actor.compute_log_probs("old_log_prob", batch))
-
-    @stage("values", needs=("responses",), adds=("values",))
-    async def values(self, batch: DataProtoRef) -> DataProtoRef:
-        """The critic's values, before its update."""
-        assert self.roles.critic is not None
-        return batch.union(await self.roles.critic.compute_log_probs("values", batch))
 
     @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages",))
     async def compute_targets(self, batch: DataProtoRef) -> DataProtoRef:
@@ -307,14 +290,16 @@ class GRPOTrainer(TrainingLoop):
         )
         return more, groups
 
-    def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """What the rollout has left: of models that change meanwhile, and of a reference that waits for the scores."""
-        config, changing = self.config, self.config.trainer.samples_during_updates
-        if config.reference_follows_scores or (changing and config.actor_is_reference):
-            batch = self.reference_log_probs(batch)
-        if changing and config.needs_old_log_probs:
-            batch = self.old_log_probs(batch)
-        return self.values(batch) if changing and self.roles.critic is not None else batch
+    def passes_left(self, batch: DataProtoRef) -> DataProtoRef:
+        """What the rollout has left: of models that change meanwhile, and what waits for the scores."""
+        for row in passes_of(self.config, waiting=True):
+            needs = row.needs(self.config)
+            add = stage(row.name, needs=("responses", *needs), adds=row.adds)(GRPOTrainer._add_columns)
+            batch = add(self, batch, row, needs)
+        return batch
+
+    async def _add_columns(self, batch: DataProtoRef, row: ModelPass, needs: Sequence[str]) -> DataProtoRef:
+        return batch.union(await self.roles.compute(row, needs, batch))
 
     # --- around the stages -------------------------------------------------------------------------------------
     def validate(self) -> None:

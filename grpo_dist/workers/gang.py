@@ -60,11 +60,17 @@ class Gang:
         raise error
 
     async def compute_log_probs(
-        self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs", *arguments: Any
+        self,
+        stage: str,
+        batch: DataProtoRef,
+        method: str = "compute_log_probs",
+        *arguments: Any,
+        needs: Sequence[str] = (),
     ) -> DataProtoRef:
-        """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
-        shown = ("teacher",) if stage == "ref_log_prob" else ()
-        rows, parts = self._parts(batch, columns_for(batch.columns, "forward", "router", *shown))
+        """Log-probs of all rows, or other columns, computed by all ranks; returns a handle with rows in the order of
+        the batch. `needs` are columns that the pass reads besides the sequences.
+        """
+        rows, parts = self._parts(batch, (*columns_for(batch.columns, "forward", "router"), *needs))
 
         def send() -> list[Call]:
             by_rank = enumerate(self._to_ranks(parts))

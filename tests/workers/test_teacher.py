@@ -149,13 +149,15 @@ def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Ta
     behind = DataProtoRef(read.frames, batch.small, len(batch))
     for actor, ref in taught.values():
         for gang, stage, expected in ((ref, "ref_log_prob", behind), (actor, "old_log_prob", batch)):
-            found = run(gang.compute_log_probs(stage, batch.union(handle)))
+            needs = (TEACHER_PROMPTS,) if gang is ref else ()
+            found = run(gang.compute_log_probs(stage, batch.union(handle), needs=needs))
             wanted = run(gang.compute_log_probs(stage, expected))
             column = "ref_log_probs" if gang is ref else "old_log_probs"
             values, right = (each.fetch((column,))[column].values for each in (found, wanted))
             torch.testing.assert_close(values, right, rtol=1e-4, atol=1e-5)
     plain = run(ref.compute_log_probs("ref_log_prob", batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
-    seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle))).fetch(("ref_log_probs",))["ref_log_probs"]
+    seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle), needs=(TEACHER_PROMPTS,)))
+    seen = seen.fetch(("ref_log_probs",))["ref_log_probs"]
     assert (plain - seen.values).abs().max() > 0.1
 
 
