@@ -134,7 +134,7 @@ _ROWS = (
     Role(
         "reward",
         f"{_ROLES}.reward:RewardWorker",
-        f"{_ROLES}.reward_pool:RewardPool",
+        f"{_ROLES}.reward:RewardPool",
         section="reward",
         size_key="reward.num_workers",
     ),

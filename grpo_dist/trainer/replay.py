@@ -41,7 +41,8 @@ from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import rank_settings, reward_settings
 from grpo_dist.workers.gang import averaged
-from grpo_dist.workers.reward import RewardWorker, Task
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.scorer import Task
 
 LR_TOLERANCE = 1e-6  # relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")

@@ -16,8 +16,8 @@ from grpo_dist.workers.gang import Gang
 
 if TYPE_CHECKING:
     from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, TrainedGroup
+    from grpo_dist.workers.reward import RewardPool
     from grpo_dist.workers.reward_model import RewardModelGroup
-    from grpo_dist.workers.reward_pool import RewardPool
     from grpo_dist.workers.rollout_group import RolloutGroup
 
 

@@ -32,7 +32,7 @@ from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import Label
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.process import Process
-from grpo_dist.workers.reward import Task
+from grpo_dist.workers.scorer import Task
 
 
 class RolloutWorker(Mailbox, Process):

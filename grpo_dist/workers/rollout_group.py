@@ -27,7 +27,7 @@ from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.pool import Member, Pool, Waiting
-from grpo_dist.workers.reward import Task
+from grpo_dist.workers.scorer import Task
 from grpo_dist.workers.weight_transport import Outcomes, WeightTransport, outcomes
 
 if TYPE_CHECKING:

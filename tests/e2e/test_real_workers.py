@@ -35,8 +35,8 @@ from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.reward import Task
 from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.scorer import Task
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
 from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder

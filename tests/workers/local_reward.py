@@ -10,7 +10,8 @@ import torch
 
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import RewardWorker, Task
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.scorer import Task
 
 SCORER = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):

@@ -16,8 +16,8 @@ from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.workers.batch_work import _write_rows
-from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, on_last_token
+from grpo_dist.workers.records import _write_rows
+from grpo_dist.workers.scorer import OverlongPenalty, RewardSettings, on_last_token
 from tests.messages import refuses, says
 from tests.workers.local_reward import RESPONSES, Local, put, rows
 

@@ -23,7 +23,8 @@ from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Sample
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.rollout.job import make_request
-from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_agents, on_last_token
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.scorer import OverlongPenalty, RewardSettings, on_agents, on_last_token
 from tests.messages import refuses, says
 from tests.workers.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 

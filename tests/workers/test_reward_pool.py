@@ -18,8 +18,8 @@ from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Process
 from grpo_dist.supervisor import process_state
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.reward import RewardPool
+from grpo_dist.workers.scorer import Task
 from tests.messages import refuses, says
 from tests.processes import spawned
 

@@ -17,8 +17,8 @@ from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.workers.reward import Task
 from grpo_dist.workers.rollout import RolloutWorker, group_batch
+from grpo_dist.workers.scorer import Task
 from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.worker_settings import agent, engine_settings

@@ -29,7 +29,7 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import in_background, run
 from grpo_dist.sizes import PASSES
 from grpo_dist.trainer.rollout.job import RolloutJob
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
