@@ -21,10 +21,9 @@ from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.resources import reserve
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.workers.gang import ActorGroup
+from grpo_dist.workers.actor import ActorGroup
 from grpo_dist.workers.reward import RewardPool
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.workers.rollout import GroupRequest, RolloutGroup, RolloutWorker
 from grpo_dist.workers.scorer import Task, on_last_token
 from tests.engines.fakes import FakeRolloutEngine
 from tests.worker_settings import objective_settings

@@ -69,8 +69,8 @@ _BESIDE: tuple[Colocation, ...] = ("actor_ref", "all")
 _ROWS = (
     Role(
         "actor",
-        f"{_ROLES}.policy:ActorWorker",
-        f"{_ROLES}.gang:ActorGroup",
+        f"{_ROLES}.actor:ActorWorker",
+        f"{_ROLES}.actor:ActorGroup",
         section=_ACTOR,
         size_key="cluster.actor_world_size",
         fsdp=f"{_ACTOR}.fsdp_config",
@@ -83,15 +83,15 @@ _ROWS = (
     Role(
         "rollout",
         f"{_ROLES}.rollout:RolloutWorker",
-        f"{_ROLES}.rollout_group:RolloutGroup",
+        f"{_ROLES}.rollout:RolloutGroup",
         section="actor_rollout_ref.rollout",
         size_key="cluster.rollout_world_size",
         shares=("all",),
     ),
     Role(
         "ref",
-        f"{_ROLES}.policy:PolicyWorker",
-        f"{_ROLES}.gang:ReferenceGroup",
+        f"{_ROLES}.gang:PolicyWorker",
+        f"{_ROLES}.reference:ReferenceGroup",
         lambda config: config.needs_reference_workers,
         section=_REF,
         size_key="cluster.ref_world_size",
@@ -119,7 +119,7 @@ _ROWS = (
     ),
     Role(
         "critic",
-        f"{_ROLES}.policy:CriticWorker",
+        f"{_ROLES}.gang:TrainedWorker",
         f"{_ROLES}.gang:TrainedGroup",
         lambda config: config.needs_critic,
         section="critic",

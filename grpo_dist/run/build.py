@@ -42,8 +42,7 @@ from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
 from grpo_dist.trainer.settings import engine_settings, rank_settings, reward_settings, time_limits
-from grpo_dist.workers.gang import find_model, take_turns
-from grpo_dist.workers.policy import PolicyWorker
+from grpo_dist.workers.gang import PolicyWorker, find_model, take_turns
 from grpo_dist.workers.roles import Roles
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.

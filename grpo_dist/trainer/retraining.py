@@ -33,7 +33,7 @@ from grpo_dist.trainer.supervised.rows import rank_shares
 from grpo_dist.workers.gang import averaged
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.reward_model import RewardModelGroup
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 
 FOLDER = "replay"  # in the run directory
 

@@ -53,7 +53,7 @@ from grpo_dist.trainer.run_prompts import Prompts, new_sampler
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import SampleLog, Validation
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 from grpo_dist.workers.weight_transport import weight_transport
 
 

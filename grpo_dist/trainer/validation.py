@@ -29,7 +29,7 @@ from grpo_dist.tracking.jsonl import ROLLOUTS, VALIDATION
 from grpo_dist.trainer.rollout.job import RolloutJob, group_seed, make_request
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.reward import RewardPool
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 
 CORE, AUX = "val-core", "val-aux"
 _SEED_STEP = 0  # training steps count from 1

@@ -150,37 +150,28 @@ class RewardPool(Pool):
         """See `TargetMaker.compare_log_probs`."""
         return await self._ask_any("rollout_diagnostics", "compare_log_probs", _diagnosed(batch), version)
 
-    async def read_samples(
-        self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """The batch as text, one dict per row; meant for a few rows that are shown."""
+    async def read_samples(self, batch: DataProtoRef, *arguments: Any) -> list[dict[str, Any]]:
+        """See `RecordWriter.read_samples`; meant for a few rows that are shown."""
         rows = batch.select(columns_for(batch.columns, "samples"))
-        return await self._ask_any("read_samples", "read_samples", rows, step, ground_truths)
+        return await self._ask_any("read_samples", "read_samples", rows, *arguments)
 
-    def write_samples(
-        self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]
-    ) -> asyncio.Task[None]:
-        """Start writing the batch as text to `path`."""
-        arguments = batch.select(columns_for(batch.columns, "samples")), path, step, ground_truths
-        return self.spawn(self._ask_any("write_samples", "write_samples", *arguments))
+    def write_samples(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:
+        """Start `RecordWriter.write_samples`."""
+        rows = batch.select(columns_for(batch.columns, "samples"))
+        return self.spawn(self._ask_any("write_samples", "write_samples", rows, *arguments))
 
-    def write_rollouts(
-        self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any], most_bytes: float
-    ) -> asyncio.Task[None]:
-        """Start writing a training batch to `path`, as text, and all of its recorded columns beside it."""
-        columns = batch.select(name for name in batch.columns if is_recorded(name))
-        arguments = columns, path, step, ground_truths, most_bytes
-        return self.spawn(self._ask_any("write_samples", "write_rollouts", *arguments))
+    def write_rollouts(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:
+        """Start `RecordWriter.write_rollouts`."""
+        rows = batch.select(name for name in batch.columns if is_recorded(name))
+        return self.spawn(self._ask_any("write_samples", "write_rollouts", rows, *arguments))
 
-    def write_judged(
-        self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
-    ) -> asyncio.Task[None]:
-        """Start writing the batch as text with the labels of the reward function to `path`."""
-        arguments = batch.select(columns_for(batch.columns, "judged")), path, conversations
-        return self.spawn(self._ask_any("write_judged", "write_judged", *arguments))
+    def write_judged(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:
+        """Start `RecordWriter.write_judged`."""
+        rows = batch.select(columns_for(batch.columns, "judged"))
+        return self.spawn(self._ask_any("write_judged", "write_judged", rows, *arguments))
 
     def write_groups(self, groups: DataProtoRef, path: str) -> asyncio.Task[dict[str, FileDigest]]:
-        """Start writing scored groups into a checkpoint, as `path`.safetensors and `path`.json."""
+        """Start `RecordWriter.write_groups`."""
         return self.spawn(self._ask_any("save_checkpoint", "write_groups", groups, path))
 
     async def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], ray.ObjectRef]:

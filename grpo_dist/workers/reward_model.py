@@ -30,8 +30,7 @@ from grpo_dist.protocol.fields import columns_for
 from grpo_dist.protocol.score_token import with_score_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
-from grpo_dist.workers.gang import FrozenGroup
-from grpo_dist.workers.policy import PolicySettings, on_device, passes
+from grpo_dist.workers.gang import FrozenGroup, PolicySettings, on_device, passes
 from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
 # The messages of a prompt, its token ids and those of a response.

@@ -15,10 +15,12 @@ from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.workers.gang import Gang
 
 if TYPE_CHECKING:
-    from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, TrainedGroup
+    from grpo_dist.workers.actor import ActorGroup
+    from grpo_dist.workers.gang import TrainedGroup
+    from grpo_dist.workers.reference import ReferenceGroup
     from grpo_dist.workers.reward import RewardPool
     from grpo_dist.workers.reward_model import RewardModelGroup
-    from grpo_dist.workers.rollout_group import RolloutGroup
+    from grpo_dist.workers.rollout import RolloutGroup
 
 
 @dataclass

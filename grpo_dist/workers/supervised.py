@@ -8,8 +8,7 @@ from typing import TypeVar
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.protocol import DataProto, Metric, merge_metrics
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import PolicyWorker, on_device, passes
+from grpo_dist.workers.gang import Gang, PolicyWorker, on_device, passes
 
 T = TypeVar("T")
 

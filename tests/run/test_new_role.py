@@ -29,7 +29,7 @@ from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reference_settings
-from grpo_dist.workers.policy import PolicySettings, PolicyWorker
+from grpo_dist.workers.gang import PolicySettings, PolicyWorker
 from tests.messages import says
 from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer

@@ -13,7 +13,7 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, GrpoDistError, WorkerLost
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
 from grpo_dist.workers.scorer import Task
 from tests.runtime.fake_nodes import FakeNodes
 

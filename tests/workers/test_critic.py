@@ -19,8 +19,7 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import value_settings
 from grpo_dist.trainer.settings import rank_settings
-from grpo_dist.workers.gang import TrainedGroup
-from grpo_dist.workers.policy import CriticWorker
+from grpo_dist.workers.gang import TrainedGroup, TrainedWorker
 from tests.models import random_batch
 from tests.processes import spawned
 from tests.worker_settings import changed_sizes
@@ -49,7 +48,7 @@ def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str
     with ExitStack() as stack:
         groups = {}
         for name, ranks, size in (("one", 1, 16), ("two", 2, 3), ("split", 2, 3)):
-            workers = stack.enter_context(spawned("critic", CriticWorker, [(rank, ranks) for rank in range(ranks)]))
+            workers = stack.enter_context(spawned("critic", TrainedWorker, [(rank, ranks) for rank in range(ranks)]))
             groups[name] = TrainedGroup(workers)
             model = replace(plain.model, sequence_parallel_size=2 if name == "split" else 1)
             settings = changed_sizes(plain, model=model, forward=size, update=size)

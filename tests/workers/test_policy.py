@@ -14,8 +14,8 @@ from grpo_dist.assets.model_folder import Usage, read_usage
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.workers.gang import ActorGroup
-from grpo_dist.workers.policy import ActorWorker, PolicySettings
+from grpo_dist.workers.actor import ActorGroup, ActorWorker
+from grpo_dist.workers.gang import PolicySettings
 from tests.engines.fakes import LOG_PROB, FakeTrainEngine
 from tests.models import objective, random_batch
 from tests.processes import spawned

@@ -26,7 +26,7 @@ from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Process
-from grpo_dist.workers.rollout_group import Engine, GroupRequest, RolloutGroup
+from grpo_dist.workers.rollout import Engine, GroupRequest, RolloutGroup
 from grpo_dist.workers.scorer import Task
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
 from tests.messages import refuses, says

@@ -22,8 +22,9 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import objective_settings
 from grpo_dist.trainer.settings import rank_settings
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
-from grpo_dist.workers.policy import ActorWorker, PolicyWorker
+from grpo_dist.workers.actor import ActorGroup, ActorWorker
+from grpo_dist.workers.gang import PolicyWorker
+from grpo_dist.workers.reference import ReferenceGroup
 from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed_sizes

@@ -13,7 +13,7 @@ import pytest
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.rollout import RolloutGroup
 from grpo_dist.workers.weight_transport import ObjectStoreTransport
 from tests.messages import refuses
 from tests.processes import spawned

@@ -21,10 +21,9 @@ from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import ActorWorker, PolicySettings
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.actor import ActorWorker
+from grpo_dist.workers.gang import Gang, PolicySettings
+from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
 from tests.messages import refuses, says

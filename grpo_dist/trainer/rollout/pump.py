@@ -31,7 +31,7 @@ from grpo_dist.sizes import PASSES
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.roles import Roles
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
 
 T = TypeVar("T")
 

@@ -42,7 +42,7 @@ from grpo_dist.trainer.rollout.job import (
     timings,
 )
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 
 
 @dataclass
