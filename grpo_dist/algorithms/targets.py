@@ -94,10 +94,7 @@ class TargetSettings:
     @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns that `compute_targets` reads."""
-        wanted = {
-            "token_level_scores": True,
-            "response_mask": True,
-            "rollout_log_probs": True,
+        optional = {
             "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
             "old_entropies": self.top_entropy_quantile < 1 or "entropies" in self.needs,
@@ -108,7 +105,8 @@ class TargetSettings:
             "values": self.critic,
             "agent_ids": self.by_agent,
         }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        always = ("token_level_scores", "response_mask", "rollout_log_probs")
+        return (*always, *(name for name, wanted in optional.items() if wanted))
 
 
 def compute_targets(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from grpo_dist.config.problems import value_of
@@ -163,14 +164,13 @@ SUPERVISED_ROLES = {schema.role: _supervised(schema) for schema in (SFTConfig, R
 
 @dataclass(frozen=True)
 class ModelPass:
-    """A row of the table of passes: a model adds columns to the batch of a step.
-
-    It runs while other groups are sampled, or after the rollout where it has to wait (`waits`).
+    """A row of the table of passes: a model adds columns to the batch of a step, while other groups are sampled or,
+    where it has to wait, after the rollout.
 
     Attributes:
         name: of the pass, and of the seconds that it takes.
         role: whose ranks compute it.
-        limit: the name of its time limit.
+        limit: the name of its time limit; "": its own.
         method: of a rank.
         needs: columns that it reads besides the sequences; they come with the scores.
         adds: columns that it always adds.
@@ -179,7 +179,7 @@ class ModelPass:
 
     name: str
     role: str
-    limit: str
+    limit: str = ""
     method: str = "compute_log_probs"
     needs: Callable[[Any], tuple[str, ...]] = lambda config: ()
     adds: tuple[str, ...] = ()
@@ -195,19 +195,12 @@ def _shown(config: Any) -> tuple[str, ...]:
     return ("teacher_prompts",) if config.algorithm.self_distillation.enable else ()
 
 
+_BY_ACTOR = ("ref", "actor", "ref_log_prob", "compute_reference")
 PASSES = [
     ModelPass("ref", "ref", "ref_log_prob", needs=_shown, present=ROLES["ref"].present),
-    ModelPass(
-        *("ref", "actor", "ref_log_prob", "compute_reference"),
-        needs=_shown,
-        present=lambda config: config.actor_is_reference,
-    ),
-    ModelPass(
-        *("old_log_prob", "actor", "old_log_prob"),
-        adds=("old_log_probs",),
-        present=lambda config: config.needs_old_log_probs,
-    ),
-    ModelPass("values", "critic", "values", adds=("values",), present=ROLES["critic"].present),
+    ModelPass(*_BY_ACTOR, needs=_shown, present=attrgetter("actor_is_reference")),
+    ModelPass("old_log_prob", "actor", adds=("old_log_probs",), present=attrgetter("needs_old_log_probs")),
+    ModelPass("values", "critic", adds=("values",), present=ROLES["critic"].present),
 ]
 
 

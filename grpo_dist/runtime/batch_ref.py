@@ -56,8 +56,8 @@ class Label:
     @classmethod
     def of(cls, data: DataProto) -> Label:
         """The label of `data`; its small columns are those that the driver reads."""
-        columns = tuple(data.columns())
-        return cls(columns, {name: np.asarray(data[name]) for name in columns_for(columns, "driver")}, len(data))
+        small = {name: np.asarray(data[name]) for name in columns_for(data.columns(), "driver")}
+        return cls(tuple(data.columns()), small, len(data))
 
 
 @dataclass(frozen=True)

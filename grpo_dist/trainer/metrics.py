@@ -13,7 +13,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.placement import Placement
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.protocol.routes import UNKNOWN_ROUTES
+from grpo_dist.protocol.sequences import UNKNOWN_ROUTES
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.runtime.group import WorkerGroup

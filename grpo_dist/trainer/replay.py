@@ -29,7 +29,7 @@ from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES, models_of
 from grpo_dist.protocol import DataProto, metric_values
 from grpo_dist.protocol.fields import EXTRA, columns_for
-from grpo_dist.protocol.routes import ROUTES
+from grpo_dist.protocol.sequences import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.tracking.jsonl import METRICS
 from grpo_dist.trainer.checkpoint.folder import own_checkpoints

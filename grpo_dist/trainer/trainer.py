@@ -10,7 +10,7 @@ the engines hold the weights of s - 1 - max_staleness updates. At 0 every sequen
 above, the engines also generate during updates, and the tokens of one response may come from several weight versions.
 
 The trainer holds handles (`DataProtoRef`), never token tensors. `fit` runs in the main thread; each stage is a
-coroutine on the driver's event loop (stage.py), where sampling goes on in the background.
+coroutine on the driver's event loop (`stage`), where sampling goes on in the background.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from grpo_dist.trainer.checkpoint.resume import Resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.controllers import Controllers
 from grpo_dist.trainer.health import HealthMonitor, first_agreement
-from grpo_dist.trainer.loop import TrainingLoop, mini_batches
+from grpo_dist.trainer.loop import TrainingLoop, mini_batches, stage
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
 from grpo_dist.trainer.metrics import (
     batch_metrics,
@@ -51,7 +51,6 @@ from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
 from grpo_dist.trainer.settings import sampling_settings
-from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import SampleLog, Validation
 from grpo_dist.workers.rollout import GroupRequest
 from grpo_dist.workers.weight_transport import weight_transport

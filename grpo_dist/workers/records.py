@@ -18,8 +18,8 @@ from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, DiskError
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.branches import PREDECESSORS, branch_starts, scored_branches
 from grpo_dist.protocol.fields import EXTRA, columns_for
+from grpo_dist.protocol.sequences import PREDECESSORS, branch_starts, scored_branches
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.process import Process
 from grpo_dist.tracking.rollouts import is_recorded, make_room, write_tokens

@@ -25,9 +25,8 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
-from grpo_dist.protocol.branches import scored_branches
 from grpo_dist.protocol.fields import columns_for
-from grpo_dist.protocol.score_token import with_score_token
+from grpo_dist.protocol.sequences import scored_branches, with_score_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.workers.gang import FrozenGroup, PolicySettings, on_device, passes

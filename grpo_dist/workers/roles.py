@@ -78,7 +78,7 @@ class Roles:
 
     async def compute(self, row: ModelPass, needs: Sequence[str], batch: DataProtoRef) -> DataProtoRef:
         """Return the columns that a pass adds to a batch, of which it `needs` some besides the sequences."""
-        return await self.gangs[row.role].compute_log_probs(row.limit, batch, row.method, needs=needs)
+        return await self.gangs[row.role].compute_log_probs(row.limit or row.name, batch, row.method, needs=needs)
 
     def holders(self) -> dict[str, Gang]:
         """Return the roles whose state only a checkpoint can restore, by name: those that train, a reference that has

@@ -37,9 +37,8 @@ from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSet
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.keeper import watch
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.protocol.routes import UNKNOWN_ROUTES, count_unknown, route_columns
+from grpo_dist.protocol.sequences import PREDECESSORS, UNKNOWN_ROUTES, count_unknown, route_columns
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call

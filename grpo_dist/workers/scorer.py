@@ -21,8 +21,8 @@ from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.errors import RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import scored_branches
 from grpo_dist.protocol.fields import EXTRA, UNPENALISED, columns_for
+from grpo_dist.protocol.sequences import scored_branches
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.rewards.teacher_endpoint import TeacherEndpoint
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label

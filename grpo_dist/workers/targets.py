@@ -19,8 +19,8 @@ from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.mismatch import mismatch_by_cause
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.fields import EXTRA, SOURCE, columns_for
+from grpo_dist.protocol.sequences import PREDECESSORS
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.rewards.weighted import chosen_components
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label

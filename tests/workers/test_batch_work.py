@@ -13,8 +13,8 @@ from grpo_dist.algorithms.advantage import STD_EPS
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import BatchError, ConfigError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.parquet import read_parquet
+from grpo_dist.protocol.sequences import PREDECESSORS
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.workers.records import _write_rows
 from grpo_dist.workers.scorer import OverlongPenalty, RewardSettings, on_last_token

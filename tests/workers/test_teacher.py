@@ -17,7 +17,7 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
+from grpo_dist.protocol.sequences import TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import objective_settings

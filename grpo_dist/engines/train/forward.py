@@ -32,7 +32,7 @@ from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import columns_for
-from grpo_dist.protocol.routes import PROMPT_ROUTES
+from grpo_dist.protocol.sequences import PROMPT_ROUTES
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
