@@ -143,7 +143,7 @@ class GRPOTrainer(TrainingLoop):
                 self.record_validation()  # of the last step, while the engines still hold its weights
                 self.sync_weights()  # the engines now hold the new policy
                 self.sample_ahead()  # and may sample for one more step
-                if self.roles.ref is not None and self.config.actor_rollout_ref.ref.moves_after(self.step + 1):
+                if self.roles.reference is not None and self.config.actor_rollout_ref.ref.moves_after(self.step + 1):
                     self.sync_reference()  # iterative GRPO: so does the reference, or some of it
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
@@ -246,10 +246,12 @@ class GRPOTrainer(TrainingLoop):
     @stage("sync_reference")
     async def sync_reference(self) -> None:
         """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
-        assert self.roles.ref is not None
-        await self.roles.ref.move_towards(self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha)
+        assert self.roles.reference is not None
+        await self.roles.reference.move_towards(
+            self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha
+        )
         if self.objective.exact_kl:
-            await self.roles.actor.take_reference_head(self.roles.ref)
+            await self.roles.actor.take_reference_head(self.roles.reference)
 
     @stage("update_reward_model", needs=("responses", "rule_labels"))
     async def update_reward_model(self, batch: DataProtoRef) -> None:

@@ -52,7 +52,7 @@ class Roles:
         return cast("RewardPool", self.groups["reward"])
 
     @property
-    def ref(self) -> ReferenceGroup | None:
+    def reference(self) -> ReferenceGroup | None:
         """The frozen reference; None if no KL term needs reference workers."""
         return cast("ReferenceGroup | None", self.groups.get("ref"))
 
