@@ -1,9 +1,9 @@
 """DataProtoRef: the driver's handle to a batch whose columns are in Ray's object store.
 
 A worker returns its columns once, with a label. They stay in the store and are owned by the driver, so they outlive the
-worker (`workers.group.Call.handle`). A process that holds a batch itself stores it with `put`. A consumer reads the
-rows and columns it needs with `fetch`. The driver only rearranges handles. Besides references a handle carries the few
-small columns that the driver reads (one number or string per row), whose size does not depend on the response length.
+worker (`Call.handle`). A consumer reads the rows and columns it needs with `fetch`. The driver only rearranges handles.
+Besides references a handle carries the few small columns that the driver reads (one number or string per row), whose
+size does not depend on the response length.
 """
 
 from __future__ import annotations
