@@ -155,8 +155,7 @@ class DataProtoRef:
         if not len(self):
             return data
         for frame in self.frames:
-            wanted = [name for name in frame.columns if name in columns]
-            if wanted:
+            if wanted := [name for name in frame.columns if name in columns]:
                 part = frame.fetch(wanted)
                 data = part if not data.columns() else data.union(part)
         return data
