@@ -6,7 +6,7 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,9 @@ class Task:
 
 class ResponseScorer(Process):
     """Scores responses by the reward function, which is in a child process of its own."""
+
+    components: Mapping[str, float]
+    overlong_penalty: Callable[[torch.Tensor], torch.Tensor] | None
 
     def start(self, settings: RewardSettings) -> None:
         """Load tokenizer and reward function, the latter in a process of its own.
