@@ -41,7 +41,6 @@ class RewardModelSettings(PolicySettings):
     """What a worker of the reward model is built from.
 
     Attributes:
-        section: of the config, `reward_model`.
         trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
         steps: how a process reward model reads steps; None: it judges whole responses.
     """

@@ -65,8 +65,7 @@ def test_each_column_of_an_objective_names_it_as_a_reader() -> None:
 
 
 def test_a_column_is_of_a_row_a_token_or_a_group() -> None:
-    assert [FIELDS[name].per for name in ("score", "advantages", "rule_labels")] == ["row", "token", "token"]
-    assert [FIELDS[name].per for name in ("prompts", "prompt_routes")] == ["group", "group"]
+    assert [FIELDS[name].per for name in ("score", "advantages", "prompt_routes")] == ["row", "token", "group"]
 
 
 def test_the_test_batch_follows_the_contract() -> None:

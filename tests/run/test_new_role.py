@@ -90,9 +90,7 @@ class EchoRunConfig(RunConfig):
     echo: EchoConfig
 
 
-class EchoWorker(PolicyWorker):
-    """In its process the table of columns has the row too."""
-
+class EchoWorker(PolicyWorker):  # in its process the table of columns has the row too
     def start(self, *args: Any) -> None:
         FIELDS[COLUMN] = FIELD
         super().start(*args)
