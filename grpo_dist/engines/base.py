@@ -39,8 +39,6 @@ _ARGUMENTS: dict[str, Any] = yaml.safe_load(
     Path(schema_roles.__file__).with_name("engine_arguments.yaml").read_text(encoding="utf-8")
 )
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
-# Columns of a batch that a forward pass reads.
-SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
 
 
 # --- rollout -------------------------------------------------------------------------------------------------------
@@ -54,9 +52,9 @@ class Response:
         stop: the text that ended it; None: the end-of-sequence token, or it was cut short.
         mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
         num_turns: how often the policy was sampled for it.
-        predecessors: the token that each one follows, see protocol/branches.py; None: it has no branches.
-        routes: the experts of its tokens, and before them of the prompt's (protocol/routes.py), of which the first ones
-            may be missing; None: they are not recorded.
+        predecessors: the token that each one follows, see protocol/sequences.py; None: it has no branches.
+        routes: the experts of its tokens, and before them of the prompt's (protocol/sequences.py); the first ones may
+            be missing; None: they are not recorded.
     """
 
     token_ids: list[int]
