@@ -16,7 +16,8 @@ from typing import NoReturn
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.trained import TrainedModel, engine_for, find_trained
 from grpo_dist.engines.rendezvous import LOOPBACK
-from grpo_dist.engines.vllm.server import KEY_VARIABLE, MODEL, listen, serving
+from grpo_dist.engines.vllm.front import MODEL
+from grpo_dist.engines.vllm.server import KEY_VARIABLE, listen, serving
 from grpo_dist.errors import ConfigError, EngineError
 from grpo_dist.terminal import show
 

@@ -2,7 +2,7 @@
 
 The app has vLLM's chat template, tool parsers, streams and errors. It sees an engine client that samples nothing
 itself: what is asked for goes to an `AppSample`, and what comes back is answered in vLLM's form. So every route is
-recorded alike, whichever engine samples. `Front` (server.py) stands before its routes.
+recorded alike, whichever engine samples. front.py stands before its routes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.base import AppSample, ParseCalls, RequestRefused, Response, ToolCall
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import engine_args
-from grpo_dist.engines.vllm.server import MODEL, REQUEST, FrontSettings, put_front
+from grpo_dist.engines.vllm.front import MODEL, REQUEST, FrontSettings, put_front
 from grpo_dist.errors import ConfigError
 
 CONTENT_FORMAT = "string"  # templates see the text of a message, as in training, also where they would take its parts

@@ -1,7 +1,7 @@
 """What every start of vLLM needs: its environment, set before it is imported, a folder and plain errors; processes that
 end with the one that started them; and memory of its GPUs that is free.
 
-The other modules of this folder import vLLM at their top, but for this one, backend.py and server.py.
+The other modules of this folder import vLLM at their top, but for this one, backend.py, front.py and server.py.
 
 With `tied_core()` the kernel kills the engine core together with the rollout worker; vLLM's own would outlive a killed
 worker, and hold its GPUs. This and local_llm.py rely on the internals of vLLM 0.32: with another version

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.vllm.server import FORMS, Front, FrontSettings
+from grpo_dist.engines.vllm.front import FORMS, Front, FrontSettings
 
 SAMPLING = {"temperature": 0.0, "top_p": 0.9, "top_k": -1, "max_tokens": 7, "stop": ["###"]}
 USAGE = Usage(3, "Be brief.", {}, SAMPLING)

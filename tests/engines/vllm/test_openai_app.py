@@ -43,7 +43,7 @@ def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
     assert found.served_model_name == ["policy"]
     assert found.default_chat_template_kwargs == {"enable_thinking": False}
     assert found.chat_template_content_format == "string", "what templates see in training"
-    assert found.middleware == ["grpo_dist.engines.vllm.server.Front"]
+    assert found.middleware == ["grpo_dist.engines.vllm.front.Front"]
     assert (found.front.token, found.api_key) == ("secret", None)
     assert not found.disable_log_stats, "/metrics has nothing without them"
 
@@ -64,7 +64,7 @@ def test_options_of_vllm_win() -> None:
     more = ["--max-num-seqs", "5", "--enable-auto-tool-choice", "--tool-call-parser=hermes", "--middleware", "a.B"]
     found = arguments(*more, "--default-chat-template-kwargs", '{"x": 1}')
     assert (found.max_num_seqs, found.tool_call_parser, found.enable_auto_tool_choice) == (5, "hermes", True)
-    assert found.middleware == ["a.B", "grpo_dist.engines.vllm.server.Front"]
+    assert found.middleware == ["a.B", "grpo_dist.engines.vllm.front.Front"]
     assert found.default_chat_template_kwargs == {"x": 1}
     own = changed(SETTINGS, vllm={"max_num_seqs": 6, "disable_log_stats": True})
     assert (arguments(settings=own).max_num_seqs, arguments(settings=own).disable_log_stats) == (6, True)
