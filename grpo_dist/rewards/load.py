@@ -41,7 +41,6 @@ MOVED = {
     "grpo_dist.rewards.math_answer": _MATH,
     **dict.fromkeys(("grpo_dist.rewards.json_plan", "grpo_dist.tasks.planner"), "examples/planner/planner.py"),
 }
-MOVED_SOURCES = {"planner": MOVED["grpo_dist.tasks.planner"]}  # data sources whose scorer is no longer built in
 # Names that mean something else in what a reward function returns, so that no component can have them.
 RESERVED = {"score", "pred", "step_scores", OVERLONG_PENALTY}
 # The arguments that every form is called with. TRL functions get the row's columns too, and take what they name.
@@ -114,10 +113,10 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
     """
     sources = set(data_sources)
     if unknown := sorted(source for source in sources if built_in_scorer(source) is None):
-        moved = [f"; that of {source} is now {MOVED_SOURCES[source]}" for source in unknown if source in MOVED_SOURCES]
+        moved = f" (planner's is now {MOVED['grpo_dist.tasks.planner']})" if "planner" in unknown else ""
         raise ConfigError(
             f"no built-in scorer for data_source {', '.join(map(repr, unknown))}: set {PATH_KEY} to a Python "
-            f"file with your reward function{''.join(moved)}. Built-in: {', '.join(sorted(SCORERS))}"
+            f"file with your reward function{moved}. Built-in: {', '.join(sorted(SCORERS))}"
         )
     for function in {_built_in(source) for source in sources}:
         check = getattr(sys.modules[function.__module__], "check_reward_kwargs", None)

@@ -178,7 +178,6 @@ def test_the_parts_become_metrics() -> None:
     assert result.extra.keys() == {*WEIGHTS, "acc"}
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
 NUMBERS = {"train": 60, "test": 20, "sft": 40}
 
 
@@ -276,15 +275,13 @@ def test_hasty_answers_keep_the_order_of_the_request(tmp_path: Path) -> None:
     assert 0 < sum(some) < sum(changed) < NUMBERS["sft"]
 
 
-def test_no_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--local_save_dir", str(tmp_path), "--hasty_share=1.5"]) == 2
-    says(capsys.readouterr().err, "--hasty_share=1.5", "from 0 to 1")
-
-
-@pytest.mark.parametrize("key", ["train_size", "test_size", "sft_size"])
-def test_impossible_sizes(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--local_save_dir", str(tmp_path), f"--{key}=0"]) == 2
-    says(capsys.readouterr().err, f"--{key}=0", "at least 1")
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [*((f"--{name}_size=0", "at least 1") for name in NUMBERS), ("--hasty_share=1.5", "from 0 to 1")],
+)
+def test_impossible_numbers(option: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--local_save_dir", str(tmp_path), option]) == 2
+    says(capsys.readouterr().err, option, words)
     assert list(tmp_path.iterdir()) == []
 
 
