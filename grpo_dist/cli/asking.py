@@ -23,8 +23,7 @@ from grpo_dist.data.tokenize import named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.rewards.contract import RewardResult, RowNeeds
-from grpo_dist.rewards.forms import Failure
+from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
 from grpo_dist.trainer.rollout.job import group_seed

@@ -13,8 +13,7 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, parse_code
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact
-from grpo_dist.rewards.contract import Form, Part, RewardFunction, RowNeeds
-from grpo_dist.rewards.forms import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
+from grpo_dist.rewards.contract import BATCH_ARGUMENTS, TRL_ARGUMENTS, Form, Part, RewardFunction, RowNeeds, form_of
 
 PATH_KEY = "custom_reward_function.path"
 _MATH = "grpo_dist.tasks.competition_math"

@@ -26,7 +26,7 @@ from grpo_dist.errors import CheckpointError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS, branch_starts, scored_branches, with_branches
 from grpo_dist.protocol.fields import EXTRA, SOURCE
-from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.rewards.weighted import chosen_components
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.process import Process

@@ -33,7 +33,7 @@ from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.fields import TEACHER
 from grpo_dist.protocol.routes import with_routes
 from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
-from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.freed_memory import FreedMemory
 from grpo_dist.runtime.process import Process

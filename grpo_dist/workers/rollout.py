@@ -28,7 +28,7 @@ from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.routes import UNKNOWN_ROUTES, count_unknown, route_columns
-from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.runtime.batch_ref import Label
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.process import Process

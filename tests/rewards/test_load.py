@@ -9,8 +9,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function
-from grpo_dist.rewards.contract import RewardResult, RowNeeds
-from grpo_dist.rewards.forms import Sample, score_group
+from grpo_dist.rewards.contract import RewardResult, RowNeeds, Sample, score_group
 from grpo_dist.rewards.load import MOVED, SCORERS
 from tests.messages import refuses
 from tests.rewards.scoring import scored
