@@ -63,11 +63,6 @@ class Columns:
     """The way in which rows are read: what the keys of `data` say, and what the reward function asks for.
 
     Attributes:
-        prompt_key: column of the prompt.
-        reward_fn_key: column of the data source.
-        answer_key: column of the ground truth; None: reward_model.ground_truth, or else what is found.
-        prompt_template: text with {column} in it, which becomes the prompt; None: the prompt is a column.
-        data_source: of rows that have none; None: see `needs_source`.
         needs_ground_truth: whether a row without a ground truth is refused.
         needs_source: whether a row without a data source is refused; else its file's name takes the place.
         needed: columns, or entries of extra_info, that the reward function cannot do without.
@@ -233,6 +228,11 @@ def column_of(row: Row, name: str, where: str, *, setting: str = "") -> Any:
     if row.get(name) is None:
         raise missing(row, name, where, setting)
     return row[name]
+
+
+def messages_in(row: Row, name: str, where: str, role: str = "user") -> list[dict[str, Any]]:
+    """Return the chat messages in a row's column; see `checked_messages`."""
+    return checked_messages(column_of(row, name, where), f"{where}: {name}", role)
 
 
 def missing(row: Row, name: str, where: str, setting: str = "", remedy: str = "") -> DataError:

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from grpo_dist.data.files import locate_rows, shown
-from grpo_dist.data.prompts import check_text_only, checked_messages, column_of, unread
+from grpo_dist.data.prompts import check_text_only, checked_messages, column_of, messages_in, unread
 from grpo_dist.errors import DataError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
 
@@ -150,8 +150,7 @@ def load_preferences(files: Sequence[str], *, key: str) -> list[Pair] | list[Lab
 def conversation_row(row: dict[str, Any], location: str, where: str, *, messages_key: str) -> Conversation:
     """Check a row of supervised fine-tuning; `messages_key` is the column of whole conversations."""
     if row.get(messages_key) is None and row.get("completion") is not None:
-        prompt = checked_messages(column_of(row, "prompt", where), f"{where}: prompt")
-        completion = checked_messages(row["completion"], f"{where}: completion", "assistant")
+        prompt, completion = messages_in(row, "prompt", where), messages_in(row, "completion", where, "assistant")
         if prompt[-1]["role"] == completion[0]["role"] == "assistant":
             raise DataError(
                 f"{where}: prompt ends in a turn of the assistant that completion goes on with; write the whole turn "
@@ -196,16 +195,11 @@ def _to_train(location: str, messages: Messages, first: int, row: dict[str, Any]
 
 def pair_row(row: dict[str, Any], location: str, where: str) -> Pair:
     """Check a row with a chosen and a rejected answer."""
-    chosen, rejected = (
-        checked_messages(column_of(row, name, where), f"{where}: {name}", "assistant")
-        for name in ("chosen", "rejected")
-    )
+    chosen, rejected = (messages_in(row, name, where, "assistant") for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same, so neither is preferred; leave out the row")
-    if row.get("prompt") is not None:
-        prompt = checked_messages(row["prompt"], f"{where}: prompt")
-    else:
-        prompt = _common_start(row, chosen, rejected, where)
+    given = row.get("prompt") is not None
+    prompt = messages_in(row, "prompt", where) if given else _common_start(row, chosen, rejected, where)
     # an answer may begin with the prompt's messages
     chosen, rejected = (
         answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in (chosen, rejected)
@@ -240,7 +234,7 @@ def _common_start(row: dict[str, Any], chosen: Messages, rejected: Messages, whe
 
 def steps_row(row: dict[str, Any], location: str, where: str) -> LabelledSteps:
     """Check a row with the steps of an answer and their labels."""
-    prompt = checked_messages(column_of(row, "prompt", where), f"{where}: prompt")
+    prompt = messages_in(row, "prompt", where)
     steps, labels = (column_of(row, name, where) for name in ("completions", "labels"))
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise DataError(f"{where}: completions must be a list of texts, one for each step, got {shown(steps)}")
