@@ -167,13 +167,7 @@ def find_alarms(rows: Sequence[Row], settings: Mapping[str, Any] | None) -> list
 # --- a recorded step ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Recorded:
-    """A step as a run has recorded it.
-
-    Attributes:
-        config: of the run, with the values that it has not saved.
-        data: the step's batch.
-        metrics: the step's row of metrics.jsonl.
-    """
+    """A step as a run has recorded it: its batch, its row of metrics.jsonl, and the config with what was not saved."""
 
     run_dir: Path
     step: int

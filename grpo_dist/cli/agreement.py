@@ -34,7 +34,6 @@ from grpo_dist.cli.trained import (
     engine_for,
     find_trained,
     given_prompts,
-    named_checkpoint,
 )
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import ENGINE_KEY, rollout_engine
@@ -45,6 +44,7 @@ from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.watching import watched
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import ConfigError
+from grpo_dist.runs import named_checkpoint
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.manifest import versions
 from grpo_dist.trainer.rollout.job import group_seed
@@ -156,11 +156,7 @@ async def compare(
 ) -> Agreement:
     """Sample a response to each prompt (token ids), and run the trainer over the same tokens, one after the other.
 
-    Args:
-        sampler: a `VLLMEngine` without prefix cache, with the trainer's weights.
-        trainer: on one rank.
-        prompts: token ids.
-        sampling: of the sampler.
+    The sampler is a `VLLMEngine` without prefix cache, with the weights of the trainer, which has one rank.
     """
     dtypes = (getattr(torch, sampler.settings.dtype), DTYPES[trainer.settings.compute_dtype])
     coarser = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

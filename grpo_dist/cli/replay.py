@@ -204,10 +204,7 @@ def _model_scores(group: DataProto) -> dict[str, np.ndarray]:
 
 
 def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> DataProto:
-    """Compute the advantages again, from these scores.
-
-    Args:
-        scores: columns that take the place of the recorded ones.
+    """Compute the advantages again, with these columns in the place of the recorded ones.
 
     Raises:
         ConfigError: they need a column or a figure that the run has not recorded.
@@ -245,11 +242,7 @@ def _not_recorded(recorded: Recorded, key: str, figure: str) -> ConfigError:
 
 # --- the update ------------------------------------------------------------------------------------------------------
 def weights_before(recorded: Recorded) -> Path | None:
-    """The checkpoint before the step; None: the step is the first one, and its weights are the model's own.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The checkpoint before the step; None: the step is the first one, and its weights are the model's own."""
     if recorded.step == 1:
         return None
     by_step = own_checkpoints(recorded.run_dir)

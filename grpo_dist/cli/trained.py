@@ -154,10 +154,6 @@ def base_of(model: TrainedModel) -> TrainedModel:
 def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
     """Return the folder of a checkpoint's model: that of the run's end, or `huggingface_step_N` beside it, which is
     written if it is not there.
-
-    Raises:
-        ConfigError: a model of another checkpoint is in its place.
-        GrpoDistError: it cannot be exported.
     """
     if is_model_of(checkpoint.parent / EXPORTED, checkpoint):
         return checkpoint.parent / EXPORTED
@@ -329,14 +325,9 @@ class Asker:
         return [(prompt.prompt, prompt.token_ids.tolist()) for prompt in tokenized if len(prompt.token_ids) < longest]
 
     async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
-        """`sampling.n` responses to a prompt.
-
-        Raises:
-            EngineError: the engine failed.
-        """
-        whole = self.sampling
+        """`sampling.n` responses to a prompt, with seeds as in validation."""
+        whole, room = self.sampling, self.engine.settings.max_model_len - len(token_ids)
         seed = None if whole.seed is None else group_seed(whole.seed, VALIDATION_STEP, index)
-        room = self.engine.settings.max_model_len - len(token_ids)
         sampling = replace(whole, seed=seed, max_tokens=min(whole.max_tokens, room))
         responses = await self.engine.generate(token_ids, sampling)
         assert responses is not None, "nobody aborts it"
