@@ -27,16 +27,14 @@ from grpo_dist.cli.arguments import add_shared, command_parser
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt
-from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES, models_of
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from grpo_dist.protocol.branches import with_branches
-from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.protocol.routes import ROUTES
+from grpo_dist.protocol.fields import EXTRA, columns_for
+from grpo_dist.protocol.sequences import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.terminal import show
@@ -49,7 +47,8 @@ from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, total_steps, training_rows
 from grpo_dist.trainer.settings import rank_settings, reward_settings
 from grpo_dist.workers.gang import averaged
-from grpo_dist.workers.reward import RewardWorker, Task
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.scorer import Task
 
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
 LR_TOLERANCE = 1e-6  # relative
@@ -304,7 +303,7 @@ def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
             raise _not_recorded(recorded, "actor_rollout_ref.actor.entropy_target", name)
         objective = objective.with_entropy_coeff(recorded.metrics[name])
     _require(recorded, data, (*objective.columns, *((ROUTES,) if config.replays_routes else ())), "the update needs")
-    return objective, data.select(with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), data.columns()))
+    return objective, data.select((*columns_for(data.columns(), "forward"), *objective.columns))
 
 
 def _num_steps(config: RunConfig) -> int:

@@ -23,7 +23,7 @@ from grpo_dist.rewards.output_lines import OutputLines
 from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.loss_settings import target_settings
-from grpo_dist.workers.batch_work import BatchWork
+from grpo_dist.workers.targets import TargetMaker
 from tests.messages import refuses, says
 
 
@@ -155,10 +155,10 @@ def with_targets(made: Recorded) -> Recorded:
     return Recorded(made.run_dir, made.step, made.config, whole, made.metrics)
 
 
-class Worker(BatchWork):
+class Worker(TargetMaker):
     """The part of a reward process that computes targets."""
 
-    components, overlong_penalty, step_separator = {}, None, None  # type: ignore[assignment]
+    components, overlong_penalty = {}, None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.printed = OutputLines()
