@@ -39,7 +39,7 @@ GRPO = Command(
         rules.job_rules,
         rules.between_values,
         *placement_rules.PLACEMENT_RULES,
-        rules.vllm_arguments_are_no_keys_of_the_config,
+        rules.arguments_are_no_keys_of_the_config,
         rules.seeded_samples_are_not_drafted,
         rules.experts_are_recorded,
         model_rules.models_take_it,

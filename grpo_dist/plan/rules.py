@@ -519,7 +519,7 @@ def drafts(config: RunConfig) -> str:
     return next((f"{_VLLM}.{name}={shown(given[name])}" for name in DRAFTS if given.get(name) is not None), "")
 
 
-def vllm_arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Problem]:
+def arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Problem]:
     """Engines that are told otherwise than the trainer would sample what the trainer takes for something else."""
     for name, value in config.actor_rollout_ref.rollout.engine_kwargs.vllm.items():
         owned = _ENGINE_ARGUMENTS["owned"].get(name)
