@@ -58,7 +58,7 @@ class Values:
         self.backend = roles.rollout.checkpoint_engine.backend
         self.estimator, self.loss = config.algorithm.adv_estimator, roles.actor.policy_loss.loss_mode
         self.loop, self.single_turn = roles.rollout.agent.default_agent_loop, roles.rollout.agent.is_single_turn
-        self.elsewhere, self.teaches_itself = config.teacher_is_elsewhere, config.reference_follows_scores
+        self.elsewhere, self.teaches_itself = config.teacher_is_elsewhere, config.algorithm.self_distillation.enable
         self.exact_kl = roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full"
 
 
