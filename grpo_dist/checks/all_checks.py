@@ -28,10 +28,9 @@ from grpo_dist.config.problems import Problem, config_error
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.commands import command_of
-from grpo_dist.plan.memory import memory_estimate
-from grpo_dist.plan.memory_rules import memory_problems
+from grpo_dist.plan.memory import memory_estimate, memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
-from grpo_dist.plan.node_layout import slots
+from grpo_dist.plan.placement import slots
 from grpo_dist.plan.role_models import POLICY
 from grpo_dist.plan.rules import engine_of
 from grpo_dist.plugins.registry import load_attribute

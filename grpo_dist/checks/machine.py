@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError
-from grpo_dist.plan.node_layout import Slot
+from grpo_dist.plan.placement import Slot
 from grpo_dist.plan.rules import engine_of
 from grpo_dist.runtime.cluster import LOCAL, find_cluster
 from grpo_dist.sizes import GIB

@@ -264,9 +264,6 @@ class RolloutBackend:
         if config.replays_routes and ROUTES not in self.capabilities:
             why = "the engine records no experts of its tokens; set the first to disabled"
             yield f"<actor.router_replay.mode>, <rollout.name>: {why}"
-        if config.actor_rollout_ref.rollout.checkpoint_engine.changes_only and DIFFERENCES not in self.capabilities:
-            why = "the engine takes whole weights alone; set the first to false"
-            yield f"<rollout.checkpoint_engine.changes_only>, <rollout.name>: {why}"
 
     def adapts_experts(self, device: str) -> bool:
         """Tell if it computes experts beside LoRA's factors."""

@@ -15,11 +15,9 @@ from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_roles import AgentConfig
-from grpo_dist.data.columns import SOURCE, unread_notes
-from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.pass_rates import PassRateCurriculum
-from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
-from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.prompts import NO_DATA_SOURCE, SOURCE, Prompt, add_system_prompt, load_prompts, unread_notes
+from grpo_dist.data.sampler import CustomSampler, PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import CodeName, absolute
@@ -222,6 +220,12 @@ def read_prompts(
     if built_in:
         check_data_sources(prompt.data_source for prompt in prompts)
     return prompts if data.apply_chat_template else [replace(prompt, is_plain=prompt.is_text) for prompt in prompts]
+
+
+def training_rows(config: RunConfig, most: int, needs: RowNeeds) -> list[Prompt]:
+    """The rows of `data.train_files`, with the run's system prompt; see `read_prompts`."""
+    rows = read_prompts(config, "data.train_files", config.data.train_files, most, needs)
+    return rows if config.data.system_prompt is None else add_system_prompt(rows, config.data.system_prompt)[0]
 
 
 def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:
