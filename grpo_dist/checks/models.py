@@ -113,7 +113,7 @@ def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
 def _check_causal(row: CheckedModel, model: ModelFolder) -> None:
     """Check that a model has an output layer, by its weights, and where these are not here by its config.json."""
     if row.settings.num_labels:  # its output layer becomes a head
-        from grpo_dist.engines.train.classifier import check_family  # slow, and other runs do without
+        from grpo_dist.engines.train.model_loading import check_family  # slow, and other runs do without
 
         check_family(read_model_config(model.folder, row.model.setting), row.model.setting)
     architectures = [str(name) for name in model.config.get("architectures") or ()]
@@ -138,7 +138,7 @@ def check_classifier(row: CheckedModel, model: ModelFolder) -> str:
         ConfigError: it is another kind of model.
         DataError: its config.json cannot be read.
     """
-    from grpo_dist.engines.train.classifier import check_family, check_head  # slow, and other runs do without
+    from grpo_dist.engines.train.model_loading import check_family, check_head  # slow, and other runs do without
 
     read, may_be_new = read_model_config(model.folder, row.model.setting), row.settings.new_head_seed is not None
     check_family(read, row.model.setting)

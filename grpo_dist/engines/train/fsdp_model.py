@@ -21,8 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from grpo_dist.engines.rendezvous import world_limit
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split, why_padded
-from grpo_dist.engines.train.compiled import Compiler
-from grpo_dist.engines.train.lm_head import ResponseHead, head_modules, join_float32_head
+from grpo_dist.engines.train.lm_head import Compiler, ResponseHead, head_modules, join_float32_head
 from grpo_dist.engines.train.lora import add_lora, draw_factors, load_factors, lora_hidden
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory

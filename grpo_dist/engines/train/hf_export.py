@@ -26,9 +26,8 @@ from grpo_dist.assets.model_folder import Usage
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
-from grpo_dist.engines.train.hf_names import as_in_files
 from grpo_dist.engines.train.lora import full_factors, full_parameters, lora_layers
-from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.engines.train.model_loading import DTYPES, as_in_files
 from grpo_dist.errors import CheckpointError
 from grpo_dist.sizes import EXPORT_FILE_BYTES
 

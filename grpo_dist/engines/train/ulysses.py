@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 from grpo_dist.engines.rendezvous import world_limit
-from grpo_dist.engines.train.own_attention import SINKS
 
 
 class SequenceGroup:
@@ -109,8 +108,8 @@ def over_heads(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple
         if sequence_group is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
         kwargs.pop("position_ids", None)  # those of the slice
-        if kwargs.get(SINKS) is not None:
-            kwargs[SINKS] = kwargs[SINKS].chunk(sequence_group.size)[sequence_group.rank]
+        if kwargs.get("s_aux") is not None:  # a sink for each head
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(sequence_group.size)[sequence_group.rank]
         shares = (sequence_group.heads(x) for x in (query, key, value))
         out, weights = attend(module, *shares, attention_mask, **kwargs)  # (B, L, heads / size, D)
         return sequence_group.exchange(out), weights
