@@ -19,7 +19,7 @@ from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import Recording, derived_seed
 from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes, extend
 from grpo_dist.agents.turns import Turns, finite
-from grpo_dist.algorithms.advantage.agents import name_fault
+from grpo_dist.algorithms.advantage.inputs import name_fault
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plugins.registry import described

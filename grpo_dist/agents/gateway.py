@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_dist.agents.episode import Sample
 from grpo_dist.agents.recording import Recording
-from grpo_dist.algorithms.advantage.agents import name_fault
+from grpo_dist.algorithms.advantage.inputs import name_fault
 from grpo_dist.engines.base import AppSample, RequestRefused, Response
 from grpo_dist.engines.rendezvous import LOOPBACK
 

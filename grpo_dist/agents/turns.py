@@ -6,7 +6,7 @@ import math
 import numbers
 from typing import Any
 
-from grpo_dist.algorithms.advantage.agents import agent_id
+from grpo_dist.algorithms.advantage.inputs import agent_id
 from grpo_dist.plugins.registry import described
 
 

@@ -77,14 +77,14 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """The loss of pairs, `algorithms.preference.pair_loss`. The two rows of a pair have the same uid."""
+    """The loss of pairs, `algorithms.supervised.pair_loss`. The two rows of a pair have the same uid."""
 
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
 
 @dataclass(frozen=True)
 class LabelSettings:
-    """The loss of labelled tokens, `algorithms.preference.label_loss`."""
+    """The loss of labelled tokens, `algorithms.supervised.label_loss`."""
 
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_dist.algorithms.baselines import AgentBaselines
+from grpo_dist.algorithms.controllers import AgentBaselines
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
