@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from grpo_dist.assets.tokenizer import continued
+from grpo_dist.assets.model_folder import continued
 
 Message = Mapping[str, Any]
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from grpo_dist.algorithms.agreement import Operation
 from grpo_dist.assets import expanded
-from grpo_dist.assets.model_folder import some
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer, some
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.asking import NO_ANSWERS, PROMPTS, Asker, given_prompts
 from grpo_dist.cli.output import check_output, write_output

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from grpo_dist.assets import BUILTIN
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.cli.check_reward import sample_of
 from grpo_dist.cli.trained import TrainedModel, engine_for
 from grpo_dist.config.data_files import HUB, SUFFIXES

@@ -29,7 +29,7 @@ from grpo_dist.algorithms.validation import (
     subset_sizes,
 )
 from grpo_dist.assets import expanded
-from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, command_parser
 from grpo_dist.cli.asking import asking, judge, sampling_of

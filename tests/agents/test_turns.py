@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from grpo_dist.agents.turns import Turns
+from grpo_dist.agents.episode import Turns
 from tests.messages import refuses
 
 

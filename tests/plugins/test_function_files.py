@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.plugins.function_files import function_name, write_function
-from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.plugins.registry import function_name, load_attribute, write_function
 from tests.messages import says
 
 FACTOR = 3
@@ -68,7 +67,7 @@ made = {"score": score, "part": functools.partial(score, weight=5), "Judge": Jud
 WRITER = """
 import sys
 from pathlib import Path
-from grpo_dist.plugins.function_files import write_function
+from grpo_dist.plugins.registry import write_function
 code, line, folder = sys.argv[1:]
 exec(compile("\\n" * int(line) + code, f"/tmp/cell_{line}.py", "exec"))
 print([write_function(each, name, Path(folder), "key") for name, each in made.items()])

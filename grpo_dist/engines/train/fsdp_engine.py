@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.algorithms.settings import TrainingSettings
-from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
-from grpo_dist.assets.model_folder import Usage
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER, Usage
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import ModelSettings

@@ -21,9 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_dist.assets import is_on_the_hub
-from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS
-from grpo_dist.assets.model_folder import Usage
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, Usage, load_tokenizer
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
 from grpo_dist.engines.train.lora import full_factors, full_parameters, lora_layers

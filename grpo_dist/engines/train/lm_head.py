@@ -107,17 +107,17 @@ class HeadRequest:
 
 
 class HeadValues(NamedTuple):
-    """Of M response tokens float32 log-probs, logsumexp, entropies and exact KL, in nats, the squared norm of the
-    log-prob's gradient and the probability of a teacher's tokens; (M, H) hidden states; None if not asked for.
+    """Of M response tokens float32 log-probs, entropies and exact KL, in nats, the (M, H) hidden states, the squared norm
+    of the log-prob's gradient, the probability of a teacher's tokens, and the logsumexp; None if not asked for.
     """
 
     log_probs: Tensor
-    sums: Tensor | None = None
     entropies: Tensor | None = None
     exact_kl: Tensor | None = None
+    hidden_states: Tensor | None = None
     gradient_norms: Tensor | None = None
     mass: Tensor | None = None
-    hidden_states: Tensor | None = None
+    sums: Tensor | None = None
 
     def part(self, tokens: slice) -> HeadValues:
         """The values of some tokens."""
@@ -264,7 +264,7 @@ def token_values(
     if top is not None:
         own, difference = top.compared(scaled)
         kl, mass = (own.exp() * difference).sum(1), log_p.gather(1, top.ids).exp().sum(1)
-    return HeadValues(log_probs, sums, entropy, kl, norms, mass)
+    return HeadValues(log_probs, entropy, kl, None, norms, mass, sums)
 
 
 def logits_gradient(
@@ -337,8 +337,7 @@ def response_values(
         chunk_tokens = max(1, CHUNK_LOGITS[hidden.device.type] // len(weight))
     used = compiler if compiler is not None and compiler.on else None
     log_probs, entropies, kl, norms, mass = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
-    hidden_states = states.detach() if request.hidden_states else None
-    return HeadValues(log_probs, None, entropies, kl, norms, mass, hidden_states)
+    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None, norms, mass)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -372,7 +371,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (states, weight, bias, *saved), request, compiler = ctx.saved_tensors, ctx.request, ctx.compiler
-        values, gradients = HeadValues._make(saved), HeadValues(grads[0], None, *grads[1:3])
+        values, gradients = HeadValues._make(saved), HeadValues(*grads[:3])
         compute, temperature = _used(logits_gradient, compiler), _yet_to_divide_by(request, compiler)
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

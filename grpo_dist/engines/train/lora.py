@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from grpo_dist.assets import POLICY_SECTION, expanded
-from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder
-from grpo_dist.assets.model_folder import some
+from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder, some
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.train.router_replay import routers_of
 from grpo_dist.engines.train.sharded_tensors import free_gathered, place, whole

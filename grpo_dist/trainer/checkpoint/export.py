@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_dist.assets import POLICY_KEY, TRAINED_MODEL_KEY, resolve_model_path
-from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import saved_values
 from grpo_dist.config.problems import with_value
