@@ -60,7 +60,7 @@ def checked_models(config: JobConfig) -> list[CheckedModel]:
 
 
 def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
-    """Find a model's folder, download it if it is a hub model, and check its files; with `weights` those of these too."""
+    """Find a model's folder, download it if it is a hub model, and check its files; with `weights` the largest too."""
     settings = row.settings
     folder = resolve_model_path(settings.path, weights=weights, key=settings.key)
     trust = settings.model.trust_remote_code or settings.num_labels > 0

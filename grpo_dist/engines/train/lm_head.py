@@ -107,8 +107,8 @@ class HeadRequest:
 
 
 class HeadValues(NamedTuple):
-    """Of M response tokens float32 log-probs, entropies and exact KL, in nats, the (M, H) hidden states, the squared norm
-    of the log-prob's gradient, the probability of a teacher's tokens, and the logsumexp; None if not asked for.
+    """Of M response tokens float32 log-probs, entropies and exact KL, in nats, (M, H) hidden states, the squared norms
+    of the log-prob's gradients, the probability of a teacher's tokens, and the logsumexp; None if not asked for.
     """
 
     log_probs: Tensor
