@@ -94,7 +94,6 @@ class Turns:
         self.rewards: dict[int, float] = {}
 
     def reward(self, value: float, turn: int | None = None, agent_name: str | None = None) -> None:
-        """See `Episode.add_step_reward`."""
         spans = [span for span in self.spans if agent_name in (None, span[2])]
         if not spans or (turn is not None and not 0 <= turn < len(spans)):
             asked = f"turn={turn}, agent_name={agent_name!r}"
@@ -108,7 +107,7 @@ class Turns:
         return [self.rewards.get(token, math.nan) for token in range(num_tokens)]
 
     def agent_ids(self, num_tokens: int) -> list[int]:
-        """Return the number of each token's agent (`algorithms.advantage.agents`); 0: it was put in."""
+        """Return the number of each token's agent (`agent_id`); 0: it was put in."""
         ids = [0] * num_tokens
         for first, end, name in self.spans:
             ids[first:end] = [agent_id(name)] * (end - first)
@@ -116,11 +115,7 @@ class Turns:
 
 
 def finite(name: str, value: Any) -> float:
-    """Return a number that a loop has set.
-
-    Raises:
-        ValueError: it is no finite number.
-    """
+    """Return a number that a loop has set."""
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{name} = {described(value)}: must be a finite number")
     return float(value)
@@ -131,19 +126,13 @@ class Episode:
 
     Args:
         sampling: how to sample; `max_tokens` bounds the whole response, `seed` is that of the row's first episode.
-        max_model_len: most tokens of prompt and response.
         max_episode_len: most different tokens of all calls at the endpoint.
         max_turns: most turns; None: as many as there is room for.
-        template_kwargs: variables of the chat template, as the prompt was rendered with.
         attempt: how many attempts have failed before this one.
 
     Attributes:
-        row: what it starts from.
         index: which of the row's n episodes this is.
-        tokenizer: the model's.
         prompt_ids: the row's prompt; after `endpoint` that of the first call there.
-        template_kwargs: variables of the model's chat template.
-        num_turns: how often the policy was sampled.
         turns: which tokens each turn has sampled, and for which agent.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
         reward: what the episode has earned, for a loop to set; None: the reward function scores the response.
@@ -185,7 +174,7 @@ class Episode:
         self._open_endpoint: OpenEndpoint | None = None
         self._busy = False
 
-    def again(self) -> Episode:
+    def next_attempt(self) -> Episode:
         """Return this episode from its beginning, with its next seed, after a failure."""
         return Episode(
             self.row,
@@ -232,7 +221,6 @@ class Episode:
             The turn. With no room left it is empty and `truncated`, and so is the episode.
 
         Raises:
-            RuntimeError: another turn of the episode is being sampled.
             EpisodeEnded: it has had all its turns; for the runner, not for a loop to catch.
         """
         if self._busy or self._sample is None:
@@ -367,9 +355,6 @@ class Episode:
         Args:
             turn: which turn, from 0, in the order in which they ended; None: the last one.
             agent_name: count the turns of this agent only.
-
-        Raises:
-            IndexError: no such turn was sampled.
         """
         self.turns.reward(value, turn, agent_name)
 

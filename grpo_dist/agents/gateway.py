@@ -49,11 +49,7 @@ _ASKING: ContextVar[tuple[Session, str, str] | None] = ContextVar("asking", defa
 
 
 class Gateway:
-    """The server. Everything here runs on one event loop.
-
-    Args:
-        make_app: builds the OpenAI app over a function that samples.
-    """
+    """The server. Everything here runs on one event loop."""
 
     def __init__(self, make_app: Callable[[AppSample], Awaitable[Any]]) -> None:
         self._make_app = make_app

@@ -39,12 +39,10 @@ class Call:
     """A call of the policy.
 
     Attributes:
-        prompt_ids: what it saw.
         parent: the call whose tokens the prompt begins with.
         response: what it sampled; None: it has not ended, or was aborted.
         capped: whether the client asked for fewer tokens than there was room for.
         place: of its last token in the tree; None: it has not ended, or found no room there.
-        agent_name: whose call it is.
         token_ids: what it saw and sampled, once it has ended.
         text: of these, once it was asked for.
     """
@@ -78,7 +76,6 @@ class Recording:
 
     Attributes:
         sampling: the run's; `max_tokens` bounds all that stands behind a first prompt, `seed` is the episode's.
-        max_model_len: most tokens of a prompt and its response.
         max_episode_len: most different tokens of all calls.
         max_calls: how many there may be; None: `MOST_CALLS`.
         calls: those that have ended, in this order.
@@ -105,7 +102,6 @@ class Recording:
         Args:
             rendered: the prompt as the chat template or the client says it.
             is_chat: whether a chat template has rendered it, so that tokens of earlier calls may stand in it.
-            max_tokens: what the client asks for at most.
             stop: texts that end the response, besides the run's.
         """
         most = MOST_CALLS if self.max_calls is None else self.max_calls

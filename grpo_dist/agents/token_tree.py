@@ -77,9 +77,7 @@ class TokenTree:
         most: different tokens that there may be, the prompt's among them.
 
     Attributes:
-        prompt_ids: that prompt.
         response: all that stands behind it.
-        routes: the recorded experts of all of them.
     """
 
     def __init__(self, prompt_ids: Sequence[int], most: int) -> None:

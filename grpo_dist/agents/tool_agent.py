@@ -66,7 +66,7 @@ class ToolAgent(AgentLoop):
 
     @classmethod
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `AgentLoop.resolved`: files have their whole paths."""
+        """`agent_kwargs` with whole paths of files."""
         load_tools(kwargs["tools"])
         parser, known = kwargs["tool_parser"], parser_names()
         if not isinstance(parser, str) or (":" not in parser and known and parser not in known):
@@ -81,14 +81,14 @@ class ToolAgent(AgentLoop):
 
     @classmethod
     def template_kwargs(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `AgentLoop.template_kwargs`: the tools' schemas."""
+        """The tools' schemas."""
         return {"tools": [dict(tool.schema) for tool in load_tools(kwargs["tools"]).values()]}
 
     @classmethod
     def check_template(
         cls, kwargs: Mapping[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[str]
     ) -> None:
-        """See `AgentLoop.check_template`: it tells of tools, and renders as many answers as a turn may have."""
+        """Check that the template tells of tools, and renders as many answers as a turn may have."""
         problem = "is not there"
         if tokenizer.chat_template:
             problem = _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends)

@@ -40,7 +40,6 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-        schema: of its arguments, in OpenAI's form.
         function: takes the arguments, checks their types and converts them.
     """
 
@@ -91,7 +90,6 @@ class Toolbox:
 
     Args:
         most_characters: of an answer; what is longer is cut in the middle.
-        timeout_s: seconds that a call may take.
     """
 
     def __init__(self, tools: Mapping[str, Tool], most_characters: int, timeout_s: float) -> None:

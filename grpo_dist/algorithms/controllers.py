@@ -94,10 +94,6 @@ class AgentBaselines:
     SPIRAL (arXiv 2506.24119): b <- decay b + (1 - decay) score, sequence by sequence, from 0. Here the n sequences of
     a step count together, b <- decay^n b + (1 - decay^n) their mean, and their advantages are against b before it, so
     that the order of a step's sequences changes nothing.
-
-    Attributes:
-        decay: 0 to 1.
-        values: b, by number.
     """
 
     decay: float

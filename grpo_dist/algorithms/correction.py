@@ -108,9 +108,6 @@ def current_weights(
 
     Args:
         log_probs: (N, T) float32, nats; the current policy. The weights carry no gradient.
-        rollout_log_probs: (N, T) float32, nats; the sampler's.
-        response_mask: (N, T), 1 on the tokens that train.
-        config: rollout_is, rollout_is_threshold, rollout_rs and rollout_rs_threshold.
 
     Returns:
         (N, T) float32 weights of the token losses, 0 on rejected tokens, which still count in the loss's mean (verl
@@ -355,9 +352,6 @@ def mismatch_by_cause(
     - rest: types and kernels.
 
     Args:
-        old_log_probs: (N, T) float32, nats; the trainer's.
-        rollout_log_probs: (N, T) float32, nats; the sampler's.
-        response_mask: (N, T), 1 on the tokens that train.
         is_stale: (N, T) bool, tokens that older weights have sampled; None: there cannot be any.
         lacks_routes: (N,) bool, sequences with such tokens; None: experts are not replayed.
         filtered: whether filters cut the sampler's distribution.

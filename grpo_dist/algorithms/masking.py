@@ -53,7 +53,6 @@ def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Te
     Args:
         logits: (..., V), any float type; the softmax runs in float32.
         token_ids: (...) int64.
-        temperature: the sampling temperature, > 0.
 
     Returns:
         (...) float32.
@@ -93,8 +92,6 @@ def tensor_fault(value: Any, shape: torch.Size, where: Tensor | None = None) -> 
     """Say how a value differs from a float tensor of this shape with finite numbers; "" if it does not.
 
     Args:
-        value: anything.
-        shape: of the tensor.
         where: not 0 at the numbers that matter; None: all do.
     """
     if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():

@@ -68,8 +68,6 @@ class PolicyInputs:
     Attributes:
         old_log_probs: nats; the policy that is being improved on. No gradient.
         log_probs: nats; the current policy, carries the gradient.
-        advantages: of each token.
-        response_mask: 1 on the tokens that train.
         rollout_is_weights: importance weights against the sampler, or None.
         selected: bool, the tokens that a loss treats apart (`token_selection`), or None: the loss picks them itself.
     """
@@ -391,10 +389,6 @@ def compute_policy_loss(
         columns: (N, T) tensors: `log_probs`, `old_log_probs` (nats), `advantages` and `response_mask`; where there are
             any, `rollout_is_weights` and `selected_tokens` (see `PolicyInputs`), and `prompt_weights` (see
             `agg_loss`). Only `log_probs` get a gradient.
-        settings: of the loss; read is `actor`.
-        global_tokens: tokens of the whole mini-batch; see `agg_loss`.
-        global_sequences: sequences of the whole mini-batch; see `agg_loss`.
-        global_prompts: prompts of the whole mini-batch; see `agg_loss`.
 
     Returns:
         (loss, metrics): a float32 scalar, and means over the masked tokens of this call.

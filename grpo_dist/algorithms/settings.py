@@ -98,12 +98,7 @@ class SFTSettings:
 
 @dataclass(frozen=True)
 class ValueSettings:
-    """The loss of a critic, `algorithms.value_loss.compute_value_loss`.
-
-    Attributes:
-        critic: the section `critic`, or any object with its names.
-        loss_scale_factor: constant length for seq-mean-token-sum-norm.
-    """
+    """The loss of a critic, `algorithms.value_loss.compute_value_loss`."""
 
     critic: Any
     loss_scale_factor: float | None = None

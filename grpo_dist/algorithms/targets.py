@@ -130,15 +130,12 @@ def compute_targets(
     Args:
         columns: (N, T) tensors: `token_level_scores`, `response_mask`, `rollout_log_probs` and `settings.columns`.
             Without `predecessors` there are no branches.
-        settings: what to do.
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.
         scored: (N,) bool, whether the response has a score; None: all have one.
-        kl_coef: weight of the KL penalty in the reward.
         sources: (N,) numbers of data sources below 2^31; None: all are one.
         reward_baselines: (N,) scores of the greedy responses, for estimators that need them; nan counts as no score.
         reward_components: (N,) scores by name, nan where a response has none; the same.
-        generator: for selections at random.
 
     Returns:
         ((N, T) tensors by name as above, with `old_log_probs` where they are the sampler's; metrics).

@@ -36,10 +36,8 @@ class ModelFolder:
     """A model folder that passed the checks.
 
     Attributes:
-        model_type: `model_type` of config.json, such as "qwen3".
         vocab_size: rows of the embedding; None if config.json does not say.
         shapes: shapes of the tensors in the weights, by name; empty if the weights were not checked.
-        num_files: number of weight files; 0 if they were not checked.
     """
 
     folder: Path
@@ -62,7 +60,6 @@ def check_model_folder(
 
     Args:
         setting: the key and value that name the folder, for messages ("actor_rollout_ref.model.path=models/qwen").
-        trust_remote_code: whether Python code that comes with the model may run.
         weights: whether to check the weights; False: check only config.json.
 
     Raises:
@@ -111,9 +108,6 @@ def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
     """The tokens that end a response, by config.json and, where there is one, generation_config.json.
 
     Rollout engines stop at them, and at the tokenizer's end of sequence.
-
-    Raises:
-        DataError: a file is missing or damaged; the message names it.
     """
     named_ids = [text_config(read_object(Path(folder) / "config.json", setting)).get("eos_token_id")]
     generation = Path(folder) / "generation_config.json"
@@ -124,11 +118,7 @@ def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
 
 
 def read_header(file: Path, setting: str) -> Shapes:
-    """Read the shapes of the tensors in a .safetensors file, by name.
-
-    Raises:
-        DataError: the header is damaged, or the file does not have the size that the header says.
-    """
+    """Read the shapes of the tensors in a .safetensors file, by name."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -253,11 +243,9 @@ class Usage:
         step: the training step after which the model was written; None: not known.
         system_prompt: comes first, where a prompt has no system message of its own.
         apply_chat_template: whether a prompt that is a text is a message of the user.
-        apply_chat_template_kwargs: variables of the chat template.
         sampling: temperature, top_p, top_k, max_tokens and stop, as `SamplingSettings` has them.
         checkpoint: digest of the checkpoint that has the same weights (checkpoint/manifest.py); None: there is none.
         run: digest of the config.yaml of the run that exported it at its end; None: it was exported by a command.
-        dtype: of the weights: "fp32" or "bf16".
     """
 
     step: int | None = None
@@ -315,7 +303,6 @@ class AdapterFolder:
     """An adapter that passed the checks.
 
     Attributes:
-        rank: of its factors.
         alpha: the scaling of B A is alpha / rank.
         layers: (inputs, outputs) of each layer with factors, by the name of the module.
     """
@@ -365,10 +352,6 @@ def check_base(adapter: AdapterFolder, shapes: Shapes, setting: str) -> None:
     """Check an adapter against the tensors of its base model.
 
     A model's modules may have other names than its files, at their beginning; so what follows it is compared.
-
-    Args:
-        shapes: of the tensors in the base model's files, by name.
-        setting: the key and value that name the adapter, for messages.
     """
     matrices = {f".{name}": shape for name, shape in shapes.items() if len(shape) == 2}
     for name, sizes in adapter.layers.items():

@@ -92,11 +92,7 @@ class Registry(Generic[F]):
         return sorted(self._functions)
 
     def needs(self, name: str) -> tuple[str, ...]:
-        """The additional inputs of a function; a custom function lists them in its attribute `needs`.
-
-        Raises:
-            ConfigError: no such name.
-        """
+        """The additional inputs of a function; a custom function lists them in its attribute `needs`."""
         return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
 
     def get(self, name: str, key: str | None = None) -> F:
@@ -186,11 +182,7 @@ def traceback_tail(error: BaseException) -> str:
 
 
 def load_attribute(spec: str, *, key: str) -> Any:
-    """Import `pkg.module:attr` or `path/to/file.py:attr`.
-
-    Raises:
-        ConfigError: the module cannot be imported or has no such attribute.
-    """
+    """Import `pkg.module:attr` or `path/to/file.py:attr`."""
     source, attribute = parse_code(spec)
     try:
         if source.endswith(ENDING):  # one function, as it was given to grpo_dist.train
@@ -221,7 +213,6 @@ def write_function(function: Callable[..., Any], name: str, folder: Path, key: s
     Args:
         name: under which it is found.
         folder: of the run; the file goes to `functions/DIGEST/` in it, and those of other functions stay.
-        key: for messages.
 
     Returns:
         Where it is, as `load_attribute` takes it: `FILE:name`.

@@ -246,11 +246,11 @@ def test_again_starts_from_the_beginning_with_seeds_of_its_own() -> None:
     first = make(writer, index=2)
     play(first, call_and_answer)
     first.reward = 1.0
-    second = first.again()
+    second = first.next_attempt()
     second.connect(writer.sample)
     assert (second.token_ids, second.reward, second.attempt, second.index) == ([], None, 1, 2)
     play(second, call_and_answer)
-    third = second.again()
+    third = second.next_attempt()
     assert third.attempt == 2
     seeds = [sampling.seed for _, sampling in writer.asked]
     assert len(set(seeds)) == 4
@@ -258,7 +258,7 @@ def test_again_starts_from_the_beginning_with_seeds_of_its_own() -> None:
         writer.turns += ["1+1=", "!"] * 2
         once_more = make(writer, index=2)
         play(once_more, call_and_answer)
-        again = once_more.again()
+        again = once_more.next_attempt()
         again.connect(writer.sample)
         play(again, call_and_answer)
     assert [sampling.seed for _, sampling in writer.asked] == seeds * 3
@@ -267,7 +267,7 @@ def test_again_starts_from_the_beginning_with_seeds_of_its_own() -> None:
 def test_without_a_seed_later_attempts_have_none() -> None:
     writer = Writer("1+1=", "!", "1+1=", "!")
     first = make(writer, seed=None)
-    second = first.again()
+    second = first.next_attempt()
     second.connect(writer.sample)
     for episode in (first, second):
         play(episode, call_and_answer)

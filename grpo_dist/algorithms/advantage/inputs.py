@@ -136,11 +136,7 @@ class AdvantageInputs:
         return self.need("groups", "index", "compares responses to one prompt and needs their uids")
 
     def need(self, name: str, argument: str, why: str) -> Any:
-        """An optional input.
-
-        Raises:
-            BatchError: it was not given.
-        """
+        """An optional input."""
         value = self.optional.get(name)
         if value is None:
             raise BatchError(f"`{argument}` is missing: the advantage estimator {why}")

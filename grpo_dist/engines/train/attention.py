@@ -124,7 +124,6 @@ def sees(
 
     Args:
         segments: (2, B, L), see `MicroBatch`.
-        position_ids: (B, L), for a window.
         window: of how many positions, its own the last, a token sees; 0: of all.
     """
     own, last = segments.unbind(0)
@@ -233,9 +232,7 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
     Its kernels are compiled when they are first called, those of the backward pass apart from the forward pass.
 
     Args:
-        config: the model's, for the heads.
         segments: (2, B, L) of a micro-batch, of which the beginning of the first row is tried.
-        dtype: that the model computes in.
     """
     text = getattr(config, "text_config", config)
     heads: int = text.num_attention_heads

@@ -70,8 +70,6 @@ class PolicyForward:
     Args:
         model: in which `ResponseHead.install` was tried.
         layout: the wanted one: padded, packed or shared.
-        temperature: logits are divided by it.
-        compute_dtype: of the forward pass, for the tolerance of the check.
         sequence_group: ranks that split the tokens of packed and shared micro-batches; padded ones stay whole.
 
     Attributes:
@@ -130,28 +128,28 @@ class PolicyForward:
         self,
         micro_batch: MicroBatch,
         *,
-        entropies: bool = False,
-        hidden_states: bool = False,
         reference: ReferenceHead | None = None,
         reference_states: Tensor | None = None,
-        gradient_norms: bool = False,
         top: tuple[Tensor, Tensor] | None = None,
+        **asked: bool,
     ) -> HeadValues:
-        """Log-probs of the M response tokens, and what else is asked for; see `HeadRequest`."""
+        """Log-probs of the M response tokens, and what of `HeadRequest` is asked for: columns are given by rows."""
         group = self.group_of(micro_batch)
         numbers, predictors = group.own(micro_batch.predictors, micro_batch.input_ids.shape[1])
         if reference_states is not None and reference is not None:
             reference_states = _at_tokens(reference_states, micro_batch.slots[numbers], reference.weight.shape[1])
+        told = None
+        if top is not None:
+            ids, of_top = (_at_tokens(column, micro_batch.slots[numbers], 1) for column in top)
+            told = TopTokens(ids.long(), of_top / self.temperature)
         request = HeadRequest(
             predictors,
             micro_batch.targets[numbers],
             self.temperature,
-            entropies,
-            hidden_states,
-            reference,
-            reference_states,
-            gradient_norms,
-            None if top is None else self._top_tokens(*top, micro_batch.slots[numbers]),
+            reference=reference,
+            reference_states=reference_states,
+            top=told,
+            **asked,
         )
         if self.head is None:
             values = self._plain(micro_batch, request)
@@ -160,9 +158,6 @@ class PolicyForward:
                 values = self._run(micro_batch).logits
         count = len(micro_batch.targets)
         return HeadValues._make(None if part is None else group.whole(part, numbers, count) for part in values)
-
-    def _top_tokens(self, ids: Tensor, log_probs: Tensor, slots: Tensor) -> TopTokens:
-        return TopTokens(_at_tokens(ids, slots, 1).long(), _at_tokens(log_probs, slots, 1) / self.temperature)
 
     def group_of(self, micro_batch: MicroBatch) -> SequenceGroup:
         """The ranks that split the tokens of a micro-batch."""
@@ -441,7 +436,7 @@ class ValueForward(PolicyForward):
         return max(1.0, alone.abs().mean().item())
 
     def compared(self, micro_batch: MicroBatch) -> Tensor:
-        """See `PolicyForward.compared`; the values of a head that is drawn for the check.
+        """The values of a head that is drawn for the check.
 
         The model's own may be near 0, as a critic's is at first: it would hide any difference between its inputs.
         """
@@ -453,7 +448,6 @@ class ValueForward(PolicyForward):
         return states @ (drawn / math.sqrt(states.shape[1])).to(states.device)
 
     def compared_alone(self, row: MicroBatch, tokens: int = CHECKED_TOKENS) -> Tensor:
-        """See `PolicyForward.compared_alone`."""
         return self.compared(row)[-tokens:]
 
 

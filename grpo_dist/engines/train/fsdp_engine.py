@@ -51,12 +51,8 @@ class FSDPEngine:
     together, each with its own rows (a rank may have none).
 
     Args:
-        model: what to load and how to shard it.
-        device: "cpu" or "cuda".
         temperature: the sampling temperature; logits are divided by it before every softmax.
-        optimizer: the config's section; None for a frozen model (the reference).
         total_steps: optimizer steps of the whole run, at whose end the schedule ends.
-        grad_clip: largest gradient norm.
 
     Attributes:
         reference_head: the reference's output layer, which the exact KL needs; None: the loss has no such KL.
@@ -177,8 +173,6 @@ class FSDPEngine:
                 missing, and for pairs there is `uid`, with both rows of a pair on the same rank.
             micro_batch_size: sequences per forward and backward pass, where there is no token budget. A pair stays
                 whole.
-            objective: the loss.
-            max_token_len: tokens per forward and backward pass; None: no token budget.
 
         Returns:
             The metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
@@ -231,9 +225,6 @@ class FSDPEngine:
         """The metrics of an objective on this rank's rows, to be merged over ranks, without a step.
 
         Takes the arguments of `train_mini_batch`.
-
-        Raises:
-            TrainingDiverged: on all ranks, if any rank's loss is not finite.
         """
         judged = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
         data, counts, plan = self._begin(judged, data, micro_batch_size, max_token_len)

@@ -40,16 +40,11 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at the last token that is
     not `pad_token_id` of config.json: where it was trained, since that is kept (see `_set_padding`).
 
-    See `write_folder`. Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop
+    Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop
     each tensor.
 
     Args:
         model: a policy, whose LoRA factors are merged, or a model with a linear head.
-        dtype: of the weights in the files: "fp32" or "bf16".
-        usage: what the folder says of itself; None: nothing.
-
-    Raises:
-        CheckpointError: on every rank: the files cannot be written.
     """
     tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
@@ -179,11 +174,7 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
-    """Write adapter_config.json and adapter_model.safetensors. Collective; takes the arguments of `export_hf_model`.
-
-    Raises:
-        CheckpointError: on every rank: the files cannot be written.
-    """
+    """Write adapter_config.json and adapter_model.safetensors. Collective; takes the arguments of `export_hf_model`."""
     factors = full_factors(model, DTYPES[dtype])
 
     def write(temporary: Path) -> None:

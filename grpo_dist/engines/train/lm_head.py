@@ -43,9 +43,6 @@ class Compiler:
     What it compiles is that of the layers between the points where FSDP2 gathers their weights, so the hooks that do
     this stay outside. All layers of a model share one graph for each of training, passes without gradients, and
     recomputation.
-
-    Attributes:
-        on: whether the compiled functions run, or else the functions themselves.
     """
 
     def __init__(self) -> None:
@@ -87,8 +84,6 @@ class HeadRequest:
     Attributes:
         predictors: (M,) int64, which of the B * L tokens predicts each.
         targets: (M,) int64, the response tokens.
-        entropies: whether to compute entropies.
-        hidden_states: whether to return the predictors' hidden states, detached.
         reference: the reference's output layer, for the exact KL, or None.
         reference_states: (M, H'), the reference's hidden states, or None.
         top: what a teacher tells of its likeliest tokens, in the place of the reference; the KL is over these alone.
@@ -128,7 +123,6 @@ class HeadValues(NamedTuple):
         return self
 
     def contiguous(self) -> HeadValues:
-        """Likewise."""
         return self
 
 
@@ -240,10 +234,7 @@ def token_values(
 
     Args:
         logits: (tokens, V); left as they are.
-        targets: (tokens,) int64.
-        temperature: both logits are divided by it.
         reference: (tokens, V) logits of the reference; None: no KL.
-        entropies: whether to compute them.
         gradient_norms: whether to compute 1 - 2 p_y + sum p^2, which is |d log p_y / d logits|^2 at temperature 1.
         top: in the place of `reference`: the KL is over these tokens alone, as if there were no others.
     """
@@ -280,12 +271,7 @@ def logits_gradient(
 
     Args:
         logits: (tokens, V); overwritten if they are float32.
-        targets: (tokens,) int64.
-        temperature: both logits are divided by it.
-        reference: (tokens, V) logits of the reference; None: no KL.
         values: of `token_values`.
-        gradients: of these.
-        top: see `token_values`.
     """
     assert values.sums is not None
     of_top = None
@@ -328,7 +314,6 @@ def response_values(
     Args:
         hidden: (B, L, H).
         weight: (V, H).
-        bias: (V,) or None.
         chunk_tokens: tokens whose logits exist at once; None: by `CHUNK_LOGITS`.
         compiler: of what is computed from logits; None: nothing is compiled.
     """

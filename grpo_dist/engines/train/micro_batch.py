@@ -43,10 +43,6 @@ class Run(NamedTuple):
     """Tokens `start` to `end` of the prompt or of the response of a row.
 
     Attributes:
-        row: of the batch.
-        in_prompt: whether they are the prompt's.
-        start: the first token.
-        end: the one behind the last.
         parent: the run whose last token the first one follows, a number in the same piece; -1: it begins a sequence.
     """
 
@@ -205,8 +201,6 @@ def make_micro_batch(
     the collectives of the forward and backward pass.
 
     Args:
-        columns: per-token columns to pad.
-        layout: padded, packed or shared.
         row_width: tokens that a tensor row may grow to, for packed and shared; 0: as long as the longest piece.
         min_width: tokens that tensor rows have at least, for packed and shared.
         multiple: the tokens of tensor rows are a multiple of it, for packed and shared.

@@ -50,7 +50,7 @@ from grpo_dist.assets.model_folder import EMBEDDINGS, read_header, some, weight_
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import OWN, attention_implementation
 from grpo_dist.engines.train.lora import merged_names
-from grpo_dist.engines.train.sharded_tensors import local_shard, place
+from grpo_dist.engines.train.sharded_tensors import local_shard, replace_tensor
 from grpo_dist.errors import ConfigError, DataError
 
 HEAD = "score"  # the linear layer of a classifier
@@ -112,9 +112,6 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
     """Fill a model that has been sharded, and that has its layers under their own names. Collective.
 
     Buffers that are in no file, such as the factors of rotary embeddings, are computed by the model's own code.
-
-    Raises:
-        DataError: on every rank: a weight is no number, or two that the config ties are different.
     """
     model, settings = unloaded.model, unloaded.settings
     with _refusing(settings):
@@ -172,11 +169,7 @@ def _hold_head_in_float32(model: Any) -> None:
 
 
 def read_config(settings: ModelSettings) -> Any:
-    """The model's config.json, with the entries that the run changes.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """The model's config.json, with the entries that the run changes."""
     with _refusing(settings):
         trust = settings.model.trust_remote_code
         config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=trust)
@@ -268,7 +261,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
                 if whole
                 else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             )
-            place(model, name, source)
+            replace_tensor(model, name, source)
             model.get_parameter_or_buffer(name)._is_hf_initialized = True  # else transformers would draw it anew
             filled.add(name)
     report = LoadStateDictInfo(names - filled, set(), set(), [], {}, set())  # what is tied is not there twice
@@ -330,7 +323,6 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
     """A model's tensors as its files had them: transformers' renamings and conversions are undone.
 
     Args:
-        model: loaded by `model_loading`.
         tensors: all of its parameters by name. Those that form one tensor of a file are held until all have come.
         device: of the tensors; the buffers that are in the files are copied to it, and come last.
     """
@@ -354,12 +346,7 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
 
 
 def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
-    """Tensors that `as_in_files` would give a name or a shape that the files do not have.
-
-    Args:
-        model: on the meta device, loaded from `files`.
-        files: the tensors of its files, on the meta device.
-    """
+    """Tensors that `as_in_files` would give a name or a shape that the files do not have."""
     prefix = f"{model.base_model_prefix}."  # files of a model without its head lack it, which loading allows for
     shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in files.items()}
     given = as_in_files(model, model.named_parameters(), "meta")
@@ -368,11 +355,7 @@ def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
 
 # --- linear heads ----------------------------------------------------------------------------------------------------
 def check_head(shapes: Mapping[str, Sequence[int]], *, num_labels: int, setting: str) -> None:
-    """Check that a folder has a linear head of so many outputs, by the shapes of the weights in its files.
-
-    Raises:
-        ConfigError: there is no head in the files, or it has another number of outputs.
-    """
+    """Check that a folder has a linear head of so many outputs, by the shapes of the weights in its files."""
     if f"{HEAD}.weight" not in shapes:
         raise ConfigError(
             f"{setting}: its files have no {HEAD}.weight, so it is no sequence or token classifier; use a reward "
@@ -385,11 +368,7 @@ def check_head(shapes: Mapping[str, Sequence[int]], *, num_labels: int, setting:
 
 
 def check_family(config: Any, setting: str) -> type[Any]:
-    """The family's class for sequence classification, by the model's config; `setting` names the folder in messages.
-
-    Raises:
-        ConfigError: the family's classifier is not a backbone with a linear head.
-    """
+    """The family's class for sequence classification, by the model's config; `setting` names the folder in messages."""
     known: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
     if known is None or GenericForSequenceClassification not in known.__bases__:
         raise ConfigError(

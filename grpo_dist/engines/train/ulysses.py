@@ -30,11 +30,6 @@ class SequenceGroup:
 
     Args:
         size: ranks of a group. Every rank makes the group at the same time.
-        device: where the tokens are: "cpu" or "cuda".
-
-    Attributes:
-        group: the process group; None: there is one rank.
-        rank: this rank's number in its group.
     """
 
     def __init__(self, size: int = 1, device: str = "cpu") -> None:
@@ -53,7 +48,6 @@ class SequenceGroup:
 
         Args:
             predictors: (M,) int64, which of the B * L tokens predicts each response token.
-            length: L.
 
         Returns:
             (their numbers among the M; which of the B * L / size tokens of the slice predicts each).
