@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from grpo_dist.agents.chat_template import behind_turn
-from grpo_dist.agents.recording import Recording, derived_seed
-from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes, extend
+from grpo_dist.agents.recording import NO_VERSION, Recording, TokenRoutes, derived_seed, extend
 from grpo_dist.algorithms.advantage.inputs import agent_id, name_fault
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
