@@ -4,7 +4,7 @@
     actor_rollout_ref.rollout.agent.agent_kwargs={tools: ["tools.py:add"], tool_parser: hermes}
 
 Tools are told to the policy by their signatures and docstrings. The chat template renders them and their answers, and
-the model's parser finds the calls. Whatever goes wrong in a call is an answer to the policy, and never an exception here.
+the model's parser finds the calls. Whatever goes wrong in a call is an answer to the policy, never an exception here.
 """
 
 from __future__ import annotations
