@@ -7,7 +7,7 @@ shortened the history, asks a sub-agent, or the template drops earlier reasoning
 a branch begins at the first token that no call has had there.
 
 The row is a tree, which has each different token once. Behind the prompt of the first call the tokens stand in the
-order in which their calls ended. `predecessors` says which token each one follows (protocol/branches.py). What a call
+order in which their calls ended. `predecessors` says which token each one follows (protocol/sequences.py). What a call
 has sampled is new, even where another call has sampled the same; what it was asked stands there once, however many
 calls were asked it.
 """
@@ -25,7 +25,7 @@ import numpy as np
 
 from grpo_dist.engines.base import RequestRefused, Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.protocol.routes import unknown_routes
+from grpo_dist.protocol.sequences import unknown_routes
 
 NO_VERSION = -1  # of weights, for what none have sampled
 

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from grpo_dist.engines.train.micro_batch_plan import first_fit, group_rows
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.branches import PREDECESSORS, branch_starts
-from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
+from grpo_dist.protocol.sequences import PREDECESSORS, PROMPT_ROUTES, ROUTES, branch_starts
 
 # Segment of padding tokens; they see each other, so that their attention is defined.
 PADDING = -1
