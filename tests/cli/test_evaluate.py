@@ -12,7 +12,8 @@ import pytest
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage, check_model_folder, load_tokenizer
 from grpo_dist.cli.entry import main
-from grpo_dist.cli.evaluate import Answers, Figures, compared, figures
+from grpo_dist.cli.evaluate import Figures, compared, figures
+from grpo_dist.cli.trained import Answers
 from grpo_dist.config.load import with_overrides
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import Response
