@@ -93,6 +93,7 @@ class Turns:
         self.rewards: dict[int, float] = {}
 
     def reward(self, value: float, turn: int | None = None, agent_name: str | None = None) -> None:
+        """Add to the reward of a turn, the last one if none is named; `agent_name` counts that agent's alone."""
         spans = [span for span in self.spans if agent_name in (None, span[2])]
         if not spans or (turn is not None and not 0 <= turn < len(spans)):
             asked = f"turn={turn}, agent_name={agent_name!r}"

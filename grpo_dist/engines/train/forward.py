@@ -449,6 +449,7 @@ class ValueForward(PolicyForward):
         return states @ (drawn / math.sqrt(states.shape[1])).to(states.device)
 
     def compared_alone(self, row: MicroBatch, tokens: int = CHECKED_TOKENS) -> Tensor:
+        """The same values at the last tokens of a padded sequence."""
         return self.compared(row)[-tokens:]
 
 

@@ -123,6 +123,7 @@ class HeadValues(NamedTuple):
         return self
 
     def contiguous(self) -> HeadValues:
+        """Some models make their logits contiguous; there is nothing to do."""
         return self
 
 
