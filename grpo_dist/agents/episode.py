@@ -17,17 +17,9 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from grpo_dist.agents.chat_template import behind_turn
-<<<<<<< HEAD
-from grpo_dist.agents.recording import Recording, derived_seed
-from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes, extend
-from grpo_dist.agents.turns import Turns, finite
-from grpo_dist.algorithms.advantage.agents import name_fault
-from grpo_dist.engines.base import ENGINE_KEY, Response
-=======
 from grpo_dist.agents.recording import NO_VERSION, Recording, TokenRoutes, derived_seed, extend
 from grpo_dist.algorithms.advantage.inputs import agent_id, name_fault
-from grpo_dist.engines.base import Response
->>>>>>> main
+from grpo_dist.engines.base import ENGINE_KEY, Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plugins.names import ROLLOUT_ENGINES
 from grpo_dist.plugins.registry import described

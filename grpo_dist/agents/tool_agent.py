@@ -24,14 +24,8 @@ from pydantic import ValidationError, validate_call
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, rendered, tool_call
 from grpo_dist.agents.episode import Episode, Turn
-<<<<<<< HEAD
-from grpo_dist.agents.tools import TOOLS_KEY, Toolbox, load_tools
-from grpo_dist.engines.base import ParseCalls, ToolCall, builtin_backends
-=======
 from grpo_dist.agents.runner import USER_ERRORS
-from grpo_dist.engines.base import ParseCalls, ToolCall
-from grpo_dist.engines.vllm.installed import parser_names
->>>>>>> main
+from grpo_dist.engines.base import ParseCalls, ToolCall, builtin_backends
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import absolute
 from grpo_dist.plugins.registry import described, load_attribute

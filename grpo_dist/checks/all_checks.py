@@ -29,11 +29,7 @@ from grpo_dist.config.problems import Problem, config_error
 from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-<<<<<<< HEAD
-=======
-from grpo_dist.engines.vllm.installed import attention_problem, build_problem
 from grpo_dist.errors import ConfigError, GrpoDistError
->>>>>>> main
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import memory_estimate, memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
@@ -228,12 +224,12 @@ def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
     """Find the Ray cluster, or on this machine the CPUs and GPUs that a local one would need.
 
     Raises:
-        ConfigError: no cluster answers, there are too few CPUs or GPUs, or torch or vLLM is built for another device.
+        ConfigError: no cluster answers, there are too few CPUs or GPUs, or a package is built for another device.
     """
     address = find_cluster(config.ray_kwargs.ray_init.address)
     if address != LOCAL:
         return Machine(f"the Ray cluster at {address}", config.cluster.gpu_memory_gib if config.num_gpus else None)
-    if problem := build_problem(config.device):
+    if problem := engine_of(config).needs(config.device):
         alone = "trainer.dry_run=config checks only the config"
         raise ConfigError(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {problem}; {alone}")
     gpus = gpu_memory_gib() if config.num_gpus else []

@@ -37,7 +37,7 @@ MOST = {
     "lines of cli": 2414,
     "lines of config": 3279,
     "lines of data": 2499,
-    "lines of engines": 9275,
+    "lines of engines": 9128,
     "lines of plan": 3114,
     "lines of plugins": 463,
     "lines of protocol": 782,
