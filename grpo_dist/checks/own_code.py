@@ -18,8 +18,7 @@ from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import read_rejections, read_weight_bounds
 from grpo_dist.algorithms.kl import KL, kl_penalty
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
-from grpo_dist.algorithms.settings import ObjectiveSettings
-from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.algorithms.settings import ObjectiveSettings, TargetSettings
 from grpo_dist.checks.result import Checks
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
@@ -27,11 +26,11 @@ from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
 from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, RewardError
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.weighted import chosen_components
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
 WEIGHT_KEY = "actor_rollout_ref.rollout.agent.reward_function_weight"
@@ -174,7 +173,8 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
 
     The call raises a ConfigError where the run would fail.
     """
-    batch, targets, objective = MadeUpBatch(config), target_settings(config), objective_settings(config)
+    batch, plan = MadeUpBatch(config), make_plan(config)
+    targets, objective = plan.targets, plan.objective
     actor = objective.actor
     kl, kl_loss = targets.kl_penalty or "", actor.kl_loss_type if actor.use_kl_loss else ""
     named: tuple[tuple[str, str, Callable[[], object]], ...] = (

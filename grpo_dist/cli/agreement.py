@@ -31,7 +31,6 @@ from grpo_dist.trainer.agreement import Agreement, compare, send_weights
 from grpo_dist.trainer.checkpoint.manifest import versions
 from grpo_dist.trainer.replay import policy_engine
 from grpo_dist.trainer.run_prompts import read_prompts
-from grpo_dist.trainer.settings import sampling_settings
 
 LIMIT = 0.01  # nats per token: that of rollout_corr/k3_kl in docs/metrics.md
 _LAYER = re.compile(r"(.*\blayers\.\d+)(?:\.(.*))?")
@@ -64,11 +63,11 @@ async def _compare(
     if not hasattr(engine, "watched"):
         raise ConfigError(f"{ENGINE_KEY}={settings.rollout.name}: this engine cannot be watched; set it to vllm")
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
-    sampling = replace(sampling_settings(config)[0], seed=config.trainer.seed, max_tokens=options.max_tokens)
+    sampling = replace(at_start.plan.sampling, seed=config.trainer.seed, max_tokens=options.max_tokens)
     ids = [ids for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     show(f"starting an engine and a trainer on {settings.device}\n", sys.stderr)
-    with policy_engine(config, device=settings.device) as trainer:
+    with policy_engine(replace(at_start.plan, steps=1), device=settings.device) as trainer:
         if checkpoint is not None:
             load_training_state(checkpoint / "actor", trainer.model, None, None)
         await engine.start()

@@ -29,7 +29,6 @@ from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import overlong_note, read_prompts
-from grpo_dist.trainer.settings import sampling_settings
 
 MAX_TOKENS = 512  # of a response, where neither the run nor the user says how long it may be
 NO_ANSWERS = RowNeeds(ground_truth=False, taken=None, asked=False)  # of rows that are not scored
@@ -139,11 +138,10 @@ async def asking(
 
 def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSettings:
     """As the run validates, with the user's options; several answers are drawn, as greedy ones are all the same."""
-    _, sampling = sampling_settings(model.config)
     usual = {"max_tokens": MAX_TOKENS} | dict(model.usage.sampling)
     asked = {field.name: getattr(options, field.name, None) for field in fields(SamplingSettings)}
     given = {name: value for name, value in asked.items() if value is not None}
-    chosen = replace(sampling, **usual | given)
+    chosen = replace(model.plan.val_sampling, **usual | given)
     if chosen.n > 1 and chosen.temperature == 0.0 and "temperature" not in given:
         chosen = replace(chosen, temperature=model.config.actor_rollout_ref.rollout.temperature)
     return replace(chosen, stop=tuple(chosen.stop))

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_dist.trainer.replay import rescore, retarget, reward_worker  # Ray: seconds
 
     recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
-    with reward_worker(recorded.config) as worker:
+    with reward_worker(recorded.plan) as worker:
         scores = rescore(recorded, worker)
         same = _tell("rewards", recorded, scores, SCORE_TOLERANCE)
         same = same and _tell("advantages", recorded, retarget(recorded, worker, scores), 1e-4)
@@ -45,7 +45,7 @@ def _update(recorded: Recorded, asked: bool) -> bool:
     from grpo_dist.trainer.replay import UPDATE_METRICS, metric_difference, reupdate
 
     config = recorded.config
-    dtype = config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.default_dtype)
+    dtype = recorded.plan.ranks("actor").model.compute_dtype
     try:
         old, metrics = reupdate(recorded)
     except ConfigError as error:

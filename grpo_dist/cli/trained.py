@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from grpo_dist.engines.vllm.installed import attention_problem, build_problem
 from grpo_dist.errors import ConfigError, did_you_mean
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.model_rules import max_positions
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run
@@ -41,7 +42,6 @@ from grpo_dist.trainer.checkpoint.folder import LATEST, STATE, checkpoints, last
 from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run, others
 from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
-from grpo_dist.trainer.settings import engine_settings
 
 AGENT_KEY, SINGLE_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"
 ASKED = "data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.engine_kwargs."  # what asking a model needs
@@ -68,6 +68,11 @@ class TrainedModel:
     usage: Usage
     base: str | None = None
     unscored: str = ""
+
+    @functools.cached_property
+    def plan(self) -> Plan[RunConfig]:
+        """The plan of that run, on this machine."""
+        return make_plan(self.config)
 
 
 def find_trained(
@@ -108,7 +113,7 @@ def find_trained(
         folder = exported(checkpoint, with_value(saved_run(checkpoint), TRUST_KEY, value_of(config, TRUST_KEY)))
     base = from_environment(values["actor_rollout_ref"]["model"]["path"], (POLICY_KEY,))
     config = _with_model(config, folder)
-    return TrainedModel(name, folder, config, model_usage(config, step), base, unscored)
+    return TrainedModel(name, folder, config, model_usage(make_plan(config), step), base, unscored)
 
 
 def base_of(model: TrainedModel) -> TrainedModel:
@@ -235,7 +240,7 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         raise ConfigError(
             f"--max-model-len {longest}: {known[0]} of the model's config.json is {known[1]}; ask for less"
         )
-    settings = engine_settings(config, placement(config), 0)
+    settings = make_plan(config).engine(0)
     _check_device(settings)
     if settings.device == "cpu" and (problem := attention_problem(model_config)):
         raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")

@@ -24,17 +24,14 @@ from grpo_dist.config.field_types import (
     PositiveTemperature,
     Processes,
     Resume,
-    RolloutDtype,
     RolloutDtypeName,
     Section,
     Share,
     Temperature,
     Text,
-    TrainDtype,
     TrainDtypeName,
     builtin_or_custom,
 )
-from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema_algorithm import PolicyLossConfig, TeacherEndpointConfig
 from grpo_dist.plugins.names import AGENT_LOOPS, KL_LOSS_TYPES, ROLLOUT_ENGINES, LossAggMode, WeightTransport
 
@@ -142,10 +139,6 @@ class ShardsConfig(Section):
     dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
     use_torch_compile: Annotated[bool | None, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
-
-    def resolved_dtype(self, default: TrainDtype) -> TrainDtype:
-        """Compute type; null means `RunConfig.default_dtype`."""
-        return self.dtype or default
 
 
 class ForwardConfig(ShardsConfig):
@@ -294,16 +287,6 @@ class CheckpointEngineConfig(Section):
         """The size of a bucket of weights."""
         return self.update_weights_bucket_megabytes << 20
 
-    def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
-        """The transport; null means broadcast where every process has a GPU of its own, and where they share GPUs ipc,
-        or under WSL object_store.
-        """
-        if self.backend is not None:
-            return self.backend
-        if device == "cpu" or (shares_gpu and is_wsl()):
-            return "object_store"
-        return "ipc" if shares_gpu else "broadcast"
-
 
 # vLLM's arguments that make engines decode speculatively; and those that give them weights which no sync brings.
 DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
@@ -352,14 +335,6 @@ class RolloutConfig(Section):
         """
         own = any(self.engine_kwargs.vllm.get(name) is not None for name in WEIGHTS_OF_VLLM)
         return 1 if model.sends_factors or own else 2
-
-    def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:
-        """Type of the engine's weights; null means `RunConfig.default_dtype`."""
-        return self.dtype or ("bfloat16" if default == "bf16" else "float32")
-
-    def resolved_deterministic(self, device: Device) -> bool:
-        """Tell if samples are seeded one by one; null means on CPU only."""
-        return device == "cpu" if self.deterministic is None else self.deterministic
 
 
 class RefModelConfig(Section):

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
 # Its values -> what makes one; plugins/names.py has the names too, and a test compares them.
 ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm:vllm_engine"}
-FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 # Columns of a batch that a forward pass reads.
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
 

@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.config.schema_job import SupervisedModelConfig
-from grpo_dist.config.schema_models import CriticModelConfig, RetrainConfig, RewardModelFolderConfig
+from grpo_dist.config.schema_models import (
+    CriticModelConfig,
+    RetrainConfig,
+    RewardModelConfig,
+    RewardModelFolderConfig,
+)
 from grpo_dist.config.schema_roles import (
+    AdamWConfig,
     ForwardConfig,
     FSDPConfig,
     LoraSection,
@@ -16,6 +22,7 @@ from grpo_dist.config.schema_roles import (
     RefModelConfig,
     RolloutConfig,
 )
+from grpo_dist.plugins.registry import load_attribute
 
 ModelSection = ModelConfig | CriticModelConfig | RefModelConfig | RewardModelFolderConfig | SupervisedModelConfig
 LayersSection = ModelConfig | CriticModelConfig | RetrainConfig | SupervisedModelConfig
@@ -23,6 +30,7 @@ LayersSection = ModelConfig | CriticModelConfig | RetrainConfig | SupervisedMode
 
 # Rank of the actor in a weight group; those of the engines' workers follow.
 SENDER = 0
+FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,74 @@ class PassLimits:
     def sizes(self) -> dict[str, Any]:
         """The arguments of a train engine's passes."""
         return {"micro_batch_size": self.micro_batch_size, "max_token_len": self.max_token_len}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What a rank of a sharded model is built from.
+
+    Attributes:
+        model: what to load; the worker resolves a `builtin:` path on its own node.
+        device: "cpu" or "cuda".
+        num_threads: compute threads on CPU.
+        seed: of torch's random state.
+        collective_timeout_s: how long a rank waits for the others in one operation.
+        update: the limits of a forward and backward pass; None: nothing trains.
+        columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
+            where it is one of log-probs.
+        optimizer: the config's section; None for the reference.
+        total_steps: optimizer steps of the whole run.
+        keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
+            layer a copy is kept.
+        teachers: those after the first one, which is `model`, where rows have teachers by their data source.
+        reference_columns: of the actor with LoRA: what a pass without its factors computes.
+        weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
+        engine: the class of the train engine, as `pkg.module:Class`.
+    """
+
+    model: ModelSettings
+    device: str
+    num_threads: int
+    seed: int
+    collective_timeout_s: float
+    forward: PassLimits
+    update: PassLimits | None = None
+    temperature: float = 1.0
+    columns: tuple[str, ...] = ()
+    optimizer: AdamWConfig | None = None
+    total_steps: int = 1
+    grad_clip: float = float("inf")
+    keeps_output_layer: bool = False
+    teachers: tuple[ModelSettings, ...] = ()
+    reference_columns: tuple[str, ...] = ()
+    weight_bucket_bytes: int = 256 << 20
+    engine: str = FSDP
+
+    def make_engine(self, model: ModelSettings) -> Any:
+        """Load the model into a train engine, in a process that has joined the process group."""
+        return load_attribute(self.engine, key="RankSettings.engine")(
+            model,
+            device=self.device,
+            temperature=self.temperature,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            grad_clip=self.grad_clip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSettings(RankSettings):
+    """What a rank of the reward model is built from.
+
+    Attributes:
+        section: of the config, `reward_model`.
+        trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
+        step_separator: between the steps that a process reward model judges.
+    """
+
+    section: RewardModelConfig
+    trust_input_tokenizer: bool = False
+    step_separator: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,17 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Device
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.role_models import Model, Pass, lora_of
-from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, roles_of
+from grpo_dist.plan.roles import (
+    Model,
+    Pass,
+    Role,
+    engine_dtype,
+    lora_of,
+    models_of,
+    offloads_optimizer,
+    reshards,
+    roles_of,
+)
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB, STATE_BYTES
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
@@ -280,7 +289,7 @@ def _tokens(config: JobConfig, row: Role, limits: Pass) -> int:
 # --- engines -------------------------------------------------------------------------------------------------------
 def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     rollout, place = config.actor_rollout_ref.rollout, placement(config)
-    size, cache = DTYPE_BYTES[rollout.resolved_dtype(config.default_dtype)], _kv_cache_gib(config)
+    size, cache = DTYPE_BYTES[engine_dtype(config)], _kv_cache_gib(config)
     head = 4 if config.actor_rollout_ref.model.head_dtype else size
     weights = (shape.num_parameters * size + shape.output_layer * (head - size)) / place.tensor_parallel
     states = {"weights": weights, "KV cache": (cache or 0.0) * GIB}
@@ -315,7 +324,7 @@ def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -
 
 def _kv_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return the bytes of KV cache that one token takes on one GPU of an engine."""
-    size = DTYPE_BYTES[config.actor_rollout_ref.rollout.resolved_dtype(config.default_dtype)]
+    size = DTYPE_BYTES[engine_dtype(config)]
     return 2 * shape.num_layers * shape.key_width * size / placement(config).tensor_parallel
 
 

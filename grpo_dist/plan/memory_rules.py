@@ -12,7 +12,7 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import CUDA_GIB, GRAPHS_GIB, NCCL_GIB, RoleMemory, largest, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import models_of
+from grpo_dist.plan.roles import models_of, weight_transport
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # What makes room, those that cost least first. The first lists are of what passes need, the others help in any case.
@@ -158,8 +158,7 @@ def _sync(config: JobConfig, group: list[RoleMemory]) -> dict[str, float]:
     ends = {"actor", "rollout"}
     if not isinstance(config, RunConfig) or not _sleeps(config) or not ends <= {role.role for role in group}:
         return {}
-    transport = config.actor_rollout_ref.rollout.checkpoint_engine
-    if transport.resolved_backend(config.device, shares_gpu=True) == "object_store":
+    if weight_transport(config, shares_gpu=True) == "object_store":
         return {}
     return {
         f"{role.role} in a sync": (role.sending if role.role in ends else role.waiting) + _context(config, role)

@@ -13,7 +13,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.node_layout import copy_size, node_layout
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of
+from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of, weight_transport
 from grpo_dist.plugins.names import ROLLOUT_ENGINES
 from grpo_dist.sizes import divisor_up_to
 
@@ -201,7 +201,7 @@ def weights_reach_the_engines(config: RunConfig) -> Iterator[str]:
     if backend == "ipc" and config.device == "cpu" and config.trainer.nnodes > 1:
         why = "it needs an actor rank on each engine's machine, and several machines may lack one; set it to null"
         yield f"{_BACKEND}, <trainer.nnodes>: {why}"
-    used = rollout.checkpoint_engine.resolved_backend(config.device, shares_gpu=shares)
+    used = weight_transport(config, shares_gpu=shares)
     if rollout.checkpoint_engine.changes_only and used != "object_store":
         why = f"only object_store sends changes, and this run would use {used}; set the second to object_store"
         yield f"<rollout.checkpoint_engine.changes_only>, {_BACKEND}: {why}"

@@ -35,7 +35,7 @@ from grpo_dist.plan.placement_rules import (
     ranks_are_divided,
     roles_fit_on_the_gpus,
 )
-from grpo_dist.plan.roles import models_of
+from grpo_dist.plan.roles import engine_dtype, is_deterministic, models_of, train_dtype
 from grpo_dist.plugins.names import ROLLOUT_ENGINES, parse_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -140,7 +140,7 @@ def vllm_arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Prob
 def seeded_samples_are_not_drafted(config: RunConfig) -> Iterator[Problem]:
     """Drafts make a seed give other tokens, by how many of them are accepted."""
     rollout, given = config.actor_rollout_ref.rollout, drafts(config)
-    if given and rollout.resolved_deterministic(config.device):
+    if given and is_deterministic(config):
         deterministic, where = f"{_ROLLOUT}.deterministic", "" if rollout.deterministic else ", on CPU that is true"
         why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
         text = f"{given}, {deterministic}={shown(rollout.deterministic)}{where}: {why}"
@@ -173,8 +173,8 @@ def other_type(config: RunConfig) -> str | None:
     """Return the type in which passes of the trainer show what rounding does: float32, or that of the engines if it
     alone is shorter; None: neither is.
     """
-    trainer, engines, default = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.default_dtype
-    shorter = engines.resolved_dtype(default) if trainer.fsdp_config.resolved_dtype(default) == "fp32" else ""
+    trainer = train_dtype(config, config.actor_rollout_ref.actor.fsdp_config)
+    shorter = engine_dtype(config) if trainer == "fp32" else ""
     return None if shorter == "float32" else shorter or "float32"
 
 

@@ -13,6 +13,7 @@ from grpo_dist.config.load import saved_values
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.redact import redact
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.jsonl import METRICS, readable_metrics
@@ -84,7 +85,7 @@ def read_run(folder: Path) -> RunFolder:
         alarms = find_alarms(rows, trainer.get("health"))
     if "actor_rollout_ref" in config and any(name.startswith(metric_names.IDLE) for row in rows for name in row):
         with noting(problems, "which role waited is left out"):
-            waited = who_waited(rows, saved_values(read_config(folder), GRPO))
+            waited = who_waited(rows, make_plan(saved_values(read_config(folder), GRPO)))
     title = "/".join(names) or folder.name
     return RunFolder(folder, title, rows, config, alarms, recorded_steps(folder), problems, waited)
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.plan import Plan
 from grpo_dist.terminal import as_typed
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.metric_names import IDLE, STEP_TIME
@@ -33,7 +33,7 @@ def format_summary(
     why: str,
     hf_model: Path | None,
     flags: Mapping[str, str],
-    job: RunConfig | None,
+    job: Plan[RunConfig] | None,
 ) -> str:
     """The summary: results, time per phase, and where the files are.
 
@@ -44,7 +44,7 @@ def format_summary(
         why: it ended before its last step; "": it did not.
         hf_model: folder of the exported policy; None if there is none.
         flags: the commands that can use the model, by name: text to put behind them.
-        job: the run's config; None: it has one role, which waits for no other.
+        job: the run's plan; None: it has one role, which waits for no other.
     """
     trained = [row for row in history if metric_names.STEP_TIME in row or metric_names.REWARD in row]
     steps = f"{len(trained)} training step{'' if len(trained) == 1 else 's'}"
@@ -210,7 +210,7 @@ NOTABLE = 0.2  # from this share on a role waits, and from this difference on a 
 ACTOR_SIZE, ENGINES_SIZE = "cluster.actor_world_size", "cluster.rollout_world_size"
 
 
-def who_waited(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
+def who_waited(rows: Sequence[Mapping[str, float]], plan: Plan[RunConfig]) -> str:
     """Return one sentence: the idle shares from the third step on, and what would shorten the step.
 
     GPUs of the actor count as idle while none of the roles that share them computes. "" with fewer than three measured
@@ -220,7 +220,7 @@ def who_waited(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
     judged = timed[WARM_UP:]
     if not judged:
         return ""
-    place = placement(config)
+    place = plan.place
     seconds = sum(row[STEP_TIME] for row in judged)
     idle = {
         role: sum(row[IDLE + role] * row[STEP_TIME] for row in judged) / seconds
@@ -238,12 +238,12 @@ def who_waited(rows: Sequence[Mapping[str, float]], config: RunConfig) -> str:
         return f"{start}; they share the processor's cores, so no split of them would shorten the step."
     if place.shares_gpu:
         return f"{start}; they take turns on the same GPUs (cluster.colocate=all), so no split would help."
-    return f"{start}; {_advice(config, idle['actor'], idle['rollout'])}."
+    return f"{start}; {_advice(plan, idle['actor'], idle['rollout'])}."
 
 
-def _advice(config: RunConfig, actor: float, rollout: float) -> str:
+def _advice(plan: Plan[RunConfig], actor: float, rollout: float) -> str:
     """Return what would shorten the step, for actor and engines on GPUs of their own."""
-    place, ahead = placement(config), config.trainer.max_staleness
+    place, ahead = plan.place, plan.config.trainer.max_staleness
     if min(actor, rollout) >= NOTABLE:
         return (
             f"both waited for each other: sampling further ahead would shorten the step (trainer.max_staleness={ahead} "

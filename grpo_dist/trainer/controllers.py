@@ -9,8 +9,7 @@ from typing import Any
 from grpo_dist.algorithms.baselines import AgentBaselines
 from grpo_dist.algorithms.entropy import EntropyController
 from grpo_dist.algorithms.kl import KLController
-from grpo_dist.algorithms.settings import ObjectiveSettings
-from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.algorithms.settings import ObjectiveSettings, TargetSettings
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.trainer.checkpoint.folder import RunState
 

@@ -17,6 +17,7 @@ from grpo_dist.config.schema_roles import ActorConfig
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import GrpoDistError, WorkerLost
+from grpo_dist.plan.plan import Plan
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.tracking.base import Trackers, tracker_ids
@@ -50,13 +51,14 @@ class TrainingLoop:
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
 
-    config: JobConfig
+    plan: Plan[JobConfig]
     roles: Roles
     data: Any
-    total_steps: int
     trackers: Trackers
     progress: Progress
     preemption: Preemption
+    config: JobConfig = field(init=False)
+    total_steps: int = field(init=False)
     step: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class TrainingLoop:
     _told_layout: bool = False
 
     def __post_init__(self) -> None:
+        self.config, self.total_steps = self.plan.config, self.plan.steps
         self.run_dir = Path(self.config.trainer.default_local_dir)
         self.code = digest_code(self.config)
         self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
@@ -172,7 +175,7 @@ class TrainingLoop:
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
             checkpoint, dtype = self.saver.last if self.saver.step == self.step else None, self.config.export_dtype
-            usage = exported_usage(self.config, self.step, dtype, checkpoint, self.run_dir)
+            usage = exported_usage(self.plan, self.step, dtype, checkpoint, self.run_dir)
             await self.trained.export_hf_model(str(self.run_dir / EXPORTED), dtype, usage)
 
     @contextlib.contextmanager

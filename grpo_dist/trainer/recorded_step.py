@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, hidden
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import GRPO
+from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.plan.rules import drafts
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
@@ -42,6 +44,11 @@ class Recorded:
     data: DataProto
     metrics: Mapping[str, float]
 
+    @functools.cached_property
+    def plan(self) -> Plan[RunConfig]:
+        """The plan of the run; its training steps are known only if the config says how many there are."""
+        return make_plan(self.config, self.config.trainer.total_training_steps or 0)
+
     @property
     def sampled(self) -> DataProto:
         """The batch before its targets: with the mask of the tokens that were sampled, of which the run may have left
@@ -56,7 +63,7 @@ class Recorded:
     @property
     def only_critic_learned(self) -> bool:
         """Tell whether the policy stood still in the step, since the critic was not warm yet."""
-        return self.config.needs_critic and self.step <= self.config.trainer.critic_warmup
+        return bool(self.plan.config.critic.enable) and self.step <= self.config.trainer.critic_warmup
 
 
 @dataclass(frozen=True)

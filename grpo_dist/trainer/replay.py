@@ -26,8 +26,8 @@ from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES, models_of
+from grpo_dist.plan.plan import Plan
+from grpo_dist.plan.roles import models_of
 from grpo_dist.protocol import DataProto, metric_values
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.fields import EXTRA
@@ -37,13 +37,11 @@ from grpo_dist.tracking.jsonl import METRICS
 from grpo_dist.trainer.checkpoint.folder import own_checkpoints
 from grpo_dist.trainer.checkpoint.identity import others
 from grpo_dist.trainer.loop import mini_batches
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.recorded_step import Difference, Recorded
 from grpo_dist.trainer.rollout.job import group_seed
-from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
-from grpo_dist.trainer.settings import rank_settings, reward_settings
+from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, template_kwargs, total_steps
 from grpo_dist.workers.gang import averaged
-from grpo_dist.workers.reward import RewardWorker, Task
+from grpo_dist.workers.reward import RewardSettings, RewardWorker, Task
 
 LR_TOLERANCE = 1e-6  # relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
@@ -59,10 +57,11 @@ UPDATE_METRICS = (
 
 
 @contextmanager
-def reward_worker(config: RunConfig) -> Iterator[RewardWorker]:
+def reward_worker(plan: Plan[RunConfig]) -> Iterator[RewardWorker]:
     """A reward process's work in this process; the function itself runs in a child, as in a run."""
     worker = RewardWorker()
-    settings = replace(reward_settings(config), max_steps=config.trainer.total_training_steps)
+    teaches = plan.config.algorithm.self_distillation.enable
+    settings = RewardSettings.of(plan, template_kwargs(plan.config) if teaches else {})
     worker.start(replace(settings, teacher=None))  # what it told is not part of scores
     try:
         yield worker
@@ -113,7 +112,7 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
     Raises:
         ConfigError: they need a column or a figure that the run has not recorded.
     """
-    config, settings = recorded.config, target_settings(recorded.config)
+    config, settings = recorded.config, recorded.plan.targets
     if "agent_baselines" in settings.needs:
         settings = settings.with_agent_baselines(_agent_baselines(recorded))
     data = DataProto({**recorded.sampled.batch, **scores.batch}, recorded.data.non_tensor_batch)
@@ -162,7 +161,7 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     config = recorded.config
     objective, data = _update_inputs(recorded)
     checkpoint = weights_before(recorded)
-    with policy_engine(config, _num_steps(config)) as engine:
+    with policy_engine(replace(recorded.plan, steps=_num_steps(config))) as engine:
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint / "actor")
         size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
@@ -189,7 +188,7 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
 
 def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
     """The loss, and the columns of the batch that the update reads."""
-    config, data, objective = recorded.config, recorded.data, objective_settings(recorded.config)
+    config, data, objective = recorded.config, recorded.data, recorded.plan.objective
     if config.actor_rollout_ref.actor.entropy_target is not None:
         objective = objective.with_entropy_coeff(_entropy_coeff(recorded))
     needed = (*objective.columns, *((ROUTES,) if config.replays_routes else ()))
@@ -299,9 +298,9 @@ def _num_steps(config: RunConfig) -> int:
 
 
 @contextmanager
-def policy_engine(config: RunConfig, num_steps: int = 1, device: str = "cpu") -> Iterator[FSDPEngine]:
+def policy_engine(plan: Plan[RunConfig], device: str = "cpu") -> Iterator[FSDPEngine]:
     """The policy as it trains, on one rank."""
-    settings = rank_settings(config, ROLES["actor"], placement(config), num_steps)
+    settings = plan.ranks("actor")
     path = resolve_model_path(settings.model.path, key=settings.model.key)
     model = replace(settings.model, path=path, sequence_parallel_size=1)
     with alone(device):

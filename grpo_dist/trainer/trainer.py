@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.plan import Plan
 from grpo_dist.protocol import metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
@@ -35,7 +35,6 @@ from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.controllers import Controllers
 from grpo_dist.trainer.health import HealthMonitor, first_agreement
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
 from grpo_dist.trainer.metrics import (
     batch_metrics,
     mismatch_causes,
@@ -49,7 +48,6 @@ from grpo_dist.trainer.rollout.job import describe_failures, episode_metrics, gr
 from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
-from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import SampleLog, Validation
 from grpo_dist.workers.rollout_group import GroupRequest
@@ -66,8 +64,9 @@ class GRPOTrainer(TrainingLoop):
         retraining: trains the reward model between iterations; None: it stands still.
     """
 
-    config: RunConfig
+    plan: Plan[RunConfig]
     data: Prompts
+    config: RunConfig = field(init=False)
     weight_version: int = -1
     validating: bool = False
     _requests: list[GroupRequest] = field(default_factory=list)
@@ -76,27 +75,25 @@ class GRPOTrainer(TrainingLoop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config, roles, trainer = self.config, self.roles, self.config.trainer
-        self.place, self.staleness = placement(config), trainer.max_staleness
+        plan, config, roles = self.plan, self.config, self.roles
+        trainer, self.staleness = config.trainer, config.trainer.max_staleness
         self.order = new_sampler(config, self.data.train)  # from the first batch, also after a restart
         self.pump = make_pump(config, roles)
-        sampling, self.val_sampling = sampling_settings(config)
-        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling)
-        self.targets, self.objective = target_settings(config), objective_settings(config)
-        self.value_objective, self.controllers = value_settings(config), Controllers.of(config)
-        engine = config.actor_rollout_ref.rollout.checkpoint_engine
+        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, plan.sampling)
+        self.targets, self.objective = plan.targets, plan.objective
+        self.value_objective, self.controllers = plan.value_objective, Controllers.of(config)
         self.transport = weight_transport(
-            engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
-            workers_per_engine=self.place.tensor_parallel,
+            plan.transport,
+            workers_per_engine=plan.place.tensor_parallel,
             collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
-            changes_only=engine.changes_only,
+            changes_only=config.actor_rollout_ref.rollout.checkpoint_engine.changes_only,
         )
         in_background = config.actor_rollout_ref.actor.checkpoint.async_save
         self.saver = CheckpointSaver(config, roles.holders, async_save=in_background, reward=roles.reward)
         self.retraining: Retraining | None = None
         if config.reward_model.is_retrained and roles.reward_model is not None:
             self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
-        self.validation = Validation(config, self.data.validation, self.val_sampling, self.pump, self.place)
+        self.validation = Validation(config, self.data.validation, plan.val_sampling, self.pump, plan.place)
         self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
         self._compares = trainer.health.agreement.action != "off"
         self.profiler = StepProfiler(trainer, roles.workers, self.progress.message)
@@ -256,7 +253,7 @@ class GRPOTrainer(TrainingLoop):
     @stage("update_weights")
     async def sync_weights(self) -> None:
         """Send the actor's weights to the engines, with the next version number."""
-        dtype = self.config.actor_rollout_ref.rollout.resolved_dtype(self.config.default_dtype)
+        dtype = str(self.config.actor_rollout_ref.rollout.dtype)
         actor, version = self.roles.actor.workers, self.weight_version + 1
         await self.roles.rollout.sync_weights(actor, self.transport, version=version, dtype=dtype)
         self.weight_version = version
@@ -346,7 +343,9 @@ class GRPOTrainer(TrainingLoop):
         if "old_log_probs" in batch.columns and (correction or causes):  # without them the policy stood still
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, correction, causes)
         engines = self.roles.rollout.num_ready
-        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=num_devices(self.place, engines))
+        self.metrics |= performance_metrics(
+            self.timings, self.metrics, num_devices=num_devices(self.plan.place, engines)
+        )
         self.metrics |= self.order.metrics() | {"training/epoch": self.order.epoch}
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines

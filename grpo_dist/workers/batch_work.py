@@ -19,7 +19,8 @@ import torch
 from grpo_dist.algorithms.agreement import apart
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.mismatch import mismatch_by_cause
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, DiskError

@@ -16,6 +16,7 @@ from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import LOOPBACK
+from grpo_dist.engines.settings import RankSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
@@ -26,7 +27,6 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
-from grpo_dist.workers.policy import PolicySettings
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ class Gang:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
-        self._settings: PolicySettings | None = None
+        self._settings: RankSettings | None = None
         self._free = asyncio.Lock()  # one pass at a time: a queued pass would use up its time limit while waiting
 
-    async def start(self, settings: PolicySettings) -> None:
+    async def start(self, settings: RankSettings) -> None:
         """Form the process group and load the model."""
         self._settings = settings
         addresses = await self.workers.call_home()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,17 +17,15 @@ from torch import Tensor
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS
+from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
-from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, PassLimits
+from grpo_dist.engines.settings import SENDER, GroupAddress, PassLimits, RankSettings
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
 from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
 from grpo_dist.engines.weights.differences import Sent
 from grpo_dist.errors import TrainingDiverged
-from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.protocol.branches import with_branches
 from grpo_dist.protocol.fields import TEACHER
@@ -41,59 +39,6 @@ from grpo_dist.runtime.process import Process
 if TYPE_CHECKING:
     from grpo_dist.engines.train.durable_files import FileDigest
     from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What a policy worker is built from.
-
-    Attributes:
-        model: what to load; the worker resolves a `builtin:` path on its own node.
-        device: "cpu" or "cuda".
-        num_threads: compute threads on CPU.
-        columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
-            where it is one of log-probs.
-        update: the limits of a forward and backward pass; None: nothing trains.
-        seed: of torch's random state.
-        collective_timeout_s: how long a rank waits for the others in one operation.
-        optimizer: the config's section; None for the reference.
-        total_steps: optimizer steps of the whole run.
-        keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
-            layer a copy is kept.
-        teachers: those after the first one, which is `model`, where rows have teachers by their data source.
-        reference_columns: of the actor with LoRA: what a pass without its factors computes.
-        weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
-        engine: the class of the train engine, as `pkg.module:Class`.
-    """
-
-    model: ModelSettings
-    device: str
-    num_threads: int
-    temperature: float
-    columns: tuple[str, ...]
-    forward: PassLimits
-    seed: int
-    collective_timeout_s: float
-    update: PassLimits | None = None
-    optimizer: AdamWConfig | None = None
-    total_steps: int = 1
-    grad_clip: float = float("inf")
-    keeps_output_layer: bool = False
-    teachers: tuple[ModelSettings, ...] = ()
-    reference_columns: tuple[str, ...] = ()
-    weight_bucket_bytes: int = 256 << 20
-    engine: str = FSDP
-
-    def make_engine(self, model: ModelSettings) -> Any:
-        """Load the model into a train engine, in a process that has joined the process group."""
-        return load_attribute(self.engine, key="PolicySettings.engine")(
-            model,
-            device=self.device,
-            temperature=self.temperature,
-            optimizer=self.optimizer,
-            total_steps=self.total_steps,
-            grad_clip=self.grad_clip,
-        )
 
 
 @contextlib.contextmanager
@@ -136,7 +81,7 @@ class PolicyWorker(Process):
     Every method is collective over the ranks of the role.
     """
 
-    settings: PolicySettings
+    settings: RankSettings
     engine: FSDPEngine
     freed_memory: FreedMemory | None = None
     _profile: TorchProfile | None = None
@@ -150,7 +95,7 @@ class PolicyWorker(Process):
         self._store = open_store(host)
         return self._store.port
 
-    def start(self, settings: PolicySettings, host: str, port: int) -> None:
+    def start(self, settings: RankSettings, host: str, port: int) -> None:
         """Join the role's process group, at rank 0's store, and load the model."""
         self.check_build(settings.device)
         self.settings = settings

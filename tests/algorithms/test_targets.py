@@ -5,7 +5,8 @@ import torch
 
 from grpo_dist.algorithms import compute_advantage
 from grpo_dist.algorithms.advantage.agents import agent_id
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets, high_entropy
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     EQUAL_SCORES_ADV_ESTIMATORS,

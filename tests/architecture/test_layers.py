@@ -53,7 +53,7 @@ ARROWS: dict[str, set[str]] = {
     "tracking": BASE | {"plan"},
     "agents": BASE | {"engines"},
     "tasks": BASE | {"data", "rewards"},
-    "plan": BASE,
+    "plan": BASE | {"engines"},
     "runtime": BASE | PARTS | {"plan"},
     "workers": BASE | PARTS | {"plan", "agents", "runtime"},
     "trainer": BASE | PARTS | {"plan", "agents", "runtime", "workers"},

@@ -21,9 +21,9 @@ from grpo_dist.config.field_types import Processes, Section
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.plan.plan import format_plan, format_summary
-from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import ROLES, Role
+from grpo_dist.plan.plan import make_plan
+from grpo_dist.plan.roles import ROLES, Model, Role, reference_passes, reference_ranks
+from grpo_dist.plan.text import format_plan, format_summary
 from grpo_dist.protocol import DataProto
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -77,10 +77,11 @@ ECHO = Role(
     section="echo",
     size_key="echo.world_size",
     fsdp="actor_rollout_ref.ref.fsdp_config",
-    settings="grpo_dist.trainer.settings:reference_settings",
+    ranks=reference_ranks,
     model=model,
     shares=("actor_ref", "all"),
     adds=("echo", "echo_log_prob"),
+    passes=reference_passes,
 )
 
 
@@ -116,10 +117,11 @@ def test_it_has_its_place_in_plan_and_checks(command: Any) -> None:
 def test_its_column_its_time_and_its_idle_share_arrive(command: Any, local_ray: None, tmp_path: Path) -> None:
     config, _ = load_command([*SMALL, f"trainer.default_local_dir={tmp_path}/run"], command)
     batches: list[DataProtoRef] = []
+    plan = make_plan(config, 2)
     with ExitStack() as stack:
-        roles = spawn_roles(config, stack)
-        start_roles(config, roles, 2)
-        trainer = recorded_trainer(config, roles, load_run_prompts(config, policy_folder(config))[0], 2)
+        roles = spawn_roles(plan, stack)
+        start_roles(plan, roles)
+        trainer = recorded_trainer(plan, roles, load_run_prompts(config, policy_folder(config))[0])
         measure = trainer.measure
 
         def keep(batch: DataProtoRef) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.algorithms.validation import pred_ids
 from grpo_dist.data import Prompt, TokenizedPrompt
 from grpo_dist.data.teacher_prompts import TeacherPrompts

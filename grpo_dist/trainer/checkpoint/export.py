@@ -13,18 +13,16 @@ from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.engines.rendezvous import alone
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import roles_of
+from grpo_dist.plan.plan import make_plan
+from grpo_dist.plan.roles import held_by, roles_of
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import step_of
 from grpo_dist.trainer.checkpoint.manifest import damage
-from grpo_dist.trainer.model_settings import model_settings
 from grpo_dist.trainer.model_usage import exported_usage
 
 
@@ -59,19 +57,16 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
     """
     if problems := damage(checkpoint):
         raise CheckpointError(f"{checkpoint}: not an intact checkpoint: {'; '.join(problems)}. Choose another step")
-    settings, role = _settings(config)
+    plan = make_plan(config)
+    row, *_ = roles_of(plan.config)
+    (model_row,) = held_by(plan.config, row)
+    settings = plan.model(row, model_row)
+    path = resolve_model_path(settings.path, key=settings.key)
+    settings = replace(settings, path=path, compute_dtype=settings.model_dtype, layers=None)  # on CPU, on one rank
     with alone("cpu"):
         model = load_sharded_model(settings, "cpu")
-        load_training_state(checkpoint / role, model, None, None)
-        usage = exported_usage(config, step_of(checkpoint), dtype, checkpoint)
+        load_training_state(checkpoint / row.name, model, None, None)
+        usage = exported_usage(plan, step_of(checkpoint), dtype, checkpoint)
         if settings.lora is not None:  # first: once the model is there, all is written
             export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype, usage)
         export_hf_model(model, settings, folder, dtype, usage)
-
-
-def _settings(config: RunConfig | SupervisedConfig) -> tuple[ModelSettings, str]:
-    """Return what the model is built from, on CPU and on one rank; and the role whose shards it is in."""
-    row, *_ = roles_of(config)
-    settings = model_settings(config, row, placement(config))
-    path = resolve_model_path(settings.path, key=settings.key)
-    return replace(settings, path=path, compute_dtype=settings.model_dtype, layers=None), row.name

@@ -16,6 +16,7 @@ from grpo_dist.algorithms.kl import KLController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
@@ -122,7 +123,7 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     resumed = find_resumed(config, PROMPTS)
     assert resumed is not None
     roles = make_roles(config)
-    assert restore_roles(config, roles, resumed) == {}
+    assert restore_roles(make_plan(config), roles, resumed) == {}
     assert roles.actor.loaded == [str(folder / "actor")]
     assert roles.critic.loaded == [str(folder / "critic")]
     assert roles.ref.loaded == ([str(folder / "ref")] if moved else [])
@@ -138,7 +139,7 @@ def test_a_teacher_takes_the_place_of_a_reference_that_has_moved(tmp_path: Path)
     assert resumed is not None
     taught = make_config(tmp_path, *exact, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3")
     roles = make_roles(taught)
-    restore_roles(taught, roles, resumed)
+    restore_roles(make_plan(taught), roles, resumed)
     assert (roles.ref.loaded, roles.actor.head_of) == ([], None)
 
 

@@ -17,6 +17,7 @@ from grpo_dist.config.load import load_command
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import ConfigError, Interrupted, Terminated, TrainingDiverged
 from grpo_dist.plan.commands import REWARD_MODEL
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits
@@ -119,7 +120,7 @@ def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[S
     told = Told(trained.log)
     steps, trackers = total_steps(config, rows), Trackers({"rows": told}, resumed_step=None)
     roles = Roles({"reward_model": trained})
-    trainer = SupervisedTrainer(config, roles, rows, steps, trackers, Progress(steps, 0, None), Preemption())
+    trainer = SupervisedTrainer(make_plan(config, steps), roles, rows, trackers, Progress(steps, 0, None), Preemption())
     trainer.saver.async_save = False
     resumed = find_resumed(config, rows.identity)
     if resumed is not None:
