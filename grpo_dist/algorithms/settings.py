@@ -27,12 +27,10 @@ class TargetSettings:
         mask_truncated: responses that were cut at their longest length do not train.
         mask_equal_groups: groups in which the scores alone give no token an advantage do not train.
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
-        loss_mode: the policy loss, which may select tokens.
-        loss_options: its options.
+        loss_mode: the policy loss, which may select tokens; `loss_options` are its options.
         by_prompt: whether the loss is a mean over prompts.
         observations: whether the loss has a term of the tokens that answer the policy's turns.
-        critic: whether there is one, whose `values` are a column; else the values of an estimator that needs them are
-            0.
+        critic: whether its `values` are a column; else an estimator that needs values has zeros.
         by_agent: whether the tokens of each agent are compared as a sequence of their own.
     """
 

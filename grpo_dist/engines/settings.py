@@ -159,14 +159,11 @@ class RankSettings:
 
     Attributes:
         model: what to load; the worker resolves a `builtin:` path on its own node.
-        device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
-        seed: of torch's random state.
         collective_timeout_s: how long a rank waits for the others in one operation.
         update: the limits of a forward and backward pass; None: nothing trains.
         columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
             where it is one of log-probs.
-        optimizer: the config's section; None for the reference.
         total_steps: optimizer steps of the whole run.
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.

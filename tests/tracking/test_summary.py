@@ -183,7 +183,7 @@ def test_it_says_which_role_waited(tmp_path):
     idle = {"perf/idle/actor": 0.5, "perf/idle/rollout": 0.25}
     history = [row(step, 0.3, **idle) for step in (1, 2, 3)]
     config, _ = load_config([])
-    assert "from step 3 on" in summary(history, tmp_path, job=config)
+    assert "from step 3 on" in summary(history, tmp_path, job=make_plan(config))
     assert "idle" not in summary(history, tmp_path), "a job of one role"
 
 
