@@ -30,7 +30,7 @@ class TargetSettings:
         loss_mode: the policy loss, which may select tokens; `loss_options` are its options.
         by_prompt: whether the loss is a mean over prompts.
         observations: whether the loss has a term of the tokens that answer the policy's turns.
-        critic: whether its `values` are a column; else an estimator that needs values has zeros.
+        has_values: whether values are a column; else those of an estimator that needs them are 0.
         by_agent: whether the tokens of each agent are compared as a sequence of their own.
     """
 
@@ -47,7 +47,7 @@ class TargetSettings:
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     by_prompt: bool = False
     observations: bool = False
-    critic: bool = False
+    has_values: bool = False
     by_agent: bool = False
 
     @property
@@ -74,7 +74,7 @@ class TargetSettings:
             "responses": "turn_states" in self.needs,
             "predecessors": "turn_states" in self.needs or self.observations,
             "step_mask": "step_mask" in self.needs,
-            "values": self.critic,
+            "values": self.has_values,
             "agent_ids": self.by_agent,
         }
         return tuple(name for name, wanted in optional.items() if wanted)
@@ -171,11 +171,11 @@ class ValueSettings:
     """The loss of a critic, `algorithms.value_loss.compute_value_loss`.
 
     Attributes:
-        critic: the section `critic`, or any object with its names.
+        section: that of the model, or any object with its names.
         loss_scale_factor: constant length for seq-mean-token-sum-norm.
     """
 
-    critic: Any
+    section: Any
     loss_scale_factor: float | None = None
     columns: ClassVar[tuple[str, ...]] = ("values", "returns")
 

@@ -146,7 +146,7 @@ def _targets(
         weights = kept if weights is None else weights * kept
         metrics["rollout_corr/m2_masked_fraction"] = float(masked_mean(1 - kept, mask))
     metrics |= _spread("critic/advantages", advantages, mask) | _spread("critic/returns", returns, mask)
-    if settings.critic:
+    if settings.has_values:
         metrics |= _critic_metrics(columns["values"], returns, mask)
     selected = token_selection(
         settings.loss_mode,
@@ -174,14 +174,14 @@ def _estimator(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the estimator of these rows; what is missing are its rewards, mask and gradient norms."""
     needs, sampled = settings.needs, columns["response_mask"]
-    values = columns["values"].float() if settings.critic else torch.zeros(sampled.shape)
+    values = columns["values"].float() if settings.has_values else torch.zeros(sampled.shape)
     if "turn_states" in needs:
         compared["turn_states"] = turn_states(columns["responses"].long(), sampled, columns.get("predecessors"))
     return functools.partial(
         compute_advantage,
         settings.adv_estimator,
         agent_ids=columns.get("agent_ids"),
-        values=values if settings.critic or "values" in needs else None,
+        values=values if settings.has_values or "values" in needs else None,
         entropies=columns["old_entropies"] if "entropies" in needs else None,
         step_mask=columns.get("step_mask"),
         config={**settings.options, "sources": compared.pop("sources")},

@@ -195,14 +195,14 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
 
 def _advantages(batch: MadeUpBatch, settings: TargetSettings) -> None:
     needs = settings.needs
-    without_critic = torch.zeros_like(batch.mask) if "values" in needs else None
+    no_values = torch.zeros_like(batch.mask) if "values" in needs else None
     try:
         compute_advantage(
             settings.adv_estimator,
             token_level_rewards=batch.scores[:, None] * batch.last_token,
             response_mask=batch.mask,
             index=batch.index,
-            values=batch.values if settings.critic else without_critic,
+            values=batch.values if settings.has_values else no_values,
             reward_baselines=torch.zeros_like(batch.scores) if "reward_baselines" in needs else None,
             **{name: torch.ones_like(batch.mask) for name in _OF_TOKENS if name in needs},
             step_mask=batch.last_token if "step_mask" in needs else None,

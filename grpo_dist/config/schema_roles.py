@@ -186,11 +186,6 @@ class UpdateSection(Section):
     loss_agg_mode: LossAggMode
     optim: OptimConfig
 
-    @property
-    def max_token_len(self) -> int | None:
-        """Most tokens of a forward/backward pass of the ranks that split it; None: it is filled by sequences."""
-        return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
-
 
 class RouterReplayConfig(Section):
     """`actor_rollout_ref.actor.router_replay`: which experts of a mixture the trainer's passes send tokens to."""
@@ -226,12 +221,6 @@ class ActorConfig(UpdateSection):
     def computes_entropy(self) -> bool:
         """Tell if the entropy is a term of the loss, or may become one."""
         return self.entropy_coeff != 0 or self.entropy_target is not None
-
-    def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
-        """Most tokens of a log-prob pass, as `max_token_len`; the rollout's section is about the actor's passes."""
-        dynamic = self.use_dynamic_bsz if role.log_prob_use_dynamic_bsz is None else role.log_prob_use_dynamic_bsz
-        ranks = (role if isinstance(role, RefConfig) else self).ulysses_sequence_parallel_size
-        return (role.log_prob_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu) * ranks if dynamic else None
 
 
 class ValKwargsConfig(Section):

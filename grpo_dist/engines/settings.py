@@ -41,14 +41,10 @@ class ModelSettings:
         model: the section of the model, such as `actor_rollout_ref.model`.
         fsdp_config: the section that says how its weights are held.
         layers: the section that says what layers keep for their backward pass; None: nothing trains.
-        key: the config key of `path`, for messages.
+        key: of `path`, for messages; likewise `sequence_parallel_key`, and `layers_key` of `layers`.
         path: of the model; on a rank a folder of its machine.
-        model_dtype: of the weights that train, and of those that a frozen model holds: "fp32" or "bf16", as is
-            `compute_dtype`.
-        compute_dtype: of passes.
+        model_dtype: of the weights that train, and of those that a frozen model holds.
         head_dtype: "fp32": the output layer is held and multiplied in it; None: in the types of the rest.
-        reshard_after_forward: whether gathered weights are freed after each layer's forward pass.
-        optimizer_offload: whether the optimizer's states are in CPU memory between the phases of a step.
         shares_gpu: whether processes of other roles are on the same GPU.
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
@@ -59,10 +55,7 @@ class ModelSettings:
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
         small_new_head: whether that head is so small that its first values are near 0: one of values.
-        sequence_parallel_size: ranks that split the tokens of their micro-batches; see engines/train/ulysses.py.
-        sequence_parallel_key: its config key, for messages.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
-        layers_key: the key of `layers`, for messages.
         replays_routes: whether its routers take the experts that the engine has recorded.
     """
 
@@ -135,7 +128,6 @@ class PassLimits:
 
     Attributes:
         keys: what the keys begin with, such as "actor_rollout_ref.actor.ppo_".
-        micro_batch_size: sequences.
         max_token_len: tokens, of the ranks that split a pass together; None: the number of sequences is the limit.
         budget: name of the key of the most tokens, between `keys` and `_per_gpu`.
         lengths: the keys that limit a sequence.
@@ -226,13 +218,9 @@ class EngineSettings:
         rollout: `actor_rollout_ref.rollout`; names of code, and of what it reads, are valid in every folder.
         model: `actor_rollout_ref.model`; its path is a folder of this machine.
         dtype: of the weights, as vLLM names it.
-        max_model_len: longest prompt and response, in tokens.
         max_episode_len: most different tokens of an agent's episode, whose branches are all one row of an update.
-        seed: of the engine's random state.
         needs_tokenizer: whether sampling needs the tokenizer, for texts that stop a response or are forbidden.
         template_kwargs: variables of the chat template that prompts are rendered with.
-        weight_transport: "object_store", "broadcast" or "ipc".
-        shares_gpu: whether other roles are on the engine's GPUs.
         gpus: of an engine of several processes that shares its GPUs: Ray assigns it a part of the first one only.
         footprint_gib: what must be free on each GPU before a replacement starts: what its predecessor took.
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
@@ -294,20 +282,12 @@ class GroupAddress:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The settings of sampling.
+    """The settings of sampling, by their names in `actor_rollout_ref.rollout`.
 
     Attributes:
-        n: responses per prompt.
         temperature: 0 is greedy.
-        top_p: nucleus; 1 is off.
-        top_k: k likeliest tokens; -1 is off.
         max_tokens: most tokens of a response, end-of-sequence included.
         seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
-        ignore_eos: sample on past the end-of-sequence token.
-        min_p: leaves out tokens less likely than this share of the likeliest one; 0 is off.
-        min_tokens: fewest tokens of a response.
-        stop: texts that end a response; their tokens belong to it.
-        bad_words: texts that are never sampled.
         routes_from: how many tokens of the prompt need no experts recorded: those of an earlier turn.
     """
 

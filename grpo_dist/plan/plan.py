@@ -27,6 +27,7 @@ from grpo_dist.plan.roles import (
     layers_key,
     offloads_optimizer,
     reshards,
+    roles_of,
     table_of,
     train_dtype,
     weight_transport,
@@ -35,6 +36,8 @@ from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
 C = TypeVar("C", bound=JobConfig)
 C_co = TypeVar("C_co", bound=JobConfig, covariant=True)
+# Keys of actor_rollout_ref.rollout that engines sample by.
+_SAMPLED = ("n", "temperature", "top_p", "top_k", "ignore_eos", "min_p", "min_tokens", "stop", "bad_words")
 # Keys of algorithm.rollout_correction that say how weights and masks are made, wherever that is.
 _CORRECTION = {"rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"}
 
@@ -61,6 +64,7 @@ class Plan(Generic[C_co]):
         assert row.ranks is not None, f"{role} is a gang"
         passes = [*row.passes(config), *row.own_passes(config)]
         update = next((limits.limits for limits in passes if limits.updates), None)
+        of_ranks = config.actor_rollout_ref if isinstance(config, RunConfig) else config.trainer
         first, *teachers = (self.model(row, model) for model in held_by(config, row))
         return row.ranks(
             config,
@@ -70,7 +74,7 @@ class Plan(Generic[C_co]):
             device=self.place.device,
             num_threads=self.place.num_threads[role],
             seed=config.trainer.seed,
-            collective_timeout_s=config.nccl_timeout,
+            collective_timeout_s=of_ranks.nccl_timeout,
             forward=next((limits.limits for limits in passes if not limits.updates), update),
             update=update,
         )
@@ -126,14 +130,14 @@ class Plan(Generic[C_co]):
         config = self.config
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         profiles = config.trainer.profile_dir if config.trainer.profile_steps else None
-        agent = agent or rollout.agent
+        agent, (update, *_) = agent or rollout.agent, roles_of(config)[0].passes(config)
         return EngineSettings(
             rollout=rollout.replaced(name=absolute(rollout.name), agent=agent),
             model=model,
             device=self.place.device,
             dtype=engine_dtype(config),
             max_model_len=config.max_model_len,
-            max_episode_len=max(config.max_model_len, config.actor_rollout_ref.actor.max_token_len or 0),
+            max_episode_len=max(config.max_model_len, update.max_token_len or 0),
             seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
             needs_tokenizer=bool(rollout.stop or rollout.bad_words) or not agent.is_single_turn,
             template_kwargs=template_kwargs or {},
@@ -149,19 +153,8 @@ class Plan(Generic[C_co]):
     def sampling(self: Plan[RunConfig]) -> SamplingSettings:
         """How training samples; where it is seeded, each prompt gets a seed of its own later."""
         rollout = self.config.actor_rollout_ref.rollout
-        return SamplingSettings(
-            n=rollout.n,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=self.config.data.max_response_length,
-            seed=0 if rollout.deterministic else None,
-            ignore_eos=rollout.ignore_eos,
-            min_p=rollout.min_p,
-            min_tokens=rollout.min_tokens,
-            stop=rollout.stop,
-            bad_words=rollout.bad_words,
-        )
+        seed, longest = 0 if rollout.deterministic else None, self.config.data.max_response_length
+        return SamplingSettings(max_tokens=longest, seed=seed, **{name: getattr(rollout, name) for name in _SAMPLED})
 
     @property
     def val_sampling(self: Plan[RunConfig]) -> SamplingSettings:
@@ -203,7 +196,7 @@ class Plan(Generic[C_co]):
             loss_options=dict(actor.policy_loss),
             observations=actor.observation_coeff != 0,
             by_prompt=actor.loss_agg_mode == "prompt-mean",
-            critic=config.needs_critic,
+            has_values=config.needs_critic,
             by_agent=algorithm.credit == "agent",
         )
 

@@ -125,12 +125,21 @@ class Pass:
 
 
 def _pass(
-    config: JobConfig, what: str, keys: str, max_token_len: int | None, budget: str = "max_token_len", **more: Any
+    config: JobConfig, what: str, role: str, keys: str, dynamic: bool | None, budget: str = "max_token_len", **more: Any
 ) -> Pass:
-    """Return passes whose keys begin with `keys`; a budget that is null is the actor's."""
+    """Return passes of a role whose keys begin with `keys`.
+
+    Args:
+        dynamic: whether tokens fill a pass, as many as the ranks take that split it; null: as in the actor's passes.
+        budget: name of the key of the most tokens, between `keys` and `_per_gpu`; where it is null that is the actor's.
+    """
     key, size = f"{keys}{budget}_per_gpu", value_of(config, f"{keys}micro_batch_size_per_gpu")
-    limits = PassLimits(keys, size, max_token_len, budget)
-    return Pass(what, size, max_token_len, _TOKENS if value_of(config, key) is None else key, limits, **more)
+    if value_of(config, key) is None:
+        key = _TOKENS
+    if dynamic is None:
+        dynamic = value_of(config, "actor_rollout_ref.actor.use_dynamic_bsz")
+    tokens = value_of(config, key) * config.sequence_parallel_size(role) if dynamic else None
+    return Pass(what, size, tokens, key, PassLimits(keys, size, tokens, budget), **more)
 
 
 def lora_of(config: JobConfig, model: Model) -> LoraSection | None:
@@ -165,16 +174,14 @@ def _lengths(config: RunConfig) -> tuple[str, ...]:
 
 def policy_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the passes of the ranks that train the policy."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    none = ""
+    dynamic, none = config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz, ""
     if config.on_policy:
         none = "none: on-policy, so the update computes them"
     elif not config.needs_old_log_probs:
         none = "none: the rollout log-probs are used (bypass_mode)"
-    old = "old log-prob", "actor_rollout_ref.rollout.log_prob_", actor.log_prob_max_token_len(rollout)
     return (
-        _pass(config, "update", "actor_rollout_ref.actor.ppo_", actor.max_token_len, updates=_MODEL),
-        _pass(config, *old, none=none),
+        _pass(config, "update", "actor", "actor_rollout_ref.actor.ppo_", None, updates=_MODEL),
+        _pass(config, "old log-prob", "actor", "actor_rollout_ref.rollout.log_prob_", dynamic, none=none),
     )
 
 
@@ -236,8 +243,8 @@ def references(config: RunConfig) -> list[Model]:
 
 def reference_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the pass of the reference."""
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    return (_pass(config, "reference", "actor_rollout_ref.ref.log_prob_", actor.log_prob_max_token_len(ref)),)
+    dynamic = config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
+    return (_pass(config, "reference", "ref", "actor_rollout_ref.ref.log_prob_", dynamic),)
 
 
 def reference_columns(config: RunConfig) -> tuple[str, ...]:
@@ -290,16 +297,16 @@ def scorer(config: RunConfig) -> Model | None:
 
 def scorer_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the reward model's pass over what is sampled."""
-    tokens = config.reward_model.max_token_len(config.actor_rollout_ref.actor)
-    return (_pass(config, "score", "reward_model.", tokens, "forward_max_token_len"),)
+    dynamic = config.reward_model.use_dynamic_bsz
+    return (_pass(config, "score", "reward_model", "reward_model.", dynamic, "forward_max_token_len"),)
 
 
 def retraining_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the passes that retrain the reward model; () if it stays as it is."""
     if not config.reward_model.is_retrained:
         return ()
-    name, tokens = "reward_model.retrain", config.reward_model.retrain.max_token_len_per_gpu
-    passes = _pass(config, "retraining", f"{name}.", tokens, updates=name)
+    name, dynamic = "reward_model.retrain", config.reward_model.retrain.max_token_len_per_gpu is not None
+    passes = _pass(config, "retraining", "reward_model", f"{name}.", dynamic, updates=name)
     return (replace(passes, limits=replace(passes.limits, lengths="reward_model.max_length")),)
 
 
@@ -337,9 +344,10 @@ def critic(config: RunConfig) -> Model:
 
 def critic_passes(config: RunConfig) -> tuple[Pass, ...]:
     """Return the passes of the critic."""
+    dynamic = config.critic.use_dynamic_bsz
     return (
-        _pass(config, "update", "critic.ppo_", config.critic.max_token_len, updates="critic.model"),
-        _pass(config, "value", "critic.forward_", config.critic.forward_max_token_len),
+        _pass(config, "update", "critic", "critic.ppo_", dynamic, updates="critic.model"),
+        _pass(config, "value", "critic", "critic.forward_", dynamic),
     )
 
 
@@ -368,8 +376,8 @@ def trained_model(config: SupervisedConfig) -> Model:
 def supervised_passes(config: SupervisedConfig) -> tuple[Pass, ...]:
     """Return the passes of a command that trains one model: a pair's answers are in one."""
     data, least = config.data, 1 if isinstance(config, SFTConfig) else 2
-    passes = _pass(config, "update", "data.", data.max_token_len, updates="model")
-    limit = data.max_token_len and max(data.max_token_len, least * data.max_length)
+    passes = _pass(config, "update", config.role, "data.", data.use_dynamic_bsz, updates="model")
+    limit = passes.max_token_len and max(passes.max_token_len, least * data.max_length)
     limits = replace(passes.limits, lengths="data.max_length")
     return (replace(passes, size=max(least, passes.size), max_token_len=limit, limits=limits),)
 

@@ -141,8 +141,8 @@ def _whole_groups(size: int, n: int) -> int:
 def _limit(config: SupervisedConfig) -> str:
     """Return how much a pass holds where one model is trained on rows."""
     data = config.data
-    if data.max_token_len:
-        return f"at most {data.max_token_len:,} tokens"
+    if data.use_dynamic_bsz:
+        return f"at most {data.max_token_len_per_gpu:,} tokens"
     return f"{data.micro_batch_size_per_gpu:,} conversations of up to {data.max_length:,} tokens"
 
 

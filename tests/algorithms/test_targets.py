@@ -191,7 +191,7 @@ def test_a_critics_values_are_what_gae_compares_with() -> None:
     critic says of padding has no say.
     """
     values = torch.tensor([[0.5, 0.25, 9.0], [0.0, 1.0, 0.0]])
-    settings = TargetSettings("gae", {"lam": 0.0}, critic=True)
+    settings = TargetSettings("gae", {"lam": 0.0}, has_values=True)
     assert "values" in settings.columns
     out, metrics = compute_targets(COLUMNS | {"values": values}, settings, **ROWS)
     assert out["returns"].tolist() == [[0.25, 1, 0], [1, 0, 0]]
@@ -208,7 +208,7 @@ def test_a_critics_values_are_what_gae_compares_with() -> None:
 
 def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
     """One token has a mean, but no variance; equal returns that are foreseen count as explained."""
-    settings, columns = TargetSettings("gae", critic=True), COLUMNS | {"values": torch.zeros(2, 3)}
+    settings, columns = TargetSettings("gae", has_values=True), COLUMNS | {"values": torch.zeros(2, 3)}
     nothing, one = MASK * 0, torch.tensor([[1.0, 0, 0], [0, 0, 0]])
     assert not CRITIC_METRICS & compute_targets(columns | {"response_mask": nothing}, settings, **ROWS)[1].keys()
     found = compute_targets(columns | {"response_mask": one}, settings, **ROWS)[1]

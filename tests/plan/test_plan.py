@@ -239,9 +239,9 @@ def test_the_critic_trains_whole_with_an_optimizer_and_limits_of_its_own() -> No
     assert isinstance(found.optimizer, OptimConfig)
     assert (found.total_steps, found.optimizer.warmup_steps(40)) == (40, 20), "4 mini-batches a step"
     loss = make_plan(config).value_objective
-    assert (loss.critic.cliprange_value, loss.critic.loss_agg_mode, loss.loss_scale_factor) == (0.3, "token-sum", 64)
-    assert make_plan(config).targets.critic
-    assert not planned("recipe=ppo", "critic.enable=false").targets.critic
+    assert (loss.section.cliprange_value, loss.section.loss_agg_mode, loss.loss_scale_factor) == (0.3, "token-sum", 64)
+    assert make_plan(config).targets.has_values
+    assert not planned("recipe=ppo", "critic.enable=false").targets.has_values
 
 
 @pytest.mark.parametrize(
