@@ -65,7 +65,7 @@ class TargetSettings:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Per-token columns that `compute_targets` reads, besides scores, mask and the sampler's log-probs."""
+        """Per-token columns that `compute_targets` reads."""
         optional = {
             "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
@@ -77,7 +77,8 @@ class TargetSettings:
             "values": self.has_values,
             "agent_ids": self.by_agent,
         }
-        return tuple(name for name, wanted in optional.items() if wanted)
+        always = ("token_level_scores", "response_mask", "rollout_log_probs")
+        return (*always, *(name for name, wanted in optional.items() if wanted))
 
 
 @dataclass(frozen=True)

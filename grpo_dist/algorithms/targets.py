@@ -58,8 +58,7 @@ def compute_targets(
     Where scores do not train (distill) it is treated like the others.
 
     Args:
-        columns: (N, T) tensors: `token_level_scores`, `response_mask`, `rollout_log_probs` and `settings.columns`.
-            Without `predecessors` there are no branches.
+        columns: (N, T) tensors: `settings.columns`. Without `predecessors` there are no branches.
         settings: what to do.
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.

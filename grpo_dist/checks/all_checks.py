@@ -33,7 +33,7 @@ from grpo_dist.plan.memory import memory_estimate
 from grpo_dist.plan.memory_rules import memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
 from grpo_dist.plan.node_layout import slots
-from grpo_dist.plan.roles import POLICY
+from grpo_dist.plan.role_models import POLICY
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics

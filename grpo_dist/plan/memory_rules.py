@@ -12,7 +12,8 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import CUDA_GIB, GRAPHS_GIB, NCCL_GIB, RoleMemory, largest, memory_estimate
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import models_of, weight_transport
+from grpo_dist.plan.role_models import weight_transport
+from grpo_dist.plan.roles import models_of
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # What makes room, those that cost least first. The first lists are of what passes need, the others help in any case.

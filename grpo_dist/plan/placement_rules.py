@@ -13,7 +13,8 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.plan.node_layout import copy_size, node_layout
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of, weight_transport
+from grpo_dist.plan.role_models import weight_transport
+from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of
 from grpo_dist.plugins.names import ROLLOUT_ENGINES
 from grpo_dist.sizes import divisor_up_to
 

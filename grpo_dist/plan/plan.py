@@ -18,20 +18,8 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import AgentConfig, LoraSection
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, RankSettings, SamplingSettings, choose_layout
 from grpo_dist.plan.placement import Placement, placement
-from grpo_dist.plan.roles import (
-    Model,
-    Role,
-    engine_dtype,
-    held_by,
-    is_deterministic,
-    layers_key,
-    offloads_optimizer,
-    reshards,
-    roles_of,
-    table_of,
-    train_dtype,
-    weight_transport,
-)
+from grpo_dist.plan.role_models import Model, engine_dtype, is_deterministic, train_dtype, weight_transport
+from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
 C = TypeVar("C", bound=JobConfig)

@@ -35,7 +35,8 @@ from grpo_dist.plan.placement_rules import (
     ranks_are_divided,
     roles_fit_on_the_gpus,
 )
-from grpo_dist.plan.roles import engine_dtype, is_deterministic, models_of, train_dtype
+from grpo_dist.plan.role_models import engine_dtype, is_deterministic, train_dtype
+from grpo_dist.plan.roles import models_of
 from grpo_dist.plugins.names import ROLLOUT_ENGINES, parse_code
 
 _ROLLOUT = "actor_rollout_ref.rollout"

@@ -14,7 +14,8 @@ from grpo_dist.plan.memory_rules import worst_moments
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.node_layout import node_layout
 from grpo_dist.plan.placement import Placement, placement
-from grpo_dist.plan.roles import Pass, Role, engine_dtype, is_deterministic, lora_of, models_of, roles_of, table_of
+from grpo_dist.plan.role_models import Pass, engine_dtype, is_deterministic, lora_of
+from grpo_dist.plan.roles import Role, models_of, roles_of, table_of
 
 _WHOLE = "(all other keys have their defaults; --full shows the whole config)"
 # (label, value)

@@ -41,10 +41,9 @@ from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
-from grpo_dist.workers.gang import find_model, take_turns
-from grpo_dist.workers.policy import PolicyWorker
-from grpo_dist.workers.reward import RewardSettings
+from grpo_dist.workers.gang import PolicyWorker, find_model, take_turns
 from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.scorer import RewardSettings
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
@@ -146,8 +145,8 @@ async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     reward = roles.reward.start([RewardSettings.of(plan, kwargs)] * len(roles.reward.workers))
     footprints, *_ = await asyncio.gather(starting, reward, *gangs())
     roles.rollout.note_started(footprints)
-    if roles.ref is not None and config.has_teacher and plan.objective.exact_kl:
-        await roles.actor.take_reference_head(roles.ref)
+    if roles.reference is not None and config.has_teacher and plan.objective.exact_kl:
+        await roles.actor.take_reference_head(roles.reference)
 
 
 def _start_gangs(plan: Plan[JobConfig], roles: Roles) -> list[Coroutine[Any, Any, None]]:
@@ -185,8 +184,8 @@ def restore_roles(plan: Plan[Any], roles: Roles, resumed: Resumed | None) -> dic
     run(load_checkpoint(resumed, plan.config, roles.gangs))
     if not isinstance(plan.config, RunConfig):
         return {}
-    if roles.ref is not None and roles.ref.has_moved and plan.objective.exact_kl:
-        run(roles.actor.take_reference_head(roles.ref))
+    if roles.reference is not None and roles.reference.has_moved and plan.objective.exact_kl:
+        run(roles.actor.take_reference_head(roles.reference))
     if resumed.changes:
         return {}
     return run(read_finished(resumed.folder.absolute(), resumed.state.finished, roles.reward))

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.reward import RewardPool
 
 FOLDER = "groups"
 
