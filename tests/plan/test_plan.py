@@ -15,7 +15,7 @@ from grpo_dist.plan.role_models import reference_columns
 from grpo_dist.run.build import time_limits
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
-from grpo_dist.workers.reward import RewardSettings
+from grpo_dist.workers.scorer import RewardSettings
 from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
 from tests.worker_settings import agent
 
