@@ -43,7 +43,7 @@ MOST = {
     "lines of protocol": 782,
     "lines of report": 821,
     "lines of rewards": 1825,
-    "lines of workers": 2648,
+    "lines of workers": 2652,
     "lines of run": 649,
     "lines of runtime": 2411,
     "lines of tasks": 1597,
