@@ -23,7 +23,7 @@ from grpo_dist.runtime.cluster import answers
 from grpo_dist.runtime.resources import Bundle, amounts, is_placed, machine_sizes, release, requested, reserve
 
 if TYPE_CHECKING:
-    from grpo_dist.plan.node_layout import Slot
+    from grpo_dist.plan.placement import Slot
 
 
 # A live node answers at once.

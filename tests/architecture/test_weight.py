@@ -29,12 +29,12 @@ NAMES = {
 }
 # Raised last for "Doors and architectures" (at most 450 lines of the package; 293 more than before it).
 MOST = {
-    "lines beside the rooms": 1132,
+    "lines beside the rooms": 1443,
     "lines of agents": 2365,
-    "lines of algorithms": 3078,
+    "lines of algorithms": 3099,
     "lines of assets": 570,
     "lines of checks": 948,
-    "lines of cli": 2099,
+    "lines of cli": 2414,
     "lines of config": 3279,
     "lines of data": 2499,
     "lines of engines": 9200,
