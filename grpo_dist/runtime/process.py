@@ -25,7 +25,7 @@ from grpo_dist.assets import POLICY_KEY, is_folder, resolve_model_path
 from grpo_dist.engines.rendezvous import is_loopback_setting
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.output_lines import OutputLines
+from grpo_dist.rewards.scorer import OutputLines
 from grpo_dist.runtime.connection import end_with_ray
 
 
