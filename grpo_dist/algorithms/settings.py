@@ -58,7 +58,7 @@ class TargetSettings:
         return ADVANTAGE.needs(self.adv_estimator)
 
     def with_agent_baselines(self, values: Mapping[int, float]) -> TargetSettings:
-        """The same with the baselines of agents (`algorithms.baselines`), if the estimator reads them."""
+        """The same with the baselines of agents (`AgentBaselines`), if the estimator reads them."""
         if "agent_baselines" not in self.needs:
             return self
         return replace(self, options={**self.options, "agent_baselines": dict(values)})
@@ -148,14 +148,14 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """The loss of pairs, `algorithms.preference.pair_loss`. The two rows of a pair have the same uid."""
+    """The loss of pairs, `algorithms.supervised.pair_loss`. The two rows of a pair have the same uid."""
 
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
 
 @dataclass(frozen=True)
 class LabelSettings:
-    """The loss of labelled tokens, `algorithms.preference.label_loss`."""
+    """The loss of labelled tokens, `algorithms.supervised.label_loss`."""
 
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
@@ -169,12 +169,7 @@ class SFTSettings:
 
 @dataclass(frozen=True)
 class ValueSettings:
-    """The loss of a critic, `algorithms.value_loss.compute_value_loss`.
-
-    Attributes:
-        section: that of the model, or any object with its names.
-        loss_scale_factor: constant length for seq-mean-token-sum-norm.
-    """
+    """The loss of a critic, `algorithms.value_loss.compute_value_loss`; `section` is any object with its names."""
 
     section: Any
     loss_scale_factor: float | None = None

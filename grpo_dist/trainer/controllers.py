@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_dist.algorithms.baselines import AgentBaselines
-from grpo_dist.algorithms.entropy import EntropyController
-from grpo_dist.algorithms.kl import KLController
+from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
 from grpo_dist.algorithms.settings import ObjectiveSettings, TargetSettings
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.trainer.checkpoint.folder import RunState
