@@ -178,4 +178,4 @@ def _high_water_mib() -> float:
 def _first_rows(data: DataProto) -> list[int]:
     from grpo_dist.engines.train.micro_batch_plan import group_rows
 
-    return np.unique(group_rows(data["prompts"]), return_index=True)[1].tolist()
+    return np.unique(group_rows(data), return_index=True)[1].tolist()
