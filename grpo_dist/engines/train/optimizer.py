@@ -95,7 +95,7 @@ def build_optimizer(
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     build, more = optimizer_class(optim, trainable[0].dtype), optim.override_optimizer_config or {}
-    own = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
+    own: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
     if build is torch.optim.AdamW:
         optimizer: Optimizer = build(trainable, **own, **{"fused": True, **more})
     else:
