@@ -89,7 +89,9 @@ def engine(
         layout=layout,
         optimizer_offload=optimizer_offload,
     )
-    optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999)) if trains else None
+    optimizer = (
+        AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999), override_optimizer_config=None) if trains else None
+    )
     return FSDPEngine(settings, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
 
 

@@ -66,7 +66,7 @@ def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Roles]]
     import ray
 
     from grpo_dist.run.build import spawn_roles, start_roles
-    from grpo_dist.runtime.connection import connect
+    from grpo_dist.runtime.nodes import connect
 
     connect(address, None)
     started = time.perf_counter()

@@ -37,8 +37,17 @@ from grpo_dist.plan.placement import placement
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run
-from grpo_dist.trainer.checkpoint.folder import LATEST, STATE, checkpoints, last_checkpoint, own_checkpoints, step_of
-from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run, others
+from grpo_dist.trainer.checkpoint.folder import (
+    LATEST,
+    STATE,
+    checkpoints,
+    is_model_of,
+    is_model_of_run,
+    last_checkpoint,
+    others,
+    own_checkpoints,
+    step_of,
+)
 from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.settings import engine_settings

@@ -120,7 +120,7 @@ class AdamWConfig(Section):
     lr: PositiveFloat
     weight_decay: NonNegativeFloat
     betas: Annotated[tuple[DecayRate, DecayRate], Pair]
-    override_optimizer_config: Entries | None = None
+    override_optimizer_config: Entries | None
 
     @field_validator("override_optimizer_config")
     def _names_no_key(cls, entries: Entries | None) -> Entries | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import saved_values
-from grpo_dist.config.schema_health import HealthConfig
+from grpo_dist.config.schema_health import HealthConfig, HealthMonitor
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.redact import redact
@@ -19,7 +19,6 @@ from grpo_dist.tracking.jsonl import METRICS, readable_metrics
 from grpo_dist.tracking.rollouts import recorded_steps
 from grpo_dist.tracking.summary import who_waited
 from grpo_dist.trainer.checkpoint.config_changes import MISSING, read_config
-from grpo_dist.trainer.health import HealthMonitor
 
 Row = Mapping[str, float]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -18,22 +20,68 @@ from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.plan.roles import roles_of
+from grpo_dist.protocol.fields import require
+from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.tracking.base import Trackers, tracker_ids
-from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.metric_names import why_it_ends
+from grpo_dist.tracking.summary import Progress
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
-from grpo_dist.trainer.checkpoint.resume import Resumed
-from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver, FinishedGroups, Group, Resumed
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory
 from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
-from grpo_dist.trainer.stage import stage
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.roles import Roles
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def stage(
+    name: str, *, needs: tuple[str, ...] = (), adds: tuple[str, ...] = (), counted: bool = False
+) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
+    """Decorate a method of the trainer as a stage.
+
+    The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. If the stage takes a batch, it
+    is the first argument; if the stage adds columns, it returns the new batch.
+
+    Args:
+        name: of the stage, in metrics and errors.
+        needs: columns that the batch must have.
+        adds: columns that the returned batch must have.
+        counted: whether the trainer's `step` is already that of the finished step when the stage runs.
+
+    Raises (from the decorated method):
+        BatchError: a needed column is missing before, or a promised one after.
+    """
+
+    def decorate(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def wait(*args: P.args, **kwargs: P.kwargs) -> T:
+            trainer: Any = args[0]
+            if needs:
+                require(name, args[1].columns, needs)  # type: ignore[attr-defined]
+            trainer.progress.phase(name)
+            started = time.monotonic()
+            try:
+                result = run(method(*args, **kwargs))
+            except GrpoDistError as error:
+                error.add_note(f"in stage {name!r} of step {trainer.step + (not counted)}")
+                raise
+            trainer.timings[name] = trainer.timings.get(name, 0.0) + time.monotonic() - started
+            if adds:
+                assert isinstance(result, DataProtoRef)
+                require(f"{name} (its result)", result.columns, adds)
+            return result
+
+        wait.stage = (name, needs, adds)  # type: ignore[attr-defined]
+        return wait
+
+    return decorate
+
 
 StepCallback = Callable[[int, dict[str, float]], Any]
 

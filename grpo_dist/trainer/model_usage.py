@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SFTConfig
-from grpo_dist.trainer.checkpoint.identity import run_digest
+from grpo_dist.trainer.checkpoint.folder import run_digest
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.trainer.settings import sampling_settings
 

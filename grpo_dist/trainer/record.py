@@ -20,11 +20,11 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError, DiskError
 from grpo_dist.terminal import show
 from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, restore_tracker_ids
-from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.summary import Progress
 from grpo_dist.trainer.checkpoint.config_changes import saved_config, told
 
 if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run connects
-    from grpo_dist.trainer.checkpoint.resume import Resumed
+    from grpo_dist.trainer.checkpoint.saver import Resumed
 
 
 RESOLVED_CONFIG = "config.yaml"

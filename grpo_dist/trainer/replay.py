@@ -34,8 +34,7 @@ from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.routes import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.tracking.jsonl import METRICS
-from grpo_dist.trainer.checkpoint.folder import own_checkpoints
-from grpo_dist.trainer.checkpoint.identity import others
+from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
 from grpo_dist.trainer.loop import mini_batches
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.recorded_step import Difference, Recorded

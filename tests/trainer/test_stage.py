@@ -3,8 +3,8 @@ import pytest
 
 from grpo_dist.errors import BatchError, RewardError
 from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
-from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.stage import stage
+from grpo_dist.tracking.summary import Progress
+from grpo_dist.trainer.loop import stage
 from tests.messages import refuses, says
 
 

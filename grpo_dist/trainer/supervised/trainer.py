@@ -11,9 +11,8 @@ from grpo_dist.protocol import Metric, metric_values
 from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
-from grpo_dist.trainer.loop import TrainingLoop
+from grpo_dist.trainer.loop import TrainingLoop, stage
 from grpo_dist.trainer.metrics import performance_metrics
-from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.supervised.rows import Rows, new_sampler, rank_shares
 from grpo_dist.workers.supervised import SupervisedGroup
 
