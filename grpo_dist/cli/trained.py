@@ -48,7 +48,7 @@ from grpo_dist.trainer.checkpoint.folder import (
     own_checkpoints,
     step_of,
 )
-from grpo_dist.trainer.model_usage import model_usage
+from grpo_dist.trainer.loop import model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.settings import engine_settings
 

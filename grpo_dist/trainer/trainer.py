@@ -33,8 +33,8 @@ from grpo_dist.plan.placement import placement
 from grpo_dist.protocol import metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
+from grpo_dist.tracking.base import format_samples
 from grpo_dist.tracking.metric_names import require_metrics
-from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver, FinishedGroups, Group, Resumed
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches, stage

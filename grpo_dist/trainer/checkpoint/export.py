@@ -24,8 +24,8 @@ from grpo_dist.plan.roles import roles_of
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import step_of
 from grpo_dist.trainer.checkpoint.manifest import damage
+from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.model_settings import model_settings
-from grpo_dist.trainer.model_usage import exported_usage
 
 
 def saved_run(checkpoint: Path, model: str | None = None) -> RunConfig | SupervisedConfig:
