@@ -1,17 +1,34 @@
-"""The commands that train: each checks its config, and runs its job.
+"""The commands that train: the config is checked, the plan is shown, the job is run, and errors are reported.
 
     python -m grpo_dist.main algorithm.adv_estimator=grpo [key=value ...]        also grpo-dist train
     grpo-dist sft, grpo-dist reward-model                                        one model on rows with known answers
 
-`plan/commands.py` has a row for each of them; see run/command_line.py for the exit codes.
+`plan/commands.py` has a row for each of them. Exit codes: 0 success; 1 the run failed; 2 an error in the config, a file
+or a model; 3 Ray itself was lost; 130 and 143 interrupted.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+from grpo_dist.config.command import AnyCommand, usage
+from grpo_dist.config.environment import recorded
+from grpo_dist.config.keys import flatten
+from grpo_dist.config.load import default_values, load_command
+from grpo_dist.config.problems import shown
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError, require_current_folder
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
-from grpo_dist.run.command_line import run_command
+from grpo_dist.plan.plan import format_plan, format_summary
+from grpo_dist.plan.roles import table_of
+from grpo_dist.redact import redact_text, without_environment
+from grpo_dist.terminal import as_typed, quiet_libraries, show
+
+QUIET, FULL = "--quiet", "--full"
+"""Short for `trainer.console=false`; and a dry run that shows the whole config."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,6 +44,94 @@ def sft(arguments: list[str] | None = None) -> int:
 def reward_model(arguments: list[str] | None = None) -> int:
     """Train a reward model; returns the exit code."""
     return run_command(REWARD_MODEL, arguments)
+
+
+def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
+    """Run a command with these overrides, or those of the command line; returns the exit code."""
+    overrides = sys.argv[1:] if arguments is None else arguments
+    quiet_libraries()
+    if {"-h", "--help"} & set(overrides):
+        show(usage(command) + "\n")
+        return 0
+    if QUIET in overrides:
+        overrides = [*(key for key in overrides if key != QUIET), "trainer.console=false"]
+    full, overrides = FULL in overrides, [key for key in overrides if key != FULL]
+    try:
+        require_current_folder()
+        config, notes = load_command(overrides, command)
+        if config.trainer.dry_run:
+            dry_run(config, notes, None if full else changed_keys(config, command))
+            return 0
+        if config.trainer.console:
+            show(format_summary(config, notes) + "\n")
+        from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
+
+        def on_forced_end(error: RayLost | Interrupted) -> None:
+            _report(error)
+            if isinstance(error, RayLost) or error.checkpoint is not None:
+                _tell_how_to_go_on(command, overrides, error.checkpoint, config)
+
+        run(config, on_forced_end=on_forced_end)
+    except Interrupted as interrupt:
+        on_forced_end(interrupt)
+        return interrupt.exit_code
+    except GrpoDistError as error:
+        _report(error)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the run listens to signals
+        _report(Interrupted())
+        return Interrupted.exit_code
+    return 0
+
+
+def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:
+    """The keys whose values are not the command's defaults, as key=value; none of roles that the run lacks."""
+    lacking = tuple(f"{row.section}." for row in table_of(config).values() if row.section and not row.present(config))
+    plain = command.schema.model_validate(default_values(command)).model_dump(mode="json")
+    before, now = dict(flatten(plain)), dict(flatten(recorded(config, config.model_dump(mode="json"))))
+    return [
+        f"{key}={shown(value)}"
+        for key, value in now.items()
+        if before.get(key) != value and not key.startswith(lacking)
+    ]
+
+
+def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) -> None:
+    """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
+
+    Args:
+        changed: the keys of the config to show, as key=value; None: all of it.
+
+    Raises:
+        ConfigError: everything that is wrong.
+        DataError: a model cannot be built of its files.
+    """
+    show(format_plan(config, notes, changed) + "\n")
+    if config.trainer.dry_run == "config":
+        return
+    from grpo_dist.run.run import check_this_machine
+
+    show("\nchecked on this machine\n")
+    check_this_machine(config, lambda line: show(f"  {line}\n"))
+
+
+def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Path | None, config: JobConfig) -> None:
+    """Print the command line that resumes from a checkpoint: the same one, without where that run was to start from."""
+    start = ("trainer.resume_mode=disable", "trainer.resume_mode=resume_path", "trainer.resume_from_path=")
+    run_dir = Path(config.trainer.default_local_dir).absolute()
+    of_this_run = checkpoint is not None and checkpoint.parent.absolute() == run_dir
+    kept = [key for key in overrides if not (of_this_run and key.startswith(start))]
+    text = redact_text(f"{as_typed('grpo-dist')} {shlex.join([command.name, *kept])}")
+    where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
+    show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)
+
+
+def _report(error: GrpoDistError | Interrupted) -> None:
+    kind = "" if isinstance(error, Interrupted) else "error: "
+    text = "\n".join([f"{kind}{error}", *(f"  {note}" for note in getattr(error, "__notes__", []))])
+    show(f"\n{redact_text(text)}\n", sys.stderr)
+    if isinstance(error, WorkerError) and error.remote_traceback:
+        show(f"\n{without_environment(error.remote_traceback.strip())}\n", sys.stderr)
 
 
 if __name__ == "__main__":

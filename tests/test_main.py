@@ -1,21 +1,193 @@
+"""What the commands that train have in common: --help, dry runs, and how errors end."""
+
+from __future__ import annotations
+
+import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from grpo_dist.main import main
+from grpo_dist import main
+from grpo_dist.errors import ConfigError, GrpoDistError, Interrupted, RayLost, Terminated, WorkerError
+from grpo_dist.main import reward_model, sft
+from grpo_dist.plan.commands import REWARD_MODEL
+from grpo_dist.run import run as run_module
+from grpo_dist.terminal import as_typed
 from tests.messages import says
+
+COMMANDS = pytest.mark.parametrize("command", [main.main, reward_model, sft], ids=["main", "reward_model", "sft"])
+Main = Callable[[list[str]], int]
+
+
+@pytest.mark.parametrize(("command", "name"), [(main.main, "train"), (reward_model, "reward-model"), (sft, "sft")])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_says_how_the_command_is_called(
+    command: Main, name: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command([flag, "nonsense"]) == 0
+    out = capsys.readouterr().out
+    says(out, f"grpo-dist {name}", "* model=tiny", "* data=arithmetic", "data=files")
+    assert ".yaml" in out
+
+
+@COMMANDS
+def test_a_mistake_is_told_with_its_key_and_exit_code_2(command: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["trainer.sed=3", "data.train_batch_size=0"]) == 2
+    shown = capsys.readouterr()
+    says(shown.err, "trainer.sed:", "trainer.seed", "data.train_batch_size=0")
+    assert (shown.out, "Traceback" in shown.err) == ("", False)
+
+
+@COMMANDS
+def test_a_dry_run_of_the_config_checks_nothing_of_this_machine(
+    command: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["trainer.dry_run=config", "data.val_files=gone.jsonl"]) == 0
+    out = capsys.readouterr().out
+    says(out, "data.val_files=gone.jsonl:")  # as a note
+    assert "checked on this machine" not in out
+
+
+def test_a_dry_run_shows_no_keys_of_roles_that_the_run_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ["actor_rollout_ref.actor.optim.lr=0.001", "trainer.dry_run=config"]
+    assert main.main([*shown, "critic.optim.lr=0.01"]) == 0
+    out = capsys.readouterr().out
+    says(out, shown[0])
+    assert "critic." not in out
+    assert main.main([*shown, "critic.optim.lr=0.01", "recipe=ppo"]) == 0
+    says(capsys.readouterr().out, "critic.optim.lr=0.01")
+
+
+def test_a_key_of_one_command_is_not_taken_by_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reward_model(["actor_rollout_ref.rollout.n=8", "model.lora_rank=8"]) == 2
+    says(capsys.readouterr().err, "actor_rollout_ref.rollout.n:", "model.lora_rank:")
+    assert main.main(["optim.clip_grad=1"]) == 2
+    says(capsys.readouterr().err, "optim.clip_grad:")
+
+
+# --- endings -------------------------------------------------------------------------------------------------------
+def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
+    """The exit code of a run that ends so."""
+
+    def run(config: Any, on_forced_end: Any) -> None:
+        assert isinstance(config, REWARD_MODEL.schema)
+        if isinstance(error, RayLost):
+            on_forced_end(error)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(run_module, "run", run)
+    for name in ("plan", "summary"):
+        monkeypatch.setattr(main, f"format_{name}", lambda config, notes, *changed, name=name: name)
+    return main.run_command(REWARD_MODEL, [*overrides])
+
+
+def test_a_run_begins_with_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(None, monkeypatch) == 0
+    assert capsys.readouterr() == ("summary\n", "")
+
+
+@pytest.mark.parametrize("quiet", ["--quiet", "trainer.console=false"])
+def test_a_quiet_run_shows_nothing_but_errors(
+    quiet: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ends(None, monkeypatch, quiet) == 0
+    assert capsys.readouterr() == ("", "")
+    assert ends(GrpoDistError("a=1"), monkeypatch, quiet) == 1
+    says(capsys.readouterr().err, "a=1")
+    assert ends(None, monkeypatch, quiet, "trainer.dry_run=config") == 0
+    assert capsys.readouterr().out == "plan\n", "that is what a dry run is for"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a=1"), 2),
+        (GrpoDistError("a=1"), 1),
+        (RayLost("a=1"), 3),
+        (KeyboardInterrupt(), 128 + signal.SIGINT),
+        (Terminated(), 128 + signal.SIGTERM),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ends(error, monkeypatch) == code
+
+
+@pytest.mark.parametrize("kind", [Interrupted, Terminated])
+def test_a_run_that_was_stopped_names_its_checkpoint_and_the_command_that_goes_on(
+    kind: type[Interrupted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = kind()
+    stopped.checkpoint = tmp_path / "my run/global_step_4"
+    given = (f"trainer.default_local_dir={tmp_path}/my run", "optim.betas=[0.8,0.9]", "trainer.resume_mode=disable")
+    assert ends(stopped, monkeypatch, *given) == 128 + (signal.SIGTERM if kind is Terminated else signal.SIGINT)
+    told = capsys.readouterr().err
+    says(told, stopped.checkpoint)
+    command = shlex.split(told.partition("to go on:")[2])
+    assert command == [as_typed("grpo-dist"), "reward-model", *given[:2]], "disable would start anew"
+
+
+def test_a_run_that_was_stopped_before_its_first_step_goes_on_from_the_checkpoint_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = Interrupted()
+    stopped.checkpoint = tmp_path
+    given = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    ends(stopped, monkeypatch, *given)
+    says(capsys.readouterr().err, *given)
+
+
+def test_a_run_without_a_checkpoint_names_no_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends(Interrupted(), monkeypatch)
+    told = capsys.readouterr().err
+    says(told, "SIGINT")
+    assert "reward-model" not in told
+
+
+@pytest.mark.parametrize("name", ["global_step_4", None])
+def test_where_ray_was_lost_the_command_is_named_also_without_a_checkpoint(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has to end before it can raise, so the last thing that it does is to tell."""
+    lost = RayLost("gcs_server at 127.0.0.1:6379")
+    lost.checkpoint = tmp_path / name if name else None
+    ends(lost, monkeypatch, f"trainer.default_local_dir={tmp_path}")
+    told = capsys.readouterr().err
+    says(told, "gcs_server at 127.0.0.1:6379", "grpo-dist reward-model", f"trainer.default_local_dir={tmp_path}")
+    assert (str(tmp_path / "global_step_4") in told) == (name is not None)
+
+
+def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = WorkerError("it broke", "reward_model", 1, remote_traceback="Traceback: rank.py")
+    error.add_note("in stage 'train' of step 3")
+    assert ends(error, monkeypatch) == 1
+    told = capsys.readouterr().err
+    says(told, "reward_model worker 1", "'train'", "step 3", "Traceback: rank.py")
+    assert "grpo_dist/main.py" not in told
+
+
+def test_the_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "grpo_dist", "reward-model", "data.train_bach_size=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    says(done.stderr, "data.train_batch_size")
+    assert "Traceback" not in done.stderr
+
 
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
-def test_help(capsys: pytest.CaptureFixture) -> None:
-    assert main(["--help"]) == 0
-    assert "model=" in capsys.readouterr().out
-
-
 def test_dry_run_starts_nothing(capsys: pytest.CaptureFixture) -> None:
-    assert main(["trainer.dry_run=true"]) == 0
+    assert main.main(["trainer.dry_run=true"]) == 0
     assert "32 prompts * n=8" in capsys.readouterr().out
 
 
@@ -34,19 +206,19 @@ def test_a_typo_is_answered_with_the_key_and_exit_code_2() -> None:
 
 def test_a_dry_run_of_the_config_asks_nothing_of_this_machine(capsys: pytest.CaptureFixture) -> None:
     elsewhere = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "custom_reward_function.path=gone.py"]
-    assert main([*elsewhere, "trainer.dry_run=config"]) == 0
+    assert main.main([*elsewhere, "trainer.dry_run=config"]) == 0
     shown = capsys.readouterr().out
     says(shown, "custom_reward_function.path=gone.py:")  # said as a note
     assert "this machine" not in shown
 
 
 def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture) -> None:
-    assert main(["data.train_batch_size=30", f"{MINI}=32", "trainer.dry_run=true"]) == 2
+    assert main.main(["data.train_batch_size=30", f"{MINI}=32", "trainer.dry_run=true"]) == 2
     err = capsys.readouterr().err
     assert "data.train_batch_size" in err
     assert "ppo_mini_batch_size" in err
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture) -> None:
-    assert main(["data.train_files=nowhere.parquet"]) == 2
+    assert main.main(["data.train_files=nowhere.parquet"]) == 2
     assert "nowhere.parquet" in capsys.readouterr().err

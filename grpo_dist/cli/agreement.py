@@ -17,9 +17,8 @@ from grpo_dist.algorithms.agreement import Operation
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import some
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, command_parser
+from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, check_output, command_parser, write_output
 from grpo_dist.cli.asking import NO_ANSWERS, PROMPTS, Asker, given_prompts
-from grpo_dist.cli.output import check_output, write_output
 from grpo_dist.cli.trained import TrainedModel, base_of, engine_for, find_trained, named_checkpoint
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import ENGINE_KEY, rollout_engine

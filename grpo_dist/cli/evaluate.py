@@ -31,9 +31,8 @@ from grpo_dist.algorithms.validation import (
 from grpo_dist.assets import expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.checks.own_code import start_scorer
-from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, command_parser
+from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
 from grpo_dist.cli.asking import asking, judge, sampling_of
-from grpo_dist.cli.output import check_output
 from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.config.schema import DataConfig

@@ -13,9 +13,8 @@ from typing import Any, TextIO
 
 from grpo_dist.assets import expanded
 from grpo_dist.checks.own_code import start_scorer
-from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, command_parser
+from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
 from grpo_dist.cli.asking import PROMPTS, Asker, asking, given_prompts, judge, sampling_of
-from grpo_dist.cli.output import check_output
 from grpo_dist.cli.trained import TrainedModel, find_trained
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.settings import SamplingSettings

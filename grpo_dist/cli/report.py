@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from grpo_dist.assets import expanded
-from grpo_dist.cli.arguments import command_parser
-from grpo_dist.cli.output import write_output
+from grpo_dist.cli.arguments import command_parser, write_output
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -20,14 +19,14 @@ MOST_RESPONSES = 10_000
 def main(arguments: Sequence[str]) -> int:
     """Write the report, or serve it while the run goes on."""
     options = _parser().parse_args(arguments)
-    from grpo_dist.report import page, rollouts, run_folder, server  # they load torch, seconds that --help does without
+    from grpo_dist.report import page, rollouts, run_folder  # they load torch, seconds that --help does without
 
     if find_spec("plotly") is None:
         raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'")
     folders = [expanded(folder) for folder in (options.run_dir, *options.compare)]
     runs = [run_folder.read_run(folder) for folder in folders]
     if options.serve:
-        with server.ReportServer(folders, options.port) as opened, contextlib.suppress(KeyboardInterrupt):
+        with page.ReportServer(folders, options.port) as opened, contextlib.suppress(KeyboardInterrupt):
             show(f"{opened.url}\nends with Ctrl-C\n")
             opened.serve_forever()
         return 0

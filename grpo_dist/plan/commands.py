@@ -1,6 +1,6 @@
 """The commands that train, a row each: the config that a command takes, its rows, and its trainer.
 
-Everything else is the same for all of them: `run/command_line.py` checks the config and shows the plan, `run/run.py`
+Everything else is the same for all of them: `main.py` checks the config and shows the plan, `run/run.py`
 starts what the table of roles (`plan/roles.py`) says for that config, and trains.
 """
 

@@ -29,7 +29,7 @@ NAMES = {
 }
 # Raised last for "Doors and architectures" (at most 450 lines of the package; 293 more than before it).
 MOST = {
-    "lines beside the rooms": 1027,
+    "lines beside the rooms": 1132,
     "lines of agents": 2365,
     "lines of algorithms": 3078,
     "lines of assets": 570,

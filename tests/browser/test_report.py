@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.cli.report import main
-from grpo_dist.report.server import ReportServer
+from grpo_dist.report.page import ReportServer
 from scripts.screenshots import take
 from tests.report.runs import write_run, write_step
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.cli.output import check_output, write_output
+from grpo_dist.cli.arguments import check_output, write_output
 from grpo_dist.errors import ConfigError
 from tests.messages import says
 

@@ -26,8 +26,8 @@ from grpo_dist.config.load import load_command, with_overrides
 from grpo_dist.config.overrides import read_command_line
 from grpo_dist.config.problems import config_error
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.main import QUIET
 from grpo_dist.plan.commands import COMMANDS, GRPO
-from grpo_dist.run.command_line import QUIET
 from tests.docs.python_blocks import resolve_imports
 
 ROOT = Path(__file__).parents[2]

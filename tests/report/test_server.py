@@ -13,7 +13,7 @@ import pytest
 
 from grpo_dist import hosts
 from grpo_dist.errors import ConfigError
-from grpo_dist.report.server import ReportServer
+from grpo_dist.report.page import ReportServer
 from tests.messages import refuses
 from tests.report.runs import write_run, write_step
 
