@@ -219,6 +219,7 @@ def kill_ray() -> None:
                     member.kill()
 
 
+# --- machines that fail -------------------------------------------------------------------------------------------
 # A live node answers at once.
 CONNECT_TIMEOUT_S = 5.0
 # Ray's health check, as it is set by default, calls a silent node dead after 65 s.

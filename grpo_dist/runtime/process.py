@@ -193,6 +193,7 @@ def with_environment(worker_class: type) -> type:
     return Worker
 
 
+# --- what a node is asked ------------------------------------------------------------------------------------------
 # A live node answers within a second or two, even if Ray must start a process there first.
 ANSWER_S = 20.0
 LOST = ("stopped", "dead", "gone")

@@ -175,6 +175,7 @@ def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> st
     return "  ".join((head, *describe(metrics).values()))
 
 
+# --- the summary --------------------------------------------------------------------------------------------------
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
 _LABEL_WIDTH = 22

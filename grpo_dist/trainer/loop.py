@@ -45,7 +45,9 @@ T = TypeVar("T")
 def stage(
     name: str, *, needs: tuple[str, ...] = (), adds: tuple[str, ...] = (), counted: bool = False
 ) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
-    """Decorate a method of the trainer as a stage.
+    """Decorate a method of the trainer, a coroutine, as a stage: called in the main thread, it runs on the driver's
+    event loop and is waited for. The columns that it names are checked, its time is measured, the progress display
+    shows it, and any error gets a note with stage and step.
 
     The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. If the stage takes a batch, it
     is the first argument; if the stage adds columns, it returns the new batch.

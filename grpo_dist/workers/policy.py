@@ -415,7 +415,10 @@ MOST_MODULE_CALLS = 10_000
 
 
 class TorchProfile:
-    """Records the thread that makes it, and its backward passes: until it is written, or has seen so many modules."""
+    """A torch profile of this process: its operators, and the kernels of its GPU.
+
+    It records the thread that makes it, and its backward passes: until it is written, or has seen so many modules.
+    """
 
     def __init__(self) -> None:
         self._thread, self._module_calls, self._records = threading.get_ident(), 0, True
