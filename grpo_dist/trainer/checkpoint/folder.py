@@ -374,7 +374,7 @@ def _remove(folder: Path) -> None:
     delete(removing)
 
 
-# --- which checkpoint, and which run, an exported model is of: by digests, never by steps or times of files ------------
+# --- which checkpoint, and which run, an exported model is of: by digests, never by steps or times of files -----------
 def is_model_of(model: Path, checkpoint: Path) -> bool:
     """Return whether an exported model, or adapter, has the weights of this checkpoint and of no other.
 
