@@ -74,7 +74,11 @@ def test_there_are_keys_of_all_sections():
         "reward_model.retrain.optim.override_optimizer_config",
     }
     assert free_form_keys(REWARD_MODEL.schema) == ("model.override_config", "optim.override_optimizer_config")
-    assert set(free_form_keys(SFT.schema)) == {"model.override_config", "data.apply_chat_template_kwargs"}
+    assert set(free_form_keys(SFT.schema)) == {
+        "optim.override_optimizer_config",
+        "model.override_config",
+        "data.apply_chat_template_kwargs",
+    }
 
 
 @EACH
