@@ -15,10 +15,8 @@ from grpo_dist.engines.settings import PassLimits, SamplingSettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import PolicySettings, PolicyWorker
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.gang import Gang, PolicySettings, PolicyWorker
+from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from tests.worker_settings import model_settings, policy_settings
 
 PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH = 16, 4, 96, 32

@@ -21,11 +21,10 @@ from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.resources import reserve
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.workers.gang import ActorGroup
-from grpo_dist.workers.reward import Task, on_last_token
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.workers.actor import ActorGroup
+from grpo_dist.workers.reward import RewardPool
+from grpo_dist.workers.rollout import GroupRequest, RolloutGroup, RolloutWorker
+from grpo_dist.workers.scorer import Task, on_last_token
 from tests.engines.fakes import FakeRolloutEngine
 from tests.worker_settings import objective_settings
 
@@ -65,7 +64,7 @@ class FakeReward:
             rows = responses[np.arange(end - size, end)]
             columns: dict[str, Any] = {"score": scores, "token_level_scores": on_last_token(scores, rows)}
             parts.append(DataProto.from_dict(columns, {"failure": [""] * size}))
-        found: list[tuple[Label, list[str]]] = [(Label.of(part, ("score",)), []) for part in parts]
+        found: list[tuple[Label, list[str]]] = [(Label.of(part), []) for part in parts]
         return (found, ([], 0), time.monotonic() - started), DataProto.concat(parts)
 
 
@@ -123,7 +122,7 @@ async def _step(pump: RolloutPump, actor: ActorGroup, samples: int) -> dict[str,
     await job.finished()
     batch = DataProtoRef.concat(job.results())
     rollout_wall, rollout_cpu = time.perf_counter() - wall, time.process_time() - cpu
-    mask = DataProtoRef.put(_advantages(batch), small=())
+    mask = DataProtoRef.put(_advantages(batch))
     batch = batch.union(mask)
     await actor.update(batch, [np.arange(len(batch))], OBJECTIVE, 1)
     return {

@@ -26,7 +26,7 @@ from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.vllm import vllm_engine
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
+from grpo_dist.protocol.sequences import PROMPT_ROUTES, ROUTES
 from grpo_dist.workers.rollout import group_batch
 from tests.engines.vllm.test_engine import sampling
 from tests.models import EXPERTS, random_model

@@ -16,9 +16,8 @@ from grpo_dist.plan.node_layout import slots_of
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.resources import reserve
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.workers.rollout import GroupRequest, RolloutGroup, RolloutWorker
+from grpo_dist.workers.scorer import Task
 
 HF_BATCH = 32
 MAX_NUM_SEQS = 64

@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.runtime.event_loop import run
+from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import ActorWorker
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import weight_transport
 from tests.worker_settings import model_settings, policy_settings

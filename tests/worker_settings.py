@@ -22,7 +22,7 @@ from grpo_dist.config.schema_roles import (
 )
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, PassLimits
 from grpo_dist.plan.commands import load_config
-from grpo_dist.workers.policy import PolicySettings
+from grpo_dist.workers.gang import PolicySettings
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from grpo_dist.algorithms.advantage.agents import name_fault
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plugins.registry import described
-from grpo_dist.protocol.branches import last_branch
+from grpo_dist.protocol.sequences import last_branch
 
 # (prompt, sampling) -> the sampled continuation; None: it was aborted.
 Sample = Callable[[list[int], SamplingSettings], Coroutine[Any, Any, Response | None]]

@@ -1,7 +1,7 @@
 """The tokens of all calls of an episode, however they go on from one another, each different one once.
 
 They are a row of training. Behind the prompt of the first call the tokens stand in the order in which their calls
-ended. `predecessors` says which token each one follows (protocol/branches.py). What a call has sampled is new, even
+ended. `predecessors` says which token each one follows (protocol/sequences.py). What a call has sampled is new, even
 where another call has sampled the same; what it was asked stands there once, however many calls were asked it.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_dist.engines.base import Response
-from grpo_dist.protocol.routes import unknown_routes
+from grpo_dist.protocol.sequences import unknown_routes
 
 NO_VERSION = -1  # of weights, for what none have sampled
 

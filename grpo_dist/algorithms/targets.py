@@ -93,7 +93,7 @@ class TargetSettings:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Per-token columns that `compute_targets` reads, besides scores, mask and the sampler's log-probs."""
+        """Per-token columns that `compute_targets` reads."""
         optional = {
             "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
@@ -105,7 +105,8 @@ class TargetSettings:
             "values": self.critic,
             "agent_ids": self.by_agent,
         }
-        return tuple(name for name, wanted in optional.items() if wanted)
+        always = ("token_level_scores", "response_mask", "rollout_log_probs")
+        return (*always, *(name for name, wanted in optional.items() if wanted))
 
 
 def compute_targets(
@@ -128,8 +129,7 @@ def compute_targets(
     Where scores do not train (distill) it is treated like the others.
 
     Args:
-        columns: (N, T) tensors: `token_level_scores`, `response_mask`, `rollout_log_probs` and `settings.columns`.
-            Without `predecessors` there are no branches.
+        columns: (N, T) tensors: `settings.columns`. Without `predecessors` there are no branches.
         settings: what to do.
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.

@@ -1,7 +1,7 @@
 """Where the turns of an episode are in a row of its tokens, what was said before them, and what answers them.
 
 `sampled`, (N, T), is 1 on tokens that the policy has sampled. `predecessors`, (N, T), says which token each one follows
-in a row with branches (protocol/branches.py), -1 on padding; None: each follows the one right before.
+in a row with branches (protocol/sequences.py), -1 on padding; None: each follows the one right before.
 """
 
 from __future__ import annotations

@@ -248,11 +248,6 @@ class RunConfig(JobConfig):
         return self.needs_reference and not (self.needs_reference_workers or self.teacher_is_elsewhere)
 
     @property
-    def reference_follows_scores(self) -> bool:
-        """Tell if the reference's pass waits for the whole batch, since scores decide what it reads."""
-        return self.algorithm.self_distillation.enable
-
-    @property
     def needs_reference(self) -> bool:
         """Tell if the KL to a reference is part of the loss or of the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
@@ -273,7 +268,7 @@ class RunConfig(JobConfig):
         scores do not train, for rows that these can score.
         """
         shows_successes = (
-            self.reference_follows_scores and self.algorithm.self_distillation.success_threshold is not None
+            self.algorithm.self_distillation.enable and self.algorithm.self_distillation.success_threshold is not None
         )
         built_in = None if self.trains_on_scores or shows_successes else OPTIONAL_FUNCTION
         path = self.custom_reward_function.path

@@ -16,7 +16,7 @@ from grpo_dist.config.schema_algorithm import TEXT, SelfDistillationConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.tokenize import prompt_ids
 from grpo_dist.protocol import Ragged
-from grpo_dist.protocol.teacher_prompts import TEACHER_MASK, TEACHER_PROMPTS
+from grpo_dist.protocol.sequences import TEACHER_MASK, TEACHER_PROMPTS
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TeacherPrompts:
     def columns(
         self, task: Any, texts: Sequence[str], scores: Sequence[float], said: Sequence[Mapping[str, str]], of: Ragged
     ) -> dict[str, Ragged]:
-        """Return the columns of protocol/teacher_prompts.py for a group.
+        """Return the columns of protocol/sequences.py for a group.
 
         Args:
             task: with `messages`, behind the user's last one of which is shown what is, and `extra_info`.

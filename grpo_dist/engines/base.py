@@ -25,8 +25,6 @@ ENGINE_KEY = "actor_rollout_ref.rollout.name"
 # Its values -> what makes one; plugins/names.py has the names too, and a test compares them.
 ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm:vllm_engine"}
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
-# Columns of a batch that a forward pass reads.
-SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
 
 
 # --- rollout -------------------------------------------------------------------------------------------------------
@@ -40,9 +38,9 @@ class Response:
         stop: the text that ended it; None: the end-of-sequence token, or it was cut short.
         mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
         num_turns: how often the policy was sampled for it.
-        predecessors: the token that each one follows, see protocol/branches.py; None: it has no branches.
-        routes: the experts of its tokens, and before them of the prompt's (protocol/routes.py), of which the first ones
-            may be missing; None: they are not recorded.
+        predecessors: the token that each one follows, see protocol/sequences.py; None: it has no branches.
+        routes: the experts of its tokens, and before them of the prompt's (protocol/sequences.py); the first ones may
+            be missing; None: they are not recorded.
     """
 
     token_ids: list[int]

@@ -165,7 +165,7 @@ class EngineSettings:
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
         min_group_size: fewest episodes that a group of the training may have where others fail; None: all.
-        records_routes: whether responses come with the experts of their tokens (protocol/routes.py).
+        records_routes: whether responses come with the experts of their tokens (protocol/sequences.py).
     """
 
     rollout: RolloutConfig

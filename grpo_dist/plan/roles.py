@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from grpo_dist.config.problems import value_of
@@ -38,7 +39,6 @@ class Role:
         trains: whether it has an optimizer: its state is in every checkpoint, and without one a lost rank ends the run.
         resumes: whether it loads the state that a checkpoint may have of it.
         shares: the values of `cluster.colocate` with which it lies on the actor's GPUs.
-        adds: stage in which its gang adds columns to a batch, and the time limit of that; None: it adds none.
         passes: its passes, for the plan, its memory and the rules on their sizes.
         own_passes: passes over batches that are not those of a step, for its memory.
         absent: why a run lacks it, as the plan says it; "": the plan does not say it.
@@ -56,7 +56,6 @@ class Role:
     trains: bool = False
     resumes: Callable[[Any], bool] = lambda config: True
     shares: tuple[Colocation, ...] = ()
-    adds: tuple[str, str] | None = None
     passes: Callable[[Any], tuple[Pass, ...]] = lambda config: ()
     own_passes: Callable[[Any], tuple[Pass, ...]] = lambda config: ()
     absent: Callable[[Any], str] = lambda config: ""
@@ -71,8 +70,8 @@ _BESIDE: tuple[Colocation, ...] = ("actor_ref", "all")
 _ROWS = (
     Role(
         "actor",
-        f"{_ROLES}.policy:ActorWorker",
-        f"{_ROLES}.gang:ActorGroup",
+        f"{_ROLES}.actor:ActorWorker",
+        f"{_ROLES}.actor:ActorGroup",
         section=_ACTOR,
         size_key="cluster.actor_world_size",
         fsdp=f"{_ACTOR}.fsdp_config",
@@ -85,15 +84,15 @@ _ROWS = (
     Role(
         "rollout",
         f"{_ROLES}.rollout:RolloutWorker",
-        f"{_ROLES}.rollout_group:RolloutGroup",
+        f"{_ROLES}.rollout:RolloutGroup",
         section="actor_rollout_ref.rollout",
         size_key="cluster.rollout_world_size",
         shares=("all",),
     ),
     Role(
         "ref",
-        f"{_ROLES}.policy:PolicyWorker",
-        f"{_ROLES}.gang:ReferenceGroup",
+        f"{_ROLES}.gang:PolicyWorker",
+        f"{_ROLES}.reference:ReferenceGroup",
         lambda config: config.needs_reference_workers,
         section=_REF,
         size_key="cluster.ref_world_size",
@@ -102,7 +101,6 @@ _ROWS = (
         model=role_models.reference,
         resumes=lambda config: not config.has_teacher,  # which takes the place of one that has moved
         shares=_BESIDE,
-        adds=("ref", "ref_log_prob"),
         passes=role_models.reference_passes,
         absent=role_models.why_no_reference,
     ),
@@ -122,7 +120,7 @@ _ROWS = (
     ),
     Role(
         "critic",
-        f"{_ROLES}.policy:CriticWorker",
+        f"{_ROLES}.gang:TrainedWorker",
         f"{_ROLES}.gang:TrainedGroup",
         lambda config: config.needs_critic,
         section="critic",
@@ -132,13 +130,12 @@ _ROWS = (
         model=role_models.critic,
         trains=True,
         shares=_BESIDE,
-        adds=("values", "values"),
         passes=role_models.critic_passes,
     ),
     Role(
         "reward",
         f"{_ROLES}.reward:RewardWorker",
-        f"{_ROLES}.reward_pool:RewardPool",
+        f"{_ROLES}.reward:RewardPool",
         section="reward",
         size_key="reward.num_workers",
     ),
@@ -163,6 +160,53 @@ def _supervised(schema: type[SupervisedConfig]) -> Role:
 
 
 SUPERVISED_ROLES = {schema.role: _supervised(schema) for schema in (SFTConfig, RewardModelTrainingConfig)}
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """A row of the table of passes: a model adds columns to the batch of a step, while other groups are sampled or,
+    where it has to wait, after the rollout.
+
+    Attributes:
+        name: of the pass, and of the seconds that it takes.
+        role: whose ranks compute it.
+        limit: the name of its time limit; "": its own.
+        method: of a rank.
+        needs: columns that it reads besides the sequences; they come with the scores.
+        adds: columns that it always adds.
+        present: whether a run with this config has it.
+    """
+
+    name: str
+    role: str
+    limit: str = ""
+    method: str = "compute_log_probs"
+    needs: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    adds: tuple[str, ...] = ()
+    present: Callable[[Any], bool] = lambda config: True
+
+    def waits(self, config: Any) -> bool:
+        """Tell if it comes after the rollout: it needs what comes with the scores, or its model changes meanwhile."""
+        return bool(self.needs(config)) or (ROLES[self.role].trains and config.trainer.samples_during_updates)
+
+
+def _shown(config: Any) -> tuple[str, ...]:
+    """What the reference reads in place of the prompt, where the policy teaches itself."""
+    return ("teacher_prompts",) if config.algorithm.self_distillation.enable else ()
+
+
+_BY_ACTOR = ("ref", "actor", "ref_log_prob", "compute_reference")
+PASSES = [
+    ModelPass("ref", "ref", "ref_log_prob", needs=_shown, present=ROLES["ref"].present),
+    ModelPass(*_BY_ACTOR, needs=_shown, present=attrgetter("actor_is_reference")),
+    ModelPass("old_log_prob", "actor", adds=("old_log_probs",), present=attrgetter("needs_old_log_probs")),
+    ModelPass("values", "critic", adds=("values",), present=ROLES["critic"].present),
+]
+
+
+def passes_of(config: Any, *, waiting: bool) -> list[ModelPass]:
+    """Return the passes of a run's steps that wait until the rollout is over, or those that do not."""
+    return [row for row in PASSES if row.present(config) and row.waits(config) == waiting]
 
 
 def table_of(config: JobConfig) -> Mapping[str, Role]:

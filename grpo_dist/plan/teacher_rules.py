@@ -14,7 +14,7 @@ from grpo_dist.plugins.names import AGENT_LOOPS
 def reference_rules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with a reference that moves, or is a teacher."""
     ref, moves = config.actor_rollout_ref.ref, config.actor_rollout_ref.ref.ref_model_sync_steps > 0
-    in_rollout = config.needs_reference and not config.reference_follows_scores
+    in_rollout = config.needs_reference and not config.algorithm.self_distillation.enable
     if moves and config.trainer.max_staleness and in_rollout:
         why = "groups sampled ahead would be compared with different references; set one of the two to its default"
         yield f"<trainer.max_staleness>, <ref.ref_model_sync_steps>: {why}"
@@ -24,7 +24,7 @@ def reference_rules(config: RunConfig) -> Iterator[str]:
     elif moves and config.actor_rollout_ref.model.lora_rank:
         why = "with LoRA the reference is the model without its factors and cannot move; set it to -1"
         yield f"<ref.ref_model_sync_steps>, <model.lora_rank>: {why}"
-    taught = config.reference_follows_scores or config.teacher_is_elsewhere
+    taught = config.algorithm.self_distillation.enable or config.teacher_is_elsewhere
     if ref.model.path is None and not (config.trains_on_scores or taught):
         why = "the KL to a teacher is all that trains the policy; name the teacher: a folder, or a model of the hub"
         yield f"<ref.model.path>, <algorithm.adv_estimator>: {why}"
@@ -52,7 +52,7 @@ def endpoint_rules(config: RunConfig) -> Iterator[str]:
         yield f"{key}, <ref.model.path>: the reference is one of the two; set the other to null"
     if ref.ref_model_sync_steps > 0:
         yield f"{key}, <ref.ref_model_sync_steps>: it does not move towards the policy; set the second to -1"
-    if config.reference_follows_scores:
+    if config.algorithm.self_distillation.enable:
         why = "a server is asked about the policy's own prompts; use one of the two"
         yield f"{key}, <algorithm.self_distillation.enable>: {why}"
     if config.actor_rollout_ref.rollout.agent.default_agent_loop not in AGENT_LOOPS[:2]:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from grpo_dist.errors import BatchError
+from grpo_dist.protocol.fields import made_by
 from grpo_dist.protocol.ragged import Ragged
 
 TensorColumn = Tensor | Ragged
@@ -67,7 +68,8 @@ class DataProto:
     def __getitem__(self, name: str) -> Any:
         columns = self.columns()
         if name not in columns:
-            raise BatchError(f"the batch has no column {name!r}; it has {', '.join(sorted(columns)) or 'none'}")
+            there = ", ".join(sorted(columns)) or "none"
+            raise BatchError(f"the batch has no column {made_by([name])}; it has {there}")
         return columns[name]
 
     # --- columns -----------------------------------------------------------------------------------------------

@@ -1,7 +1,12 @@
-"""The column contract: every column of a batch, its meaning, and the role that computes it.
+"""The column contract: every column of a batch, its meaning, who computes it and who reads it.
 
 Shapes: N sequences; R_i response tokens, P_i prompt tokens, Q_i tokens of its teacher's prompt and S_i judged steps of
 sequence i; K tokens that a teacher tells of. Ragged columns have no padding.
+
+Readers: `forward` (a model's pass), `router` (one that replays experts) and `teacher` (one that was shown something);
+`actor`, `critic` and `reward_model` (their losses, and what the last scores); `scorer`, and `endpoint` where a teacher
+is elsewhere; `targets`, `diagnostics`, `samples` and `judged` of the reward processes; `driver`, whose handles carry
+the column.
 """
 
 from __future__ import annotations
@@ -18,120 +23,139 @@ SOURCE, TEACHER = "source", "teacher"  # of handles: numbers of each row's data 
 UNPENALISED = "unpenalised_score"
 # In the column `labels`: a token without one.
 NO_LABEL = -1
+_ROW, _PROMPT, _TOKENS = "(N,)", "ragged (N, P_i)", "ragged (N, R_i)"
 
 
 @dataclass(frozen=True)
 class Field:
-    """One column: its shape, dtype and meaning, and the role that computes it."""
+    """One column.
+
+    Attributes:
+        shape: (N,), or of ragged ones with what a row has.
+        dtype: its type.
+        made_by: the role, or the part of one, that computes it.
+        read_by: who reads it, some only where their settings ask for it.
+        meaning: what it says.
+        output: the output of a model's pass that it is, see `FSDPEngine.compute_columns`; "": of none.
+        recorded: whether the record of a step has it: not what is much larger than all the rest.
+    """
 
     shape: str
     dtype: str
-    meaning: str
     made_by: str
+    read_by: str
+    meaning: str
+    output: str = ""
+    recorded: bool = True
+
+    @property
+    def per(self) -> str:
+        """What has a value of its own: each "row", each "token" (or step) of a row, or each "group" of rows."""
+        return "row" if self.shape == _ROW else "group" if self.shape.startswith(_PROMPT[:-1]) else "token"
 
 
+# fmt: off
 FIELDS: dict[str, Field] = {
-    "uid": Field("(N,)", "object (str)", "group id: one per prompt instance", "sampler"),
-    "source": Field("(N,)", "int64", "a number of the prompt's data source, by its name", "sampler"),
-    "prompts": Field("ragged (N, P_i)", "int32", "prompt token ids, chat template applied", "data"),
-    "responses": Field("ragged (N, R_i)", "int32", "response token ids, end-of-sequence included", "rollout"),
-    "response_mask": Field(
-        "ragged (N, R_i)", "int8", "1 on tokens that are trained on; 0 on tokens from an environment", "rollout"
-    ),
-    "rollout_log_probs": Field(
-        "ragged (N, R_i)",
-        "float32",
-        "log-probs of the sampler, with temperature; 0 on tokens that it did not sample; nats",
-        "rollout",
-    ),
-    "weight_versions": Field(
-        "ragged (N, R_i)", "int32", "version of the weights that sampled the token; -1: not sampled", "rollout"
-    ),
-    "weight_version": Field("(N,)", "int64", "oldest weights that sampled a token of the sequence", "rollout"),
-    "last_weight_version": Field("(N,)", "int64", "newest weights that sampled a token of the sequence", "rollout"),
-    "response_length": Field("(N,)", "int64", "R_i", "rollout"),
-    "prompt_length": Field("(N,)", "int64", "P_i", "rollout"),
-    "num_turns": Field("(N,)", "int64", "turns: how often the policy generated a part of the response", "rollout"),
-    "truncated": Field("(N,)", "int64", "1 where the response was cut at max_response_length", "rollout"),
-    "episode_reward": Field("(N,)", "float32", "reward that the agent loop gave; nan: it gave none", "rollout"),
-    "episode_step_rewards": Field(
-        "ragged (N, R_i)", "float32", "reward that the agent loop gave a step, on its last token; nan: none", "rollout"
-    ),
-    "predecessors": Field(
-        "ragged (N, R_i)", "int32", "of episodes: the token that each one follows (protocol/branches.py)", "rollout"
-    ),
-    "agent_ids": Field(
-        "ragged (N, R_i)", "int32", "of episodes: a number of the agent that sampled it, by name; 0: put in", "rollout"
-    ),
-    "prompt_routes": Field(
-        "ragged (N, P_i, layers, experts)",
-        "uint8 or uint16",
-        "experts of the prompt's tokens (protocol/routes.py)",
-        "rollout",
-    ),
-    "routes": Field(
-        "ragged (N, R_i, layers, experts)", "uint8 or uint16", "experts of the response's tokens, likewise", "rollout"
-    ),
-    "unknown_routes": Field(
-        "(N,)", "int64", "tokens whose experts were not recorded, of those that another one follows", "rollout"
-    ),
-    "token_level_scores": Field(
-        "ragged (N, R_i)", "float32", "raw reward; an outcome reward is on the last trained token", "reward"
-    ),
-    "score": Field("(N,)", "float32", "raw reward of the sequence, whoever earned it; nan: it has none", "reward"),
-    UNPENALISED: Field("(N,)", "float32", "of handles: score without the penalty for long responses", "reward"),
-    "failure": Field("(N,)", "object (str)", "why the reward function failed on it; empty: it did not", "reward"),
-    "said": Field("(N,)", "object (str)", "texts that the reward function returned of it by name, as JSON", "reward"),
-    "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores minus the KL penalty", "targets"),
-    "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
-    "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
-    "values": Field("ragged (N, R_i)", "float32", "return that the critic foresees before the token", "critic"),
-    "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "targets"),
-    "reward": Field("(N,)", "float32", "score minus the KL penalty: sum of token_level_rewards", "targets"),
-    "advantage_mean": Field("(N,)", "float32", "mean advantage over the trained tokens", "targets"),
-    "reward_baseline": Field("(N,)", "float32", "score of the greedy response to the same prompt", "rollout"),
-    "pred_id": Field(
-        "(N,)", "float32", "equal for equal answers of a group, nan without an answer; validation only", "reward"
-    ),
-    "step_mask": Field("ragged (N, R_i)", "int8", "1 on the last token of each step that has a reward", "reward"),
-    "rule_labels": Field(
-        "ragged (N, S_i)", "int8", "1 for a good response, or for each good one of its steps, by the rule", "reward"
-    ),
-    "old_entropies": Field("ragged (N, R_i)", "float32", "entropy of the policy before the update; nats", "actor"),
-    "old_gradient_norms": Field(
-        "ragged (N, R_i)", "float32", "1 - 2 p + sum p^2 of the policy before the update, for estimators", "actor"
-    ),
-    "ref_top_ids": Field("ragged (N, R_i, K)", "int32", "the teacher's likeliest tokens at each place", "reward"),
-    "ref_top_log_probs": Field("ragged (N, R_i, K)", "float32", "their log-probs by the teacher; nats", "reward"),
-    "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "inputs of the reference's output layer", "ref"),
-    "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights, policy over sampler", "targets"),
-    "observation_mask": Field(
-        "ragged (N, R_i)", "float32", "1 on tokens of tools and environments, for observation_coeff", "targets"
-    ),
-    "prompt_weights": Field(
-        "ragged (N, R_i)", "float32", "1 / tokens of its prompt's responses, for loss_agg_mode prompt-mean", "targets"
-    ),
-    "selected_tokens": Field("ragged (N, R_i)", "float32", "1 on tokens that clip_cov or kl_cov selected", "targets"),
-    "teacher_prompts": Field(
-        "ragged (N, Q_i)", "int32", "what the teacher reads for the prompt (protocol/teacher_prompts.py)", "reward"
-    ),
-    "teacher_mask": Field("ragged (N, R_i)", "float32", "1 where the response has such a prompt, else 0", "reward"),
-    "labels": Field(
-        "ragged (N, R_i)",
-        "int8",
-        "what the reward model should say of the text up to the token: 1 good or chosen, 0 bad or rejected, -1 none",
-        "data",
-    ),
-    "returns": Field("ragged (N, R_i)", "float32", "return of each token", "targets"),
+    "uid": Field(_ROW, "object (str)", "sampler", "forward reward_model targets diagnostics samples judged driver",
+        "group id: one per prompt instance"),
+    "source": Field(_ROW, "int64", "sampler", "targets", "a number of the prompt's data source, by its name"),
+    "prompts": Field(_PROMPT, "int32", "data", "forward reward_model endpoint samples",
+        "prompt token ids, chat template applied"),
+    "responses": Field(_TOKENS, "int32", "rollout", "forward reward_model scorer targets diagnostics samples judged",
+        "response token ids, end-of-sequence included"),
+    "response_mask": Field(_TOKENS, "int8", "rollout", "forward scorer targets diagnostics samples",
+        "1 on tokens that are trained on; 0 on tokens from an environment"),
+    "rollout_log_probs": Field(_TOKENS, "float32", "rollout", "actor targets diagnostics",
+        "log-probs of the sampler, with temperature; 0 on tokens that it did not sample; nats", "log_probs"),
+    "weight_versions": Field(_TOKENS, "int32", "rollout", "diagnostics",
+        "version of the weights that sampled the token; -1: not sampled"),
+    "weight_version": Field(_ROW, "int64", "rollout", "driver", "oldest weights that sampled a token of the sequence"),
+    "last_weight_version": Field(_ROW, "int64", "rollout", "driver",
+        "newest weights that sampled a token of the sequence"),
+    "response_length": Field(_ROW, "int64", "rollout", "driver", "R_i"),
+    "prompt_length": Field(_ROW, "int64", "rollout", "driver", "P_i"),
+    "num_turns": Field(_ROW, "int64", "rollout", "driver",
+        "turns: how often the policy generated a part of the response"),
+    "truncated": Field(_ROW, "int64", "rollout", "targets driver",
+        "1 where the response was cut at max_response_length"),
+    "episode_reward": Field(_ROW, "float32", "rollout", "scorer driver",
+        "reward that the agent loop gave; nan: it gave none"),
+    "episode_step_rewards": Field(_TOKENS, "float32", "rollout", "scorer",
+        "reward that the agent loop gave a step, on its last token; nan: none"),
+    "predecessors": Field(_TOKENS, "int32", "rollout", "forward reward_model scorer targets samples judged",
+        "of episodes: the token that each one follows (protocol/sequences.py)"),
+    "agent_ids": Field(_TOKENS, "int32", "rollout", "scorer targets",
+        "of episodes: a number of the agent that sampled it, by name; 0: put in"),
+    "prompt_routes": Field("ragged (N, P_i, layers, experts)", "uint8 or uint16", "rollout", "router",
+        "experts of the prompt's tokens (protocol/sequences.py)", recorded=False),
+    "routes": Field("ragged (N, R_i, layers, experts)", "uint8 or uint16", "rollout", "router",
+        "experts of the response's tokens, likewise", recorded=False),
+    "unknown_routes": Field(_ROW, "int64", "rollout", "driver",
+        "tokens whose experts were not recorded, of those that another one follows"),
+    "token_level_scores": Field(_TOKENS, "float32", "reward", "targets",
+        "raw reward; an outcome reward is on the last trained token"),
+    "score": Field(_ROW, "float32", "reward", "targets samples driver",
+        "raw reward of the sequence, whoever earned it; nan: it has none"),
+    UNPENALISED: Field(_ROW, "float32", "reward", "driver", "of handles: score without the penalty for long responses"),
+    "failure": Field(_ROW, "object (str)", "reward", "samples",
+        "why the reward function failed on it; empty: it did not"),
+    "said": Field(_ROW, "object (str)", "reward", "samples",
+        "texts that the reward function returned of it by name, as JSON"),
+    "token_level_rewards": Field(_TOKENS, "float32", "targets", "", "scores minus the KL penalty"),
+    "old_log_probs": Field(_TOKENS, "float32", "actor", "actor targets diagnostics",
+        "log-probs under the policy before the update; nats", "log_probs"),
+    "ref_log_probs": Field(_TOKENS, "float32", "ref", "actor targets",
+        "log-probs under the reference; nats", "log_probs"),
+    "values": Field(_TOKENS, "float32", "critic", "critic targets",
+        "return that the critic foresees before the token", "values"),
+    "advantages": Field(_TOKENS, "float32", "targets", "actor", "advantage of each token"),
+    "reward": Field(_ROW, "float32", "targets", "driver", "score minus the KL penalty: sum of token_level_rewards"),
+    "advantage_mean": Field(_ROW, "float32", "targets", "driver", "mean advantage over the trained tokens"),
+    "reward_baseline": Field(_ROW, "float32", "rollout", "targets", "score of the greedy response to the same prompt"),
+    "pred_id": Field(_ROW, "float32", "reward", "driver",
+        "equal for equal answers of a group, nan without an answer; validation only"),
+    "step_mask": Field(_TOKENS, "int8", "reward", "targets", "1 on the last token of each step that has a reward"),
+    "rule_labels": Field("ragged (N, S_i)", "int8", "reward", "judged",
+        "1 for a good response, or for each good one of its steps, by the rule"),
+    "old_entropies": Field(_TOKENS, "float32", "actor", "targets",
+        "entropy of the policy before the update; nats", "entropies"),
+    "old_gradient_norms": Field(_TOKENS, "float32", "actor", "targets",
+        "1 - 2 p + sum p^2 of the policy before the update, for estimators", "gradient_norms"),
+    "ref_top_ids": Field("ragged (N, R_i, K)", "int32", "reward", "actor",
+        "the teacher's likeliest tokens at each place", recorded=False),
+    "ref_top_log_probs": Field("ragged (N, R_i, K)", "float32", "reward", "actor",
+        "their log-probs by the teacher; nats", recorded=False),
+    "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "ref", "actor",
+        "inputs of the reference's output layer", "hidden_states", recorded=False),
+    "rollout_is_weights": Field(_TOKENS, "float32", "targets", "actor", "importance weights, policy over sampler"),
+    "observation_mask": Field(_TOKENS, "float32", "targets", "actor",
+        "1 on tokens of tools and environments, for observation_coeff"),
+    "prompt_weights": Field(_TOKENS, "float32", "targets", "actor",
+        "1 / tokens of its prompt's responses, for loss_agg_mode prompt-mean"),
+    "selected_tokens": Field(_TOKENS, "float32", "targets", "actor", "1 on tokens that clip_cov or kl_cov selected"),
+    "teacher_prompts": Field("ragged (N, Q_i)", "int32", "reward", "teacher",
+        "what the teacher reads for the prompt (empty: nothing was shown to it)"),
+    "teacher_mask": Field(_TOKENS, "float32", "reward", "actor", "1 where the response has such a prompt, else 0"),
+    "labels": Field(_TOKENS, "int8", "data", "reward_model",
+        "what the reward model should say of the text up to the token: 1 good or chosen, 0 bad or rejected, -1 none"),
+    "returns": Field(_TOKENS, "float32", "targets", "critic", "return of each token"),
 }
+# fmt: on
+
+
+def columns_for(present: Iterable[str], *readers: str) -> tuple[str, ...]:
+    """Return those of the columns that one of these readers reads."""
+    return tuple(name for name in present if name in FIELDS and not {*readers}.isdisjoint(FIELDS[name].read_by.split()))
+
+
+def made_by(names: Iterable[str]) -> str:
+    """Name columns in words, with those who make them."""
+    return ", ".join(f"{name!r} (made by {FIELDS[name].made_by})" if name in FIELDS else repr(name) for name in names)
 
 
 def require(stage: str, present: Iterable[str], needed: Iterable[str]) -> None:
     """Check that a batch has the columns a stage needs."""
     have = set(present)
-    missing = [name for name in needed if name not in have]
-    if missing:
-        makers = ", ".join(
-            f"{name!r} (made by {FIELDS[name].made_by})" if name in FIELDS else repr(name) for name in missing
-        )
-        raise BatchError(f"stage {stage!r} needs {makers}; the batch has {', '.join(sorted(have)) or 'no columns'}")
+    if missing := [name for name in needed if name not in have]:
+        there = ", ".join(sorted(have)) or "no columns"
+        raise BatchError(f"stage {stage!r} needs {made_by(missing)}; the batch has {there}")

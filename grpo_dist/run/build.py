@@ -39,8 +39,7 @@ from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
 from grpo_dist.trainer.settings import engine_settings, rank_settings, reward_settings, time_limits
-from grpo_dist.workers.gang import find_model, take_turns
-from grpo_dist.workers.policy import PolicyWorker
+from grpo_dist.workers.gang import PolicyWorker, find_model, take_turns
 from grpo_dist.workers.roles import Roles
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
@@ -144,8 +143,8 @@ async def start_roles(config: JobConfig, roles: Roles, num_steps: int) -> None:
     reward = roles.reward.start([replace(reward_settings(config), max_steps=num_steps)] * len(roles.reward.workers))
     footprints, *_ = await asyncio.gather(starting, reward, *gangs())
     roles.rollout.note_started(footprints)
-    if roles.ref is not None and config.has_teacher and objective_settings(config).exact_kl:
-        await roles.actor.take_reference_head(roles.ref)
+    if roles.reference is not None and config.has_teacher and objective_settings(config).exact_kl:
+        await roles.actor.take_reference_head(roles.reference)
 
 
 def _start_gangs(config: JobConfig, roles: Roles, num_steps: int) -> list[Coroutine[Any, Any, None]]:
@@ -187,8 +186,8 @@ def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> d
     run(load_checkpoint(resumed, config, roles.gangs))
     if not isinstance(config, RunConfig):
         return {}
-    if roles.ref is not None and roles.ref.has_moved and objective_settings(config).exact_kl:
-        run(roles.actor.take_reference_head(roles.ref))
+    if roles.reference is not None and roles.reference.has_moved and objective_settings(config).exact_kl:
+        run(roles.actor.take_reference_head(roles.reference))
     if resumed.changes:
         return {}
     return run(read_finished(resumed.folder.absolute(), resumed.state.finished, roles.reward))

@@ -1,9 +1,9 @@
 """DataProtoRef: the driver's handle to a batch whose columns are in Ray's object store.
 
 A worker returns its columns once, with a label. They stay in the store and are owned by the driver, so they outlive the
-worker (`workers.group.Call.handle`). A process that holds a batch itself stores it with `put`. A consumer reads the
-rows and columns it needs with `fetch`. The driver only rearranges handles. Besides references a handle carries the few
-small columns that the driver reads (one number or string per row), whose size does not depend on the response length.
+worker (`Call.handle`). A consumer reads the rows and columns it needs with `fetch`. The driver only rearranges handles.
+Besides references a handle carries the few small columns that the driver reads (one number or string per row), whose
+size does not depend on the response length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ray
 
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.fields import require
+from grpo_dist.protocol.fields import columns_for, require
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ class Label:
     num_rows: int
 
     @classmethod
-    def of(cls, data: DataProto, small: Sequence[str]) -> Label:
-        """The label of `data`, with the small columns named in `small`."""
-        return cls(tuple(data.columns()), {name: np.asarray(data[name]) for name in small}, len(data))
+    def of(cls, data: DataProto) -> Label:
+        """The label of `data`; its small columns are those that the driver reads."""
+        small = {name: np.asarray(data[name]) for name in columns_for(data.columns(), "driver")}
+        return cls(tuple(data.columns()), small, len(data))
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class DataProtoRef:
     num_rows: int = 0
 
     @classmethod
-    def put(cls, data: DataProto, small: Sequence[str]) -> DataProtoRef:
-        """Store `data` once; the columns named in `small` also travel inside the handle."""
-        return cls.stored(ray.put(data), Label.of(data, small))
+    def put(cls, data: DataProto) -> DataProtoRef:
+        """Store `data` once."""
+        return cls.stored(ray.put(data), Label.of(data))
 
     @classmethod
     def stored(cls, data: ray.ObjectRef, label: Label, first_row: int = 0) -> DataProtoRef:
@@ -154,8 +155,7 @@ class DataProtoRef:
         if not len(self):
             return data
         for frame in self.frames:
-            wanted = [name for name in frame.columns if name in columns]
-            if wanted:
+            if wanted := [name for name in frame.columns if name in columns]:
                 part = frame.fetch(wanted)
                 data = part if not data.columns() else data.union(part)
         return data

@@ -1,6 +1,6 @@
 """The files of a run that hold its rollouts: texts for people, and tokens for the report and for programs.
 
-rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response (workers/batch_work.py)
+rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response
 rollouts/STEP.parquet   the columns of the step's batch (protocol/fields.py), a row for each response
 tokenizer/              what turns token ids into text, as it was in the run
 """
@@ -11,21 +11,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_dist.algorithms.settings import TOP_IDS, TOP_LOG_PROBS
 from grpo_dist.errors import DiskError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.fields import EXTRA, FIELDS
 from grpo_dist.protocol.parquet import write_parquet
-from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
 from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER
-
-# Much larger than all the rest: hidden states, which can be computed again, and recorded experts.
-_NOT_WRITTEN = frozenset({"ref_hidden_states", TOP_IDS, TOP_LOG_PROBS, PROMPT_ROUTES, ROUTES})
 
 
 def is_recorded(column: str) -> bool:
     """Tell if a column of the batch is written into the Parquet file."""
-    return (column in FIELDS and column not in _NOT_WRITTEN) or column.startswith(EXTRA)
+    return FIELDS[column].recorded if column in FIELDS else column.startswith(EXTRA)
 
 
 def recorded_steps(run_dir: Path) -> list[int]:

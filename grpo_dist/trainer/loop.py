@@ -1,4 +1,9 @@
-"""The base of all trainers: started workers, when to validate and save, and a checkpoint when a signal ends the run."""
+"""The base of all trainers: started workers, when to validate and save, and a checkpoint when a signal ends the run.
+
+A stage is a coroutine. When it is called, it runs on the driver's event loop, and the training loop waits for it in the
+main thread. It names the batch columns it needs and the ones it adds. `@stage` checks both, measures the time, shows
+the phase in the progress display, and adds a note with stage and step to any error.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +50,7 @@ T = TypeVar("T")
 def stage(
     name: str, *, needs: tuple[str, ...] = (), adds: tuple[str, ...] = (), counted: bool = False
 ) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
-    """Decorate a method of the trainer, a coroutine, as a stage: called in the main thread, it runs on the driver's
-    event loop and is waited for. The columns that it names are checked, its time is measured, the progress display
-    shows it, and any error gets a note with stage and step.
+    """Decorate a method of the trainer as a stage.
 
     The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. If the stage takes a batch, it
     is the first argument; if the stage adds columns, it returns the new batch.

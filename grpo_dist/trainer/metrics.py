@@ -15,14 +15,14 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import GrpoDistError, WorkerLost, in_a_line
 from grpo_dist.plan.placement import Placement
 from grpo_dist.plan.rules import inexact_arguments, other_type
-from grpo_dist.protocol.routes import UNKNOWN_ROUTES
+from grpo_dist.protocol.fields import EXTRA
+from grpo_dist.protocol.sequences import UNKNOWN_ROUTES
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.tracking.metric_names import REWARDS, SCORE, ZERO_VARIANCE
-from grpo_dist.workers.batch_work import Causes
-from grpo_dist.workers.reward import EXTRA
 from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.targets import Causes
 
 # Metric name, without the role, for each key of `Process.peak_memory_gib`.
 PEAK_MEMORY = {"resident": "max_memory_resident_gb", "gpu": "max_memory_gpu_gb"}

@@ -22,16 +22,14 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
-from grpo_dist.engines.base import SEQUENCE_COLUMNS
 from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES, models_of
 from grpo_dist.protocol import DataProto, metric_values
-from grpo_dist.protocol.branches import with_branches
-from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.protocol.routes import ROUTES
+from grpo_dist.protocol.fields import EXTRA, columns_for
+from grpo_dist.protocol.sequences import ROUTES
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.tracking.jsonl import METRICS
 from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
@@ -42,7 +40,8 @@ from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import rank_settings, reward_settings
 from grpo_dist.workers.gang import averaged
-from grpo_dist.workers.reward import RewardWorker, Task
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.scorer import Task
 
 LR_TOLERANCE = 1e-6  # relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
@@ -194,7 +193,7 @@ def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
     needed = (*objective.columns, *((ROUTES,) if config.replays_routes else ()))
     if missing := [name for name in needed if name not in data.columns()]:
         raise ConfigError(f"{recorded.run_dir}: the update needs {', '.join(missing)}, which is not recorded")
-    return objective, data.select(with_branches((*SEQUENCE_COLUMNS, *objective.columns, "uid"), data.columns()))
+    return objective, data.select((*columns_for(data.columns(), "forward"), *objective.columns))
 
 
 def metric_difference(

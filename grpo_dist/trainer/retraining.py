@@ -31,9 +31,9 @@ from grpo_dist.protocol import metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.supervised.rows import rank_shares
 from grpo_dist.workers.gang import averaged
+from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.reward_model import RewardModelGroup
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 
 FOLDER = "replay"  # in the run directory
 

@@ -10,7 +10,7 @@ the engines hold the weights of s - 1 - max_staleness updates. At 0 every sequen
 above, the engines also generate during updates, and the tokens of one response may come from several weight versions.
 
 The trainer holds handles (`DataProtoRef`), never token tensors. `fit` runs in the main thread; each stage is a
-coroutine on the driver's event loop (loop.py), where sampling goes on in the background.
+coroutine on the driver's event loop (`stage`), where sampling goes on in the background.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import HealthMonitor
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import ModelPass, passes_of
 from grpo_dist.protocol import metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
@@ -55,7 +56,7 @@ from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.validation import SampleLog, Validation
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 from grpo_dist.workers.weight_transport import weight_transport
 
 
@@ -183,7 +184,7 @@ class GRPOTrainer(TrainingLoop):
                 if self.step == self.total_steps:  # by the verdict of the last step's validation
                     break
                 self.preemption.held = True  # a signal waits from here on, until the run can be saved again
-                batch = self.late_log_probs(batch)  # + old_log_probs, values, ref_log_probs (N, R_i), if not there
+                batch = self.passes_left(batch)  # + old_log_probs, values, ... (N, R_i), if not there
                 batch = self.compute_targets(batch)  # + advantages (N, R_i)
                 if self._compares:
                     self.compare_engines(batch)  # of the first batch
@@ -196,7 +197,7 @@ class GRPOTrainer(TrainingLoop):
                 self.record_validation()  # of the last step, while the engines still hold its weights
                 self.sync_weights()  # the engines now hold the new policy
                 self.sample_ahead()  # and may sample for one more step
-                if self.roles.ref is not None and self.config.actor_rollout_ref.ref.moves_after(self.step + 1):
+                if self.roles.reference is not None and self.config.actor_rollout_ref.ref.moves_after(self.step + 1):
                     self.sync_reference()  # iterative GRPO: so does the reference, or some of it
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
@@ -213,7 +214,7 @@ class GRPOTrainer(TrainingLoop):
     # --- stages ------------------------------------------------------------------------------------------------
     @stage("rollout", adds=("responses", "token_level_scores"))
     async def rollout(self) -> DataProtoRef:
-        """Sample and score the groups of the step's batch; with a reference, its log-probs too."""
+        """Sample and score the groups of the step's batch; passes that need not wait add their columns too."""
         self.sampler.open_steps(self.step + 1, self.newest_step(self.step))
         if self.validating and (self.staleness or self.validation.comes_first):
             self.validation.begin()  # beside the samples
@@ -237,24 +238,6 @@ class GRPOTrainer(TrainingLoop):
     def newest_step(self, num_updates: int) -> int:
         """The last step whose batch may be sampled by the weights after `num_updates`."""
         return min(num_updates + 1 + self.staleness, self.total_steps)
-
-    @stage("ref", needs=("responses",))
-    async def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs of the reference, which may be the actor without its LoRA factors, after the rollout."""
-        if self.roles.ref is not None:
-            return batch.union(await self.roles.ref.compute_log_probs("ref_log_prob", batch))
-        return batch.union(await self.roles.actor.compute_log_probs("ref_log_prob", batch, "compute_reference"))
-
-    @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
-    async def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs under the policy about to be updated, as the trainer computes them."""
-        return batch.union(await self.roles.actor.compute_log_probs("old_log_prob", batch))
-
-    @stage("values", needs=("responses",), adds=("values",))
-    async def values(self, batch: DataProtoRef) -> DataProtoRef:
-        """The critic's values, before its update."""
-        assert self.roles.critic is not None
-        return batch.union(await self.roles.critic.compute_log_probs("values", batch))
 
     @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages",))
     async def compute_targets(self, batch: DataProtoRef) -> DataProtoRef:
@@ -317,10 +300,12 @@ class GRPOTrainer(TrainingLoop):
     @stage("sync_reference")
     async def sync_reference(self) -> None:
         """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
-        assert self.roles.ref is not None
-        await self.roles.ref.move_towards(self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha)
+        assert self.roles.reference is not None
+        await self.roles.reference.move_towards(
+            self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha
+        )
         if self.objective.exact_kl:
-            await self.roles.actor.take_reference_head(self.roles.ref)
+            await self.roles.actor.take_reference_head(self.roles.reference)
 
     @stage("update_reward_model", needs=("responses", "rule_labels"))
     async def update_reward_model(self, batch: DataProtoRef) -> None:
@@ -360,14 +345,16 @@ class GRPOTrainer(TrainingLoop):
         )
         return more, groups
 
-    def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """What the rollout has left: of models that change meanwhile, and of a reference that waits for the scores."""
-        config, changing = self.config, self.config.trainer.samples_during_updates
-        if config.reference_follows_scores or (changing and config.actor_is_reference):
-            batch = self.reference_log_probs(batch)
-        if changing and config.needs_old_log_probs:
-            batch = self.old_log_probs(batch)
-        return self.values(batch) if changing and self.roles.critic is not None else batch
+    def passes_left(self, batch: DataProtoRef) -> DataProtoRef:
+        """What the rollout has left: of models that change meanwhile, and what waits for the scores."""
+        for row in passes_of(self.config, waiting=True):
+            needs = row.needs(self.config)
+            add = stage(row.name, needs=("responses", *needs), adds=row.adds)(GRPOTrainer._add_columns)
+            batch = add(self, batch, row, needs)
+        return batch
+
+    async def _add_columns(self, batch: DataProtoRef, row: ModelPass, needs: Sequence[str]) -> DataProtoRef:
+        return batch.union(await self.roles.compute(row, needs, batch))
 
     # --- around the stages -------------------------------------------------------------------------------------
     def validate(self) -> None:

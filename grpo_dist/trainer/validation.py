@@ -22,14 +22,14 @@ from grpo_dist.config.schema import RunConfig, TrainerConfig
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plan.placement import Placement
+from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.sizes import GIB
 from grpo_dist.tracking.jsonl import ROLLOUTS, VALIDATION
 from grpo_dist.trainer.rollout.job import RolloutJob, group_seed, make_request
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.workers.reward import EXTRA
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.reward import RewardPool
+from grpo_dist.workers.rollout import GroupRequest
 
 CORE, AUX = "val-core", "val-aux"
 _SEED_STEP = 0  # training steps count from 1

@@ -1,4 +1,4 @@
-"""Gangs: roles whose ranks hold one sharded model and run every call together.
+"""Gangs: roles whose ranks hold one sharded model and run every call together. A rank is a worker, all are a group.
 
 If one rank is lost, the others cannot continue. If the model can be loaded again, all ranks are restarted and the call
 is repeated (`Gang.restart`). If only a checkpoint has the weights, the whole run starts again from it (training.py).
@@ -7,28 +7,307 @@ is repeated (`Gang.restart`). If only a checkpoint has the weights, the whole ru
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import ray
+import torch
+import torch.distributed as dist
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.base import SEQUENCE_COLUMNS
-from grpo_dist.engines.rendezvous import LOOPBACK
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.base import FSDP
+from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
+from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
-from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
-from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
-from grpo_dist.protocol.routes import with_routes
-from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS
-from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.engines.train.torch_profile import TorchProfile
+from grpo_dist.engines.weights.buckets import check_buckets, unpack
+from grpo_dist.errors import GrpoDistError, TrainingDiverged, WorkerError, WorkerLost
+from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
+from grpo_dist.protocol.fields import FIELDS, TEACHER, columns_for
+from grpo_dist.protocol.sequences import as_teacher_reads
+from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.freed_memory import FreedMemory
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
-from grpo_dist.workers.policy import PolicySettings
+from grpo_dist.runtime.process import Process
+
+if TYPE_CHECKING:
+    from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy worker is built from.
+
+    Attributes:
+        model: what to load; the worker resolves a `builtin:` path on its own node.
+        columns: what a pass computes; each is an output of the model (`Field.output`).
+        update: the limits of a forward and backward pass; None: nothing trains.
+        optimizer: the config's section; None: nothing trains.
+        total_steps: optimizer steps of the whole run.
+        keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
+            layer a copy is kept.
+        teachers: those after the first one, which is `model`, where rows have teachers by their data source.
+        reference_columns: of the actor with LoRA: what a pass without its factors computes.
+        weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
+        engine: the class of the train engine, as `pkg.module:Class`.
+    """
+
+    model: ModelSettings
+    device: str
+    num_threads: int
+    temperature: float
+    columns: tuple[str, ...]
+    forward: PassLimits
+    seed: int
+    collective_timeout_s: float
+    update: PassLimits | None = None
+    optimizer: AdamWConfig | None = None
+    total_steps: int = 1
+    grad_clip: float = float("inf")
+    keeps_output_layer: bool = False
+    teachers: tuple[ModelSettings, ...] = ()
+    reference_columns: tuple[str, ...] = ()
+    weight_bucket_bytes: int = 256 << 20
+    engine: str = FSDP
+
+    def make_engine(self, model: ModelSettings) -> Any:
+        """Load the model into a train engine, in a process that has joined the process group."""
+        return load_attribute(self.engine, key="PolicySettings.engine")(
+            model,
+            device=self.device,
+            temperature=self.temperature,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            grad_clip=self.grad_clip,
+        )
+
+
+@contextlib.contextmanager
+def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
+    """Name what is smaller in passes of these limits if memory is short; `where` begins the message of a divergence."""
+    try:
+        with smaller_passes(limits, ranks=ranks):
+            yield
+    except TrainingDiverged as error:
+        raise TrainingDiverged(f"{where}{error}") from None
+
+
+def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
+
+    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded.
+
+    If the device's memory is not enough, the error names a setting that takes less of it.
+    """
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: PolicyWorker, *args: Any) -> Any:
+            with (
+                remedied(self.settings.model.room),
+                within_memory(method.__name__),
+                self.engine.on_device(optimizer=optimizer, reads=reads),
+                torch.profiler.record_function(method.__name__),
+            ):
+                return method(self, *args)
+
+        return run
+
+    return decorate
+
+
+class PolicyWorker(Process):
+    """One rank of a sharded model that computes log-probs: the reference, and the base of the actor.
+
+    Every method is collective over the ranks of the role.
+    """
+
+    settings: PolicySettings
+    engine: FSDPEngine
+    freed_memory: FreedMemory | None = None
+    _profile: TorchProfile | None = None
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        import transformers.modeling_utils  # noqa: F401 - slow: now, while the driver still reads the prompts
+
+    def open_store(self, host: str) -> int:
+        """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
+        self._store = open_store(host)
+        return self._store.port
+
+    def start(self, settings: PolicySettings, host: str, port: int) -> None:
+        """Join the role's process group, at rank 0's store, and load the model."""
+        self.check_build(settings.device)
+        self.settings = settings
+        torch.set_num_threads(settings.num_threads)  # by default every process would use all cores
+        if settings.device == "cpu":
+            self.freed_memory = FreedMemory()
+        torch.manual_seed(settings.seed)
+        store = self._store if self.rank == 0 else dist.TCPStore(host, port, timeout=START_TIMEOUT)
+        init_process_group(
+            device=settings.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            store=store,
+            timeout_s=settings.collective_timeout_s,
+        )
+        models = [replace(m, path=self.find_model(m.path, m.key)) for m in (settings.model, *settings.teachers)]
+        with remedied(settings.model.room), within_memory("the weights of the model"):
+            self.teachers = [settings.make_engine(model) for model in models]
+        self.engine = self.teachers[0]
+        with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
+            if settings.keeps_output_layer:
+                # before the first step, and before a checkpoint is read, the policy is the reference
+                self.engine.reference_head = self.engine.output_layer(settings.device)
+
+    @on_device(reads=True)
+    def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
+        """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
+        one, several = self.engine.compute_columns, self.settings.teachers
+        compute = functools.partial(self._by_teacher, rows.small[TEACHER]) if several else one
+        columns = self._columns(rows, self.settings.columns, compute)
+        if self.freed_memory is not None and self.settings.optimizer is None:  # else updates decide
+            self.freed_memory.after_pass()
+        return columns
+
+    def _by_teacher(self, of: np.ndarray, data: DataProto, names: Sequence[str], **sizes: Any) -> dict[str, Ragged]:
+        """The columns of each row by its own teacher: all ranks ask one teacher after the other."""
+        rows = [np.flatnonzero(of == number) for number in range(len(self.teachers))]
+        parts = []
+        for engine, own in zip(self.teachers, rows, strict=True):
+            with engine.on_device(reads=True):
+                parts.append(engine.compute_columns(data.index(own), names, **sizes))
+        order = np.argsort(np.concatenate(rows))
+        return {name: Ragged.concat([part[name] for part in parts])[order] for name in names}
+
+    def _columns(
+        self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
+    ) -> tuple[Label, DataProto]:
+        outputs = {FIELDS[name].output: name for name in names}
+        limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
+        with passes(limits, f"{', '.join(names)}, ", ranks):
+            data = rows.fetch((*self._sequences(rows), *columns_for(rows.columns, "teacher")))
+            computed = compute(as_teacher_reads(data), tuple(outputs), **limits.sizes)
+        if self.rank % ranks:  # the first rank of the group returns the same
+            computed = {}
+        return _labelled({outputs[name]: values for name, values in computed.items()})
+
+    def _sequences(self, rows: DataProtoRef) -> tuple[str, ...]:
+        """Name the columns that every pass reads."""
+        return columns_for(rows.columns, "forward", *(("router",) if self.settings.model.replays_routes else ()))
+
+    def forward_report(self) -> str:
+        """One sentence on how sequences are laid out, and why; "" before the first pass."""
+        return self.engine.report
+
+    @on_device()
+    def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
+        """Move this role's weights towards those in the buckets: w = share * theirs + (1 - share) * w."""
+        arrived = ray.get(list(buckets))
+        check_buckets(arrived)
+        for bucket in arrived:
+            self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
+
+    @on_device(reads=True)
+    def export_output_layer(self) -> list[ray.ObjectRef]:
+        """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
+        head = self.engine.output_layer("cpu")
+        return [ray.put(head)] if self.rank == 0 else []
+
+    def start_profile(self) -> None:
+        """Begin to record this process's operators and kernels."""
+        self._profile = TorchProfile()
+
+    def stop_profile(self, path: str) -> None:
+        """Write what was recorded since `start_profile`, as a gzip'ed trace."""
+        profile, self._profile = self._profile, None
+        assert profile is not None, "start_profile comes before"
+        profile.write(Path(path))
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors that the ranks together write into a checkpoint."""
+        return self.engine.checkpoint_bytes()
+
+    @on_device(optimizer=True, reads=True)
+    def begin_save(self, folder: str) -> None:
+        """Copy this rank's shard of the state to CPU memory, and begin to write it into `folder`."""
+        self.engine.begin_save(Path(folder))
+
+    def finished_save(self, wait: bool) -> dict[str, FileDigest] | None:
+        """The files that this rank has written since `begin_save`; None while it writes, unless `wait`.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        return self.engine.finished_save(wait=wait)
+
+    @on_device(optimizer=True)
+    def load_checkpoint(self, folder: str) -> None:
+        """Read the state from `folder`; the number of ranks may differ."""
+        self.engine.load_checkpoint(Path(folder))
+
+    @on_device(reads=True)
+    def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
+        """Write the model in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
+        self.engine.export_hf_model(Path(folder), dtype, usage)
+
+
+def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
+    data = DataProto.from_dict(columns)
+    return Label.of(data), data
+
+
+class TrainedWorker(PolicyWorker):
+    """One rank of a model that trains on responses: the base of the actor and the critic."""
+
+    @on_device()
+    def update(
+        self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
+    ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
+        """Take one optimizer step per mini-batch.
+
+        Args:
+            rows: this rank's rows of the whole batch.
+            mini_batches: for each mini-batch, the positions in `rows` that belong to it.
+            step: for messages.
+
+        Returns:
+            ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
+        """
+        from grpo_dist.engines.train.objectives import OBJECTIVES
+
+        limits, ranks = self.settings.update, self.settings.model.sequence_parallel_size
+        assert limits is not None, "it trains"
+        data = rows.fetch((*self._sequences(rows), *objective.columns))
+        results = []
+        for number, mini_batch in enumerate(mini_batches):
+            where = f"step {step}, {OBJECTIVES[type(objective)].role}, mini-batch {number + 1} of {len(mini_batches)}: "
+            with passes(limits, where, ranks), printing_to(self.printed):
+                rows_of = data.index(mini_batch)
+                results.append(self.engine.train_mini_batch(rows_of, objective=objective, **limits.sizes))
+        if self.freed_memory is not None:
+            self.freed_memory.after_pass()
+        metrics, log_probs = [result.metrics for result in results], results[0].log_probs
+        if log_probs is None:
+            return (metrics, None), None
+        label, old = _labelled({"old_log_probs": log_probs})  # on policy: one mini-batch
+        return (metrics, label), old
 
 
 class Gang:
@@ -62,12 +341,17 @@ class Gang:
         raise error
 
     async def compute_log_probs(
-        self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs", *arguments: Any
+        self,
+        stage: str,
+        batch: DataProtoRef,
+        method: str = "compute_log_probs",
+        *arguments: Any,
+        needs: Sequence[str] = (),
     ) -> DataProtoRef:
-        """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
-        shown = {TEACHER_PROMPTS}.intersection(batch.columns if stage == "ref_log_prob" else ())
-        names = with_routes((*SEQUENCE_COLUMNS, *shown, "uid"), batch.columns)
-        rows, parts = self._parts(batch, names)
+        """Log-probs of all rows, or other columns, computed by all ranks; returns a handle with rows in the order of
+        the batch. `needs` are columns that the pass reads besides the sequences.
+        """
+        rows, parts = self._parts(batch, (*columns_for(batch.columns, "forward", "router"), *needs))
 
         def send() -> list[Call]:
             by_rank = enumerate(self._to_ranks(parts))
@@ -171,18 +455,6 @@ class FrozenGroup(Gang):
         await super().load_checkpoint(folder)
 
 
-class ReferenceGroup(FrozenGroup):
-    """The reference model of the KL term: the policy's start, or a teacher. Its weights change only in iterative GRPO
-    (`move_towards`).
-    """
-
-    async def move_towards(self, actor: ActorGroup, share: float) -> None:
-        """Move the weights towards the actor's: share * actor + (1 - share) * reference."""
-        self.has_moved = True
-        buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
-        await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
-
-
 class TrainedGroup(Gang):
     """A model that trains on responses: the critic, and the base of the actor."""
 
@@ -214,17 +486,6 @@ class TrainedGroup(Gang):
             old = DataProtoRef.concat([c.handle(la) for c, la in zip(self._of_groups(calls), labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, averaged(merged)
-
-
-class ActorGroup(TrainedGroup):
-    """The policy."""
-
-    update_stage = "update"
-
-    async def take_reference_head(self, ref: ReferenceGroup) -> None:
-        """Copy the reference's current output layer to the actor, for the exact KL (`kl_loss_type=full`)."""
-        head = (await ref.workers.ask_all("sync_reference", "export_output_layer"))[0]
-        await self.workers.ask_all("sync_reference", "load_reference_head", head)
 
 
 def take_turns(gangs: Sequence[Gang]) -> None:

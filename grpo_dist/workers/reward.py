@@ -1,360 +1,199 @@
-"""The reward worker: scores the responses to a prompt. Its other work, on whole batches, is in batch_work.py."""
+"""The reward processes: they score groups (scorer.py), make targets (targets.py) and write records (records.py).
+
+A lost process is replaced (pool.py). An error of the reward function is not a lost process: rewards/scorer.py reports
+it.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import functools
 import math
-import time
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
+import ray
 
-from grpo_dist.algorithms.validation import pred_ids
-from grpo_dist.config.schema_algorithm import SelfDistillationConfig, TeacherEndpointConfig
-from grpo_dist.data.prompts import Prompt
-from grpo_dist.data.step_tokens import split_steps, step_ends
-from grpo_dist.data.teacher_prompts import TeacherPrompts
-from grpo_dist.errors import RewardError
-from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
-from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import PREDECESSORS, scored_branches
-from grpo_dist.protocol.fields import EXTRA, UNPENALISED
-from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
-from grpo_dist.rewards.teacher_endpoint import TeacherEndpoint
-from grpo_dist.runtime.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.batch_work import BatchWork
+from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.protocol.fields import columns_for
+from grpo_dist.rewards.output_lines import PrintedLines
+from grpo_dist.runtime.batch_ref import DataProtoRef
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import give
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.nodes import RestartBudget
+from grpo_dist.runtime.pool import Pool
+from grpo_dist.tracking.rollouts import is_recorded
+from grpo_dist.workers.records import RecordWriter
+from grpo_dist.workers.scorer import ResponseScorer, Task
+from grpo_dist.workers.targets import Causes, TargetMaker
 
-EPISODE_TOKENS = frozenset({"episode_step_rewards", "agent_ids", PREDECESSORS})  # those that only episodes have
-Text = tuple[str, Sequence[int]]
-TEXT_CONTEXT = 4  # tokens before one that can change how it is written
+# Groups that come together are scored in one call, as many as take about this long, and at most so many: a Ray call
+# takes as long as a quick reward function needs for some groups.
+SCORED_AT_ONCE_S, SCORED_AT_ONCE = 0.05, 32
 
 
-@dataclass(frozen=True)
-class OverlongPenalty:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths in tokens.
+class RewardWorker(ResponseScorer, TargetMaker, RecordWriter):
+    """One process of the pool."""
 
-    Nothing up to `max_length - buffer`, then linearly down to `-factor` at `max_length`.
+
+@dataclass(eq=False)
+class _Unscored:
+    """A group that waits for its scores."""
+
+    group: DataProtoRef
+    task: Task
+    limit_s: float
+    scored: asyncio.Future[tuple[DataProtoRef, list[str]]]
+
+
+class RewardPool(Pool):
+    """The reward processes. Each has one call at a time: a queued one would use up its time limit while waiting.
+
+    Attributes:
+        printed: what custom code has printed, in these processes and in others of the run.
     """
 
-    max_length: int
-    buffer: int
-    factor: float
+    def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
+        super().__init__(workers, restarts or RestartBudget())
+        self.printed = PrintedLines()
+        self._unscored: list[_Unscored] = []
+        self._seconds = math.inf  # that a group takes, lately
 
-    def __call__(self, lengths: torch.Tensor) -> torch.Tensor:
-        """(N,) lengths -> (N,) float32, at most 0."""
-        excess = (lengths - (self.max_length - self.buffer)).clamp_min(0)
-        return -self.factor * excess.float() / self.buffer
-
-
-@dataclass(frozen=True)
-class RewardSettings:
-    """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
-
-    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it
-    has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
-    score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
-    rewards of their own (rewards/steps.py), with `by_turn` the turns of an episode, with `by_agent` its agents. `label`
-    names the value of the function that says which responses, or which of their steps, are good: for a reward model
-    that is retrained. With `self_distillation` responses get the prompts of their teacher, rendered with
-    `template_kwargs`; with `teacher` what one behind an endpoint tells of them. `max_steps` is the number of the
-    run's steps, where it is known.
-    """
-
-    tokenizer_path: str
-    trust_remote_code: bool
-    function_path: str | None
-    function_name: str
-    reward_kwargs: dict[str, Any]
-    timeout_s: float = 60.0
-    failure_score: float | None = None
-    function_weight: float = 0.0
-    overlong_penalty: OverlongPenalty | None = None
-    step_separator: str | None = None
-    by_turn: bool = False
-    by_agent: bool = False
-    label: str | None = None
-    self_distillation: SelfDistillationConfig | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    teacher: TeacherEndpointConfig | None = None
-    max_steps: int | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the reward function is told about a prompt. In validation there is no overlong penalty.
-
-    `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
-    Those of steps are an array of lists. `columns`, `is_text` and `is_plain` are those of the `Prompt`. `step` is the
-    last one that was trained before the responses train, or are validated.
-    """
-
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    validation: bool = False
-    model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
-    columns: dict[str, Any] = field(default_factory=dict)
-    is_text: bool = False
-    is_plain: bool = False
-    step: int = 0
-
-    @classmethod
-    def of(cls, row: Prompt, **more: Any) -> Task:
-        """Return the task of a row."""
-        of_row = row.data_source, row.ground_truth, row.extra_info, row.messages
-        return cls(*of_row, columns=row.columns, is_text=row.is_text, is_plain=row.is_plain, **more)
-
-
-class RewardWorker(BatchWork):
-    """One process of the pool: it has the tokenizer, and the reward function in a child process of its own."""
-
-    def start(self, settings: RewardSettings) -> None:
-        """Load tokenizer and reward function, the latter in a process of its own.
-
-        Raises:
-            ConfigError: the function cannot be imported.
-            RewardError: importing it hangs, or ends its process.
-        """
-        from grpo_dist.assets.tokenizer import load_tokenizer
-        from grpo_dist.rewards.scorer import Scorer
-
-        torch.set_num_threads(1)
-        self.tokenizer = load_tokenizer(
-            self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
-        )
-        self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
-        self.label, self.function_weight = settings.label, settings.function_weight
-        self.by_turn, self.by_agent, shown = settings.by_turn, settings.by_agent, settings.self_distillation
-        self.teacher_prompts = (
-            None if shown is None else TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
-        )
-        self.teacher = None if settings.teacher is None else TeacherEndpoint(settings.teacher)
-        self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
-        self.function_name, self.max_steps = settings.function_name, settings.max_steps
-        self.scorer = Scorer(
-            settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
-        )
-        self.scorer.start()
-        self.components = self.scorer.components
-
-    def score(
-        self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
-    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple[list[str], int], float], DataProto]:
-        """Score the responses to some prompts.
+    # --- scores ------------------------------------------------------------------------------------------------
+    async def score(self, group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+        """Score one group on a free process.
 
         Args:
-            batch: the groups, one after another.
-            sizes: responses of each.
-            tasks: what the reward function is told of each; all of training, or all of validation.
+            limit_s: seconds after which the process counts as hung.
 
         Returns:
-            ((found, printed, seconds), data).
-            found: (label, failures) of each group. The label has `score`, with a penalty for long responses what it is
-                without it too, the numbers of the reward model and the function's other values as `reward_extra/NAME`,
-                and for validation `failed` and, if the function finds answers, `pred_id`. Failures say why responses
-                could not be scored, one text for each of them.
-            printed: the first lines that the function printed, and the number of further lines.
-            seconds: that it took.
-            data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
-                last token of each step, where `step_mask` is 1. With a `label` also `rule_labels`. `failure`: why the
-                function failed on a response.
+            (a handle to the group's scores, an error message for each response that could not be scored).
 
         Raises:
-            RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
+            GrpoDistError: an error that would occur in every process, or the restart budget is used up.
         """
-        started = time.monotonic()
-        asked = {"prompts"} if self.teacher is not None else set[str]()
-        data = batch.fetch(("responses", "response_mask", *asked, *EPISODE_TOKENS.intersection(batch.columns)))
-        given = batch.small.get("episode_reward", np.full(len(data), np.nan, np.float32))
-        ends = np.cumsum(sizes)
-        parts = [
-            self.score_group(data.index(np.arange(end - size, end)), task, given[end - size : end])
-            for size, end, task in zip(sizes, ends, tasks, strict=True)
-        ]
-        labels = [(label, failures) for label, failures, _ in parts]
-        scored = DataProto.concat([scores for *_, scores in parts])
-        return (labels, self.scorer.printed.take(), time.monotonic() - started), scored
+        inputs = group.select(columns_for(group.columns, "scorer", "endpoint"))
+        loop = asyncio.get_running_loop()
+        if not self._unscored:
+            loop.call_soon(self._score_waiting)
+        self._unscored.append(_Unscored(inputs, task, limit_s, loop.create_future()))
+        return await self._unscored[-1].scored
 
-    def score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
-        """Score a group whose episodes have brought the rewards `given`, nan where one brought none; see `score`."""
-        responses, mask = data["responses"], data["response_mask"]
-        tokens = scored_branches(data)
-        texts = self._decode(tokens)
-        results = self._with_rewards(texts, tokens, task, given)
-        failures = [result.failure for result in results]
-        scores = torch.tensor([result.score for result in results], dtype=torch.float32)
-        penalties = torch.zeros_like(scores)
-        names = dict.fromkeys(name for result in results for name in result.extra)
-        extras = {EXTRA + name: np.array([r.extra.get(name, np.nan) for r in results], np.float32) for name in names}
-        extras |= {EXTRA + name: values for name, values in task.model_scores.items() if name != RM_STEP_SCORES}
-        if self.overlong_penalty is not None and not task.validation:
-            penalties = self.overlong_penalty(responses.lengths)
-            extras |= {EXTRA + OVERLONG_PENALTY: penalties.numpy(), UNPENALISED: scores.numpy()}
-        if task.validation and any(result.pred is not None for result in results):
-            extras["pred_id"] = pred_ids([result.pred for result in results])
-        if task.validation:
-            extras["failed"] = np.array([bool(failure) for failure in failures])
-        columns: dict[str, Any] = {"score": scores + penalties}
-        if self.by_agent or (self.by_turn and "episode_step_rewards" in data.columns()):
-            agents = data["agent_ids"] if self.by_agent else Ragged(torch.ones_like(mask.values), mask.offsets)
-            given_steps = data["episode_step_rewards"]
-            columns["token_level_scores"], columns["step_mask"] = on_agents(scores, penalties, agents, given_steps)
-        elif self.step_separator is None:
-            columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
+    def _score_waiting(self) -> None:
+        """Share the groups that have come in this turn of the loop among the processes."""
+        waiting = [group for group in self._unscored if not group.scored.cancelled()]
+        self._unscored = []
+        for validation in (False, True):  # the two have different columns
+            groups = [group for group in waiting if group.task.validation == validation]
+            share = math.ceil(len(groups) / len(self.workers))
+            size = max(min(share, int(SCORED_AT_ONCE_S / self._seconds), SCORED_AT_ONCE), 1)
+            for start in range(0, len(groups), size):
+                part = groups[start : start + size]
+                scoring = self.spawn(self._score_together(part))
+                for group in part:
+                    group.scored.add_done_callback(functools.partial(_unwanted, part, scoring))
+
+    async def _score_together(self, groups: Sequence[_Unscored]) -> None:
+        """Have one process score some groups."""
+        inputs = DataProtoRef.concat([group.group for group in groups])
+        tasks, sizes = [group.task for group in groups], [len(group.group) for group in groups]
+        limit_s = sum(group.limit_s for group in groups)
+
+        def send(rank: int) -> Call:
+            return self.workers.submit_for_data(rank, "score", "score", inputs, sizes, tasks, limit_s=limit_s)
+
+        def take_in(call: Call, answer: Any) -> list[tuple[DataProtoRef, list[str]]]:
+            outcomes, printed, seconds = answer
+            self._seconds = max(seconds / len(groups), 1e-6)
+            self.printed.note("reward function", *printed)
+            rows = np.cumsum([0, *sizes])
+            return [(call.handle(label, row), failures) for (label, failures), row in zip(outcomes, rows, strict=False)]
+
+        try:
+            outcomes = await self.ask(send, take_in)
+        except GrpoDistError as error:
+            for group in groups:
+                give(group.scored, error)
         else:
-            of_turns = data["episode_step_rewards"].rows() if "episode_step_rewards" in data.columns() else ()
-            steps, columns["step_mask"] = self._on_steps(results, responses, of_turns)
-            penalty = on_last_token(penalties, responses)
-            columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
-        if self.label is not None and not task.validation:
-            columns["rule_labels"] = self._labels(self.label, texts, results)
-        if self.teacher_prompts is not None and not task.validation:
-            said = [result.texts for result in results]
-            columns |= self.teacher_prompts.columns(task, texts, scores.tolist(), said, responses)
-        if self.teacher is not None and not task.validation:
-            columns |= self.teacher.columns(data["prompts"], responses)
-        scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
-        label = Label.of(scored, ("score",))
-        label = Label(label.columns, label.small | extras, label.num_rows)
-        return label, [failure for failure in failures if failure], scored
+            for group, one in zip(groups, outcomes, strict=True):
+                give(group.scored, one)
 
-    def _with_rewards(self, texts: Sequence[str], tokens: Ragged, task: Task, given: np.ndarray) -> list[RewardResult]:
-        """The results of the reward function, where it is asked, and of the episodes."""
-        asked = [i for i in range(len(texts)) if self.function_weight or np.isnan(given[i])]
-        results = [RewardResult(float(reward), {}) for reward in given]
-        rows = tokens.rows()
-        with_tokens = [(texts[i], array("i", rows[i].tolist())) for i in asked]
-        for i, result in zip(asked, self._score_texts(with_tokens, task, asked), strict=True):
-            own = not np.isnan(given[i])
-            results[i] = replace(result, score=float(given[i]) + self.function_weight * result.score) if own else result
-        return results
+    # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------
+    async def compute_targets(
+        self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
+    ) -> tuple[DataProtoRef, dict[str, float]]:
+        """Advantages and the other inputs of the update, from the whole batch; and metrics."""
+        arguments = batch.select(("uid", *settings.columns)), settings, kl_coef, seed
 
-    def _score_texts(self, texts: Sequence[Text], task: Task, rows: Sequence[int]) -> list[RewardResult]:
-        """Call the function for the texts, with their tokens, of these rows of a group."""
-        if not texts:
-            return []
-        from grpo_dist.rewards.forms import Failure, Sample
+        def send(rank: int) -> Call:
+            return self.workers.submit_for_data(rank, "targets", "compute_targets", *arguments)
 
-        said = task.model_scores.items()
-        model_scores = [
-            {name: list(values[i]) if name == RM_STEP_SCORES else float(values[i]) for name, values in said}
-            for i in rows
-        ]
-        of_row, steps = (task.messages, task.columns, task.is_text), (task.step, self.max_steps)
-        samples = [
-            Sample(text, task.data_source, task.ground_truth, task.extra_info | scores, *of_row, ids, *steps)
-            for (text, ids), scores in zip(texts, model_scores, strict=True)
-        ]
-        asked = shown_prompt(task.messages)
-        results: list[RewardResult] = []
-        for result in self.scorer.score(samples):
-            if isinstance(result, Failure):
-                result = RewardResult(self.failure_score, {}, failure=f"{result.text}\n{asked}")
-            results.append(result)
-        return results
+        def take_in(call: Call, answer: Any) -> tuple[DataProtoRef, dict[str, float]]:
+            label, metrics, printed = answer
+            self.printed.note("advantage or KL estimator", *printed)
+            return call.handle(label), metrics
 
-    def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
-        """Return where the value `name` is above 0.5: of each step, or of the whole response; none of failures."""
-        rows: list[list[bool]] = []
-        for text, result in zip(texts, results, strict=True):
-            labels = result.judged_steps.get(name)
-            count = 1 if self.step_separator is None else len(split_steps(text, self.step_separator))
-            if self.step_separator is None:
-                labels = (result.extra[name],) if name in result.extra else None
-            if not result.failure and (labels is None or len(labels) != count):
-                what = f"{name}{STEPS_OF}" if self.step_separator is not None else name
-                given = "none" if labels is None else f"{len(labels)} of them"
-                raise RewardError(
-                    f"reward_model.retrain.label={name}: reward function {self.function_name} must return {what!r}, "
-                    f"{count} numbers for this response, and returned {given}: {text[:200]!r}"
-                )
-            rows.append([value > 0.5 for value in labels or ()])
-        return Ragged.from_rows(rows, torch.int8)
+        return await self.ask_now(send, take_in)
 
-    def _on_steps(
-        self, results: Sequence[RewardResult], responses: Ragged, given: Sequence[torch.Tensor]
-    ) -> tuple[Ragged, Ragged]:
-        """Each step's score on its last token, and their mask; without `step_scores` the response is one step.
+    async def rollout_diagnostics(
+        self, batch: DataProtoRef, correction: Mapping[str, Any] | None, causes: Causes | None = None
+    ) -> dict[str, float]:
+        """See `TargetMaker.rollout_diagnostics`."""
+        return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", _diagnosed(batch), correction, causes)
 
-        `given` are the rewards that the episodes gave their steps, nan elsewhere; they stand as they are.
-        """
-        assert self.step_separator is not None
-        scores, mask = (torch.zeros(len(responses.values), dtype=dtype) for dtype in (torch.float32, torch.int8))
-        starts = responses.offsets.tolist()
-        for i, (result, row, start) in enumerate(zip(results, responses.rows(), starts, strict=False)):
-            if not len(row):  # no token to carry a score
-                continue
-            if len(given) and not given[i].isnan().all():
-                rewarded = (~given[i].isnan()).nonzero().flatten()
-                scores[start + rewarded], mask[start + rewarded] = given[i][rewarded], 1
-                continue
-            texts = self._token_texts(row.tolist())
-            ends = step_ends(texts, self.step_separator) if result.step_scores is not None else [len(row) - 1]
-            values = (result.score,) if result.step_scores is None else result.step_scores
-            if len(ends) != len(values):
-                raise RewardError(
-                    f"reward function {self.function_name} returned {len(values)} step_scores for a response of "
-                    f"{len(ends)} steps (reward.step_separator={self.step_separator!r}): {''.join(texts)[:200]!r}"
-                )
-            for end, value in zip(ends, values, strict=True):  # steps that end in one token add up
-                scores[start + end] += value
-                mask[start + end] = 1
-        return Ragged(scores, responses.offsets), Ragged(mask, responses.offsets)
+    async def compare_log_probs(self, batch: DataProtoRef, version: int) -> tuple[int, float, float, str]:
+        """See `TargetMaker.compare_log_probs`."""
+        return await self._ask_any("rollout_diagnostics", "compare_log_probs", _diagnosed(batch), version)
 
-    def _token_texts(self, token_ids: list[int]) -> list[str]:
-        """Return what each token adds to the text. The tokens before it decide about spaces and split characters."""
-        windows = [token_ids[max(0, i - TEXT_CONTEXT) : i + 1] for i in range(len(token_ids))]
-        with_token = self.tokenizer.batch_decode(windows, skip_special_tokens=True)
-        without = self.tokenizer.batch_decode([window[:-1] for window in windows], skip_special_tokens=True)
-        return [text[len(before) :] for text, before in zip(with_token, without, strict=True)]
+    async def read_samples(self, batch: DataProtoRef, *arguments: Any) -> list[dict[str, Any]]:
+        """See `RecordWriter.read_samples`; meant for a few rows that are shown."""
+        rows = batch.select(columns_for(batch.columns, "samples"))
+        return await self._ask_any("read_samples", "read_samples", rows, *arguments)
+
+    def write_samples(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:
+        """Start `RecordWriter.write_samples`."""
+        rows = batch.select(columns_for(batch.columns, "samples"))
+        return self.spawn(self._ask_any("write_samples", "write_samples", rows, *arguments))
+
+    def write_rollouts(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:
+        """Start `RecordWriter.write_rollouts`."""
+        rows = batch.select(name for name in batch.columns if is_recorded(name))
+        return self.spawn(self._ask_any("write_samples", "write_rollouts", rows, *arguments))
+
+    def write_judged(self, batch: DataProtoRef, *arguments: Any) -> asyncio.Task[None]:
+        """Start `RecordWriter.write_judged`."""
+        rows = batch.select(columns_for(batch.columns, "judged"))
+        return self.spawn(self._ask_any("write_judged", "write_judged", rows, *arguments))
+
+    def write_groups(self, groups: DataProtoRef, path: str) -> asyncio.Task[dict[str, FileDigest]]:
+        """Start `RecordWriter.write_groups`."""
+        return self.spawn(self._ask_any("save_checkpoint", "write_groups", groups, path))
+
+    async def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], ray.ObjectRef]:
+        """Read what `write_groups` wrote: (the columns named in `small`, a reference to all columns)."""
+
+        def send(rank: int) -> Call:
+            return self.workers.submit_for_data(rank, "load_checkpoint", "read_groups", path, list(small))
+
+        return await self.ask_now(send, lambda call, columns: (columns, call.data))
+
+    async def _ask_any(self, stage: str, method: str, *arguments: Any) -> Any:
+        def send(rank: int) -> Call:
+            return self.workers.submit(rank, stage, method, *arguments)
+
+        return await self.ask_now(send, lambda call, answer: answer)
 
 
-def on_agents(
-    scores: torch.Tensor, penalties: torch.Tensor, agents: Ragged, step_rewards: Ragged
-) -> tuple[Ragged, Ragged]:
-    """Put each agent's rewards on its tokens: those of its own steps, or the episode's on its last token.
-
-    Args:
-        scores: (N,) the episodes'.
-        penalties: (N,) that each agent has too, on its last token.
-        agents: the number of each token's agent, 0: of none.
-        step_rewards: `episode_step_rewards`.
-
-    Returns:
-        (rewards, 0 elsewhere; 1 where one is).
-    """
-    own = step_rewards.values.clone()
-    values, mask = torch.zeros_like(own), torch.zeros(len(own), dtype=torch.int8)
-    for row, start, score, penalty in zip(agents.rows(), agents.offsets.tolist(), scores, penalties, strict=False):
-        for agent in row[row > 0].unique():
-            tokens = start + (row == agent).nonzero().flatten()
-            rewarded = tokens[~own[tokens].isnan()]
-            if not len(rewarded):
-                own[tokens[-1]], rewarded = score, tokens[-1:]
-            values[rewarded], mask[rewarded] = own[rewarded], 1
-            values[tokens[-1]] += penalty
-    return Ragged(values, agents.offsets), Ragged(mask, agents.offsets)
+def _diagnosed(batch: DataProtoRef) -> DataProtoRef:
+    return batch.select(columns_for(batch.columns, "diagnostics"))
 
 
-def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None = None) -> Ragged:
-    """Put each response's score on its last token; the other tokens get 0.
-
-    With a mask the score goes on the last token that trains, since estimators that pass rewards from token to token
-    skip the others. Where no token trains it stays on the last one, and still counts in the mean of its group.
-    """
-    positions = torch.arange(len(responses.values))
-    nonempty = responses.lengths > 0
-    last = responses.offsets[1:] - 1
-    if mask is not None:
-        rows = torch.repeat_interleave(torch.arange(len(responses.lengths)), responses.lengths)
-        trained = positions.where(mask.values.bool(), -1)
-        last_trained = torch.full_like(last, -1).scatter_reduce(0, rows, trained, "amax")
-        last = last_trained.where(last_trained >= 0, last)
-    values = torch.zeros(len(responses.values), dtype=torch.float32)
-    values[last[nonempty]] = scores[nonempty]
-    return Ragged(values, responses.offsets)
+def _unwanted(groups: Sequence[_Unscored], scoring: asyncio.Task[None], *_: Any) -> None:
+    """Do not ask for scores that nobody waits for any more."""
+    if all(group.scored.cancelled() for group in groups):
+        scoring.cancel()

@@ -25,12 +25,11 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
-from grpo_dist.protocol.branches import scored_branches, with_branches
-from grpo_dist.protocol.score_token import with_score_token
+from grpo_dist.protocol.fields import columns_for
+from grpo_dist.protocol.sequences import scored_branches, with_score_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
-from grpo_dist.workers.gang import FrozenGroup
-from grpo_dist.workers.policy import PolicySettings, on_device, passes
+from grpo_dist.workers.gang import FrozenGroup, PolicySettings, on_device, passes
 from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
 # The messages of a prompt, its token ids and those of a response.
@@ -42,7 +41,6 @@ class RewardModelSettings(PolicySettings):
     """What a worker of the reward model is built from.
 
     Attributes:
-        section: of the config, `reward_model`.
         trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
         steps: how a process reward model reads steps; None: it judges whole responses.
     """
@@ -106,7 +104,7 @@ class RewardModelWorker(SupervisedWorker):
         Raises:
             TrainingDiverged: a score is not finite.
         """
-        data = rows.fetch(with_branches(("prompts", "responses", "uid"), rows.columns))
+        data = rows.fetch(columns_for(rows.columns, "reward_model"))
         uids = [str(uid) for uid in data.non_tensor_batch["uid"]] if len(data) else []
         pairs = zip(data["prompts"].rows(), scored_branches(data).rows(), strict=True) if len(data) else ()
         texts = [
@@ -204,7 +202,7 @@ class RewardModelGroup(FrozenGroup, SupervisedGroup):
         self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, np.ndarray]:
         """Return what `RewardModelWorker.score` returns of all rows, (N,) each, in the order of the batch."""
-        rows, parts = self._parts(batch, with_branches(("uid", "prompts", "responses"), batch.columns))
+        rows, parts = self._parts(batch, columns_for(batch.columns, "reward_model"))
         asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
 
         def send() -> list[Call]:

@@ -8,15 +8,19 @@ from typing import TYPE_CHECKING, cast
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.plan.roles import ModelPass
+from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.workers.gang import Gang
 
 if TYPE_CHECKING:
-    from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, TrainedGroup
+    from grpo_dist.workers.actor import ActorGroup
+    from grpo_dist.workers.gang import TrainedGroup
+    from grpo_dist.workers.reference import ReferenceGroup
+    from grpo_dist.workers.reward import RewardPool
     from grpo_dist.workers.reward_model import RewardModelGroup
-    from grpo_dist.workers.reward_pool import RewardPool
-    from grpo_dist.workers.rollout_group import RolloutGroup
+    from grpo_dist.workers.rollout import RolloutGroup
 
 
 @dataclass
@@ -48,7 +52,7 @@ class Roles:
         return cast("RewardPool", self.groups["reward"])
 
     @property
-    def ref(self) -> ReferenceGroup | None:
+    def reference(self) -> ReferenceGroup | None:
         """The frozen reference; None if no KL term needs reference workers."""
         return cast("ReferenceGroup | None", self.groups.get("ref"))
 
@@ -71,6 +75,10 @@ class Roles:
     def gangs(self) -> dict[str, Gang]:
         """The roles whose ranks hold one model."""
         return {name: group for name, group in self.groups.items() if isinstance(group, Gang)}
+
+    async def compute(self, row: ModelPass, needs: Sequence[str], batch: DataProtoRef) -> DataProtoRef:
+        """Return the columns that a pass adds to a batch, of which it `needs` some besides the sequences."""
+        return await self.gangs[row.role].compute_log_probs(row.limit or row.name, batch, row.method, needs=needs)
 
     def holders(self) -> dict[str, Gang]:
         """Return the roles whose state only a checkpoint can restore, by name: those that train, a reference that has

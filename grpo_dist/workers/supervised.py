@@ -8,8 +8,7 @@ from typing import TypeVar
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.protocol import DataProto, Metric, merge_metrics
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import PolicyWorker, on_device, passes
+from grpo_dist.workers.gang import Gang, PolicyWorker, on_device, passes
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ class SupervisedGroup(Gang):
     async def _on_all(
         self, method: str, parts: Sequence[DataProto], objective: TrainingSettings, step: int, stage: str
     ) -> dict[str, Metric]:
-        handles = [DataProtoRef.put(part, ()) if len(part) else DataProtoRef() for part in parts]
+        handles = [DataProtoRef.put(part) if len(part) else DataProtoRef() for part in parts]
         calls = [
             self.workers.submit(rank, stage, method, handle, objective, step) for rank, handle in enumerate(handles)
         ]

@@ -18,7 +18,7 @@ rank 0 packs them, cast to the engine's dtype. How the buckets travel:
 Responses in flight continue with the new weights (`rollout.partial_rollout`), or are finished first. The prefix cache
 is cleared. Every engine answers with the version it now holds, and tags each token that it samples with it.
 
-A rollout worker that fails during the sync is replaced and does not delay the others (rollout_group.py). It gets
+A rollout worker that fails during the sync is replaced and does not delay the others (rollout.py). It gets
 requests again once it holds the current weights: from the next sync or, while the actor still holds them, from a sync
 of its own. Responses of an engine with an unconfirmed version are never used. If an actor rank fails, the sync raises
 and the run stops.

@@ -18,8 +18,8 @@ from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError
 from grpo_dist.trainer.rollout.job import RolloutJob, episode_metrics, group_seed
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
+from grpo_dist.workers.scorer import Task
 from tests.agents.fakes import Characters
 from tests.messages import refuses, says
 from tests.worker_settings import agent

@@ -27,8 +27,8 @@ NAMES = {
     "vllm outside engines/vllm": (r"(?i)vllm", "engines/vllm/"),
     "placement( and resolved_* outside plan": (r"\bplacement\(|\bresolved_\w+", "plan/"),
 }
-# Raised last for `optim.override_optimizer_config` (38 lines of checks, config and plan), the check of `trainer.health`
-# (148 of trainer to config) and the profile of a rank (44 of engines to workers).
+# Raised last for `optim.override_optimizer_config` (84 lines of engines, checks, config and plan), and for the check of
+# `trainer.health`, which went from trainer to config (148).
 MOST = {
     "lines beside the rooms": 1132,
     "lines of agents": 2365,
@@ -38,20 +38,20 @@ MOST = {
     "lines of cli": 2099,
     "lines of config": 3436,
     "lines of data": 2499,
-    "lines of engines": 9128,
-    "lines of plan": 3078,
+    "lines of engines": 9174,
+    "lines of plan": 3122,
     "lines of plugins": 463,
     "lines of protocol": 782,
     "lines of report": 821,
     "lines of rewards": 1825,
-    "lines of workers": 2736,
+    "lines of workers": 2689,
     "lines of run": 649,
     "lines of runtime": 2411,
     "lines of tasks": 1597,
     "lines of tracking": 1624,
     "lines of trainer": 5730,
     "files": 312,
-    "lines of tests": 69384,
+    "lines of tests": 69396,
     "files that name defer_grad_sync": 4,
     "files that name enable_activation_offload": 7,
     "files that name entropy_coeff": 7,

@@ -49,7 +49,7 @@ PROCESSES = {
     "engine": "VLLM::Worker_TP",  # one of several processes of an engine
     "ref": "ray::PolicyWorker",
     "reward_model": "ray::RewardModelWorker",
-    "critic": "ray::CriticWorker",
+    "critic": "ray::TrainedWorker",
     "reward": "ray::RewardWorker",
     "trained": "ray::SupervisedWorker",  # of a command that trains one model
 }

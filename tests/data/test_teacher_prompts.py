@@ -11,7 +11,7 @@ import torch
 from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import Ragged
-from grpo_dist.workers.reward import Task
+from grpo_dist.workers.scorer import Task
 from tests.data.test_tokenize import byte_tokenizer
 
 MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1?"}]

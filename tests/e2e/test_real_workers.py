@@ -35,8 +35,8 @@ from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.reward import Task
 from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.scorer import Task
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
 from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder
@@ -136,11 +136,11 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
 
 def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = PASSES) -> DataProtoRef:
     """By default in the passes that a run makes."""
-    assert lab.roles.ref is not None
+    assert lab.roles.reference is not None
     computed = []
     for part in np.array_split(np.arange(len(groups)), passes):
         batch = DataProtoRef.concat([groups[i] for i in part])
-        computed.append(run(lab.roles.ref.compute_log_probs("ref", batch)))
+        computed.append(run(lab.roles.reference.compute_log_probs("ref", batch)))
     return DataProtoRef.concat(computed)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
+from grpo_dist.protocol.sequences import PROMPT_ROUTES, ROUTES
 from grpo_dist.workers.rollout import RolloutWorker
 from tests.engines.vllm.test_engine import PROMPTS, generate, sampling
 from tests.processes import spawned

@@ -103,7 +103,7 @@ def test_recorded_experts_are_those_of_another_prompt() -> None:
 def test_a_policy_that_teaches_itself_needs_no_other_teacher() -> None:
     """Its reference may move while groups are sampled ahead, since it reads them afterwards; scores are asked for."""
     config, _ = load_config(["recipe=sdpo", "trainer.max_staleness=1"])
-    assert config.reference_follows_scores
+    assert config.algorithm.self_distillation.enable
     assert config.needs_reference_workers
     assert config.reward_function is None, "rows need a scorer"
     said = ("success_threshold=null", "feedback_name=hint")

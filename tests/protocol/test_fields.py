@@ -1,11 +1,16 @@
 import torch
 
+from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, ValueSettings
 from grpo_dist.errors import BatchError
-from grpo_dist.protocol.fields import FIELDS, require
+from grpo_dist.protocol.fields import FIELDS, columns_for, require
 from tests.messages import refuses
 from tests.models import random_batch
 
 MAKERS = {"sampler", "data", "rollout", "reward", "actor", "ref", "critic", "targets"}
+READERS = {
+    *("forward", "router", "teacher", "actor", "critic", "reward_model", "scorer", "endpoint", "targets"),
+    *("diagnostics", "samples", "judged", "driver"),
+}
 
 
 def test_a_batch_that_has_the_columns_passes() -> None:
@@ -29,6 +34,8 @@ def test_every_field_is_complete() -> None:
     for name, field in FIELDS.items():
         assert field.made_by in MAKERS, name
         assert field.meaning, name
+        assert set(field.read_by.split()) <= READERS, name
+        assert "driver" not in field.read_by or field.per == "row", name
         shapes = (
             "(N,)",
             "ragged (N, P_i)",
@@ -39,6 +46,26 @@ def test_every_field_is_complete() -> None:
             "ragged (N, R_i, K)",
         )
         assert field.shape in (*shapes, *(f"ragged (N, {row}, layers, experts)" for row in ("P_i", "R_i"))), name
+
+
+def test_a_reader_gets_of_the_columns_that_are_there_those_that_it_reads() -> None:
+    there = ["score", "prompts", "responses", "routes", "predecessors", "mine", "values"]
+    assert columns_for(there, "forward") == ("prompts", "responses", "predecessors")
+    assert columns_for(there, "forward", "router") == ("prompts", "responses", "routes", "predecessors")
+    assert columns_for(there, "teacher") == columns_for([], "forward") == ()
+
+
+def test_each_column_of_an_objective_names_it_as_a_reader() -> None:
+    for reader, settings in (
+        ("critic", ValueSettings),
+        ("reward_model", LabelSettings),
+        ("reward_model", PreferenceSettings),
+    ):
+        assert columns_for(settings.columns, reader) == settings.columns
+
+
+def test_a_column_is_of_a_row_a_token_or_a_group() -> None:
+    assert [FIELDS[name].per for name in ("score", "advantages", "prompt_routes")] == ["row", "token", "group"]
 
 
 def test_the_test_batch_follows_the_contract() -> None:

@@ -16,7 +16,7 @@ from grpo_dist.report.page import overview
 from grpo_dist.report.rollouts import load_token_texts, read_step
 from grpo_dist.report.run_folder import read_run
 from grpo_dist.tracking.jsonl import json_objects
-from grpo_dist.workers.batch_work import _write_rows
+from grpo_dist.workers.records import _write_rows
 from tests.messages import says
 from tests.report.runs import write_run, write_step
 from tests.report.test_page import data_in

@@ -1,11 +1,10 @@
-"""A role of one's own is a worker class, a section of the config and a row: `echo`, a frozen model whose log-probs of
-the responses are a column of every batch.
+"""A frozen role that adds a column is told of in five files: `echo`, a model whose log-probs of the responses are a
+column of every batch.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +19,17 @@ from grpo_dist.config.command import CONFIG_DIR
 from grpo_dist.config.field_types import Processes, Section
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.plan import roles
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import ROLES, Role
-from grpo_dist.protocol import DataProto
+from grpo_dist.plan.roles import ROLES, ModelPass, Role
+from grpo_dist.protocol.fields import FIELDS, Field
 from grpo_dist.run.build import spawn_roles, start_roles
-from grpo_dist.runtime.batch_ref import DataProtoRef, Label
+from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.workers.policy import PolicyWorker, on_device
+from grpo_dist.trainer.settings import reference_settings
+from grpo_dist.workers.gang import PolicySettings, PolicyWorker
 from tests.messages import says
 from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -46,16 +47,10 @@ SMALL = (
 )
 
 
-# --- what a new role needs: a worker class, a section, a row -----------------------------------------------------
-class EchoWorker(PolicyWorker):
-    """One rank of the echo, whose passes compute `echo_log_probs`."""
-
-    @on_device()
-    def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
-        def compute(data: DataProto, _: tuple[str, ...], **limits: Any) -> Mapping[str, Any]:
-            return {"echo_log_probs": self.engine.compute_columns(data, ("log_probs",), **limits)["log_probs"]}
-
-        return self._columns(rows, ("echo_log_probs",), compute)
+# --- what a new role needs; a worker class only if it computes what no other one does -----------------------------
+COLUMN = "echo_log_probs"
+FIELD = Field("ragged (N, R_i)", "float32", "echo", "", "log-probs under the echo; nats", "log_probs")
+YAML = "\necho:\n  # Echo the policy's start.\n  enable: true\n  world_size: null\n"
 
 
 class EchoConfig(Section):
@@ -69,6 +64,10 @@ def model(config: RunConfig) -> Model:
     return Model("echo", POLICY_KEY, config.actor_rollout_ref.model.path, "fp32", "fp32", built=False)
 
 
+def echo_settings(*args: Any, **ranks: Any) -> PolicySettings:
+    return replace(reference_settings(*args, **ranks), columns=(COLUMN,))
+
+
 ECHO = Role(
     "echo",
     f"{__name__}:EchoWorker",
@@ -77,11 +76,11 @@ ECHO = Role(
     section="echo",
     size_key="echo.world_size",
     fsdp="actor_rollout_ref.ref.fsdp_config",
-    settings="grpo_dist.trainer.settings:reference_settings",
+    settings=f"{__name__}:echo_settings",
     model=model,
     shares=("actor_ref", "all"),
-    adds=("echo", "echo_log_prob"),
 )
+PASS = ModelPass("echo", "echo", "echo_log_prob", adds=(COLUMN,), present=ECHO.present)
 
 
 # --- that is all -------------------------------------------------------------------------------------------------
@@ -91,13 +90,40 @@ class EchoRunConfig(RunConfig):
     echo: EchoConfig
 
 
+class EchoWorker(PolicyWorker):  # in its process the table of columns has the row too
+    def start(self, *args: Any) -> None:
+        FIELDS[COLUMN] = FIELD
+        super().start(*args)
+
+
+TOLD_IN: dict[str, Any] = {
+    "config/grpo.yaml": YAML,
+    "config/schema.py": EchoRunConfig,
+    "plan/roles.py": (ECHO, PASS),
+    "protocol/fields.py": FIELD,
+    "trainer/settings.py": echo_settings,
+}
+
+
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(ROLES, "echo", ECHO)
+    role, row = TOLD_IN["plan/roles.py"]
+    monkeypatch.setitem(ROLES, "echo", role)
+    monkeypatch.setattr(roles, "PASSES", [*roles.PASSES, row])
+    monkeypatch.setitem(FIELDS, COLUMN, TOLD_IN["protocol/fields.py"])
     shutil.copytree(CONFIG_DIR, tmp_path / "config", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     file = tmp_path / "config" / "grpo.yaml"
-    file.write_text(file.read_text() + "\necho:\n  # Echo the policy's start.\n  enable: true\n  world_size: null\n")
-    return replace(GRPO, file=file, schema=EchoRunConfig)
+    file.write_text(file.read_text() + TOLD_IN["config/grpo.yaml"])
+    return replace(GRPO, file=file, schema=TOLD_IN["config/schema.py"])
+
+
+def test_it_is_told_of_in_five_files(command: Any) -> None:
+    assert len(TOLD_IN) == 5
+    config, _ = load_command([*SMALL, "algorithm.use_kl_in_reward=true"], command)
+    ahead = config.replaced(trainer=config.trainer.replaced(max_staleness=1))
+    found = [[row.name for row in roles.passes_of(each, waiting=False)] for each in (config, ahead)]
+    assert found == [["ref", "old_log_prob", "echo"], ["ref", "echo"]], "they stand still"
+    assert [row.name for row in roles.passes_of(ahead, waiting=True)] == ["old_log_prob"]
 
 
 def test_it_has_its_place_in_plan_and_checks(command: Any) -> None:
@@ -117,9 +143,9 @@ def test_its_column_its_time_and_its_idle_share_arrive(command: Any, local_ray: 
     config, _ = load_command([*SMALL, f"trainer.default_local_dir={tmp_path}/run"], command)
     batches: list[DataProtoRef] = []
     with ExitStack() as stack:
-        roles = spawn_roles(config, stack)
-        start_roles(config, roles, 2)
-        trainer = recorded_trainer(config, roles, load_run_prompts(config, policy_folder(config))[0], 2)
+        groups = spawn_roles(config, stack)
+        start_roles(config, groups, 2)
+        trainer = recorded_trainer(config, groups, load_run_prompts(config, policy_folder(config))[0], 2)
         measure = trainer.measure
 
         def keep(batch: DataProtoRef) -> None:
@@ -129,7 +155,7 @@ def test_its_column_its_time_and_its_idle_share_arrive(command: Any, local_ray: 
         trainer.measure = keep  # type: ignore[method-assign]
         trainer.fit()
         found = [batch.fetch(("echo_log_probs", "ref_log_probs")) for batch in batches]
-        assert sorted(roles.holders()) == ["actor"], "it stands still"
+        assert sorted(groups.holders()) == ["actor"], "it stands still"
     assert len(found) == 2
     for columns in found:  # the echo is the reference's model
         for echo, ref in zip(columns["echo_log_probs"].rows(), columns["ref_log_probs"].rows(), strict=True):

@@ -26,12 +26,12 @@ def put(first: int, rows: int, length: int = 2) -> DataProtoRef:
         },
         {"uid": [f"p{i}" for i in numbers]},
     )
-    return DataProtoRef.put(data, small=("uid", "score"))
+    return DataProtoRef.put(data)
 
 
 def log_probs(first: int, rows: int) -> DataProtoRef:
     column = Ragged.from_rows([[-float(i)] * (2 + i % 2) for i in range(first, first + rows)], torch.float32)
-    return DataProtoRef.put(DataProto.from_dict({"old_log_probs": column}), small=())
+    return DataProtoRef.put(DataProto.from_dict({"old_log_probs": column}))
 
 
 def firsts(data: DataProto, name: str = "responses") -> list[float]:

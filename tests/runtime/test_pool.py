@@ -1,4 +1,4 @@
-"""A pool on processes that are none; with real ones: test_reward_pool.py and test_rollout_group.py."""
+"""A pool on processes that are none; with real ones: tests/workers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from grpo_dist.runtime import process as process_module
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.runtime.process import Address, Addresses, Process, shared_environment, with_environment
-from grpo_dist.workers.policy import ActorWorker
+from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.rollout import RolloutWorker
 from tests.agents.fakes import Characters, Writer
 from tests.messages import refuses, says

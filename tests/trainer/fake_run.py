@@ -11,10 +11,12 @@ from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, TrainedGroup
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.actor import ActorGroup
+from grpo_dist.workers.gang import TrainedGroup
+from grpo_dist.workers.reference import ReferenceGroup
+from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.roles import Roles
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.rollout import RolloutGroup
 from tests.models import policy_folder
 from tests.trainer.recorded import recorded_trainer
 

@@ -22,7 +22,7 @@ from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.process import Process
 from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.workers.rollout import group_batch
 
 
 class FakeRolloutWorker(Mailbox, Process):
@@ -47,7 +47,7 @@ class FakeRolloutWorker(Mailbox, Process):
         responses = [Response([5] * k, [-1.0] * k, False, [self.version] * k) for k in lengths]
         data = group_batch(uid, prompt, responses)
         failed = [AgentError("no server", was_last=True)] if is_short else []
-        return (Label.of(data, SMALL_COLUMNS), EngineLoad(), failed), data
+        return (Label.of(data), EngineLoad(), failed), data
 
     async def load_weights(self, buckets: list, version: int) -> int:
         self.version = version
@@ -137,7 +137,7 @@ class FakePolicyWorker(Process):
         responses = rows.fetch(("responses",))["responses"]
         log_probs = [np.full(length, -1.25) for length in responses.lengths.tolist()]
         data = DataProto.from_dict({self.column: Ragged.from_rows(log_probs, torch.float32)})
-        return Label.of(data, ()), data
+        return Label.of(data), data
 
 
 class FakeActorWorker(FakePolicyWorker):
@@ -150,7 +150,7 @@ class FakeActorWorker(FakePolicyWorker):
         _, own = self.compute_log_probs(rows)
         values = own["old_log_probs"].values + self.rounding[dtype]
         data = DataProto.from_dict({"rollout_log_probs": Ragged(values, own["old_log_probs"].offsets)})
-        return Label.of(data, ()), data
+        return Label.of(data), data
 
     def update(
         self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: ObjectiveSettings, step: int

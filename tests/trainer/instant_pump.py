@@ -21,7 +21,7 @@ from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.trainer.checkpoint.saver import Group
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 
 N = 4
 LENGTH = 3  # of each response, in tokens

@@ -28,7 +28,7 @@ from grpo_dist.trainer.replay import (
     retarget,
     reupdate,
 )
-from grpo_dist.workers.batch_work import BatchWork
+from grpo_dist.workers.targets import TargetMaker
 from tests.messages import refuses, says
 
 
@@ -108,10 +108,10 @@ def with_targets(made: Recorded) -> Recorded:
     return Recorded(made.run_dir, made.step, made.config, whole, made.metrics)
 
 
-class Worker(BatchWork):
+class Worker(TargetMaker):
     """The part of a reward process that computes targets."""
 
-    components, overlong_penalty, step_separator = {}, None, None  # type: ignore[assignment]
+    components, overlong_penalty = {}, None  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.printed = OutputLines()

@@ -29,12 +29,10 @@ from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.gang import ActorGroup
-from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.actor import ActorGroup
+from grpo_dist.workers.reward import RewardPool, RewardWorker
 from grpo_dist.workers.roles import Roles
-from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.rollout import RolloutGroup, group_batch
 from tests.messages import says
 from tests.models import policy_folder
 from tests.processes import spawned
@@ -69,7 +67,7 @@ class SlowRolloutWorker(FakeRolloutWorker):
             versions.append(self.version)
         responses = [Response([5] * self.length, [-1.25] * self.length, False, versions)] * sampling.n
         data = group_batch(uid, prompt, responses)
-        return (Label.of(data, SMALL_COLUMNS), EngineLoad(), []), data
+        return (Label.of(data), EngineLoad(), []), data
 
     async def die(self) -> None:
         os._exit(1)

@@ -13,7 +13,7 @@ from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import SUPERVISED_ROLES
 from grpo_dist.trainer.settings import rank_settings
-from grpo_dist.workers.policy import PolicySettings
+from grpo_dist.workers.gang import PolicySettings
 from tests.adapters import write_adapter
 
 

@@ -17,7 +17,7 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 from tests.messages import says
 from tests.processes import spawned
 from tests.trainer.fake_run import make_trainer

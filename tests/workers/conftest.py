@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_dist.workers.reward import RewardSettings
+from grpo_dist.workers.scorer import RewardSettings
 from tests.workers.local_reward import SCORER, Local
 
 

@@ -10,7 +10,8 @@ import torch
 
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import RewardWorker, Task
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.scorer import Task
 
 SCORER = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
@@ -53,10 +54,10 @@ def put(
         "response_mask": Ragged.from_rows(masks, torch.int8),
     }
     if rewards is None:
-        return DataProtoRef.put(DataProto.from_dict(columns), small=())
+        return DataProtoRef.put(DataProto.from_dict(columns))
     columns["episode_reward"] = torch.tensor(rewards)
     columns["episode_step_rewards"] = Ragged.from_rows(steps or [[math.nan] * len(r) for r in responses], torch.float32)
-    return DataProtoRef.put(DataProto.from_dict(columns), small=("episode_reward",))
+    return DataProtoRef.put(DataProto.from_dict(columns))
 
 
 def rows(column: Ragged) -> list[list[float]]:

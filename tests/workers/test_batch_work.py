@@ -13,11 +13,11 @@ from grpo_dist.algorithms.advantage import STD_EPS
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import BatchError, ConfigError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.branches import PREDECESSORS
 from grpo_dist.protocol.parquet import read_parquet
+from grpo_dist.protocol.sequences import PREDECESSORS
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.workers.batch_work import _write_rows
-from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, on_last_token
+from grpo_dist.workers.records import _write_rows
+from grpo_dist.workers.scorer import OverlongPenalty, RewardSettings, on_last_token
 from tests.messages import refuses, says
 from tests.workers.local_reward import RESPONSES, Local, put, rows
 
@@ -40,7 +40,7 @@ def scored_batch() -> DataProtoRef:
         },
         {"uid": ["a", "b", "a", "a", "b", "a"]},
     )
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     small = {"truncated": np.array([0, 0, 0, 1, 0, 0]), "score": scores.numpy()}
     return replace(handle, small=handle.small | small)
 
@@ -73,11 +73,11 @@ def test_log_probs_are_compared_where_the_present_weights_have_sampled(worker: L
     data = DataProto.from_dict(
         {name: Ragged.from_rows(*column) for name, column in columns.items()}, {"uid": ["a", "b", "c"]}
     )
-    count, mean, largest, worst = worker.compare_log_probs(DataProtoRef.put(data, small=()), 4)
+    count, mean, largest, worst = worker.compare_log_probs(DataProtoRef.put(data), 4)
     assert (count, mean, largest) == (3, pytest.approx(0.3), pytest.approx(0.7))
     says(worst, "id 7", "token 2", "prompt b", -1, -1.7)
-    assert worker.compare_log_probs(DataProtoRef.put(data, small=()), 3)[0] == 5
-    assert worker.compare_log_probs(DataProtoRef.put(data, small=()), 5)[0] == 0
+    assert worker.compare_log_probs(DataProtoRef.put(data), 3)[0] == 5
+    assert worker.compare_log_probs(DataProtoRef.put(data), 5)[0] == 0
 
 
 @pytest.mark.ray
@@ -160,7 +160,7 @@ def sample_batch(masks: list[list[int]] | None = None) -> DataProtoRef:
             "said": ['{"why": "good", "gts": "no"}', "{}", "{}"],
         },
     )
-    return DataProtoRef.put(data, small=("uid", "score"))
+    return DataProtoRef.put(data)
 
 
 @pytest.mark.ray
@@ -170,7 +170,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
         "reward_extra/short": torch.tensor([2.0, torch.nan, 1.0]),
         "reward_extra/output": torch.ones(3),  # a function's name that stands for something else here
     }
-    advantages = DataProtoRef.put(DataProto.from_dict(small), tuple(small))
+    advantages = DataProtoRef(small={name: column.numpy() for name, column in small.items()}, num_rows=3)
     path = tmp_path / "rollouts" / "4.jsonl"
     worker.write_samples(sample_batch().union(advantages), str(path), 4, {"p0": "w5"})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -195,7 +195,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
 def test_a_training_step_is_written_with_its_tokens(worker: Local, tmp_path: Path) -> None:
     """What only the handle has, such as the reward function's numbers, is there too; old steps make room."""
     targets = {"advantages": Ragged.from_rows([[0.5] * len(row) for row in RESPONSES], torch.float32)}
-    batch = sample_batch().union(DataProtoRef.put(DataProto.from_dict(targets), ()))
+    batch = sample_batch().union(DataProtoRef.put(DataProto.from_dict(targets)))
     batch = replace(batch, small=batch.small | {"reward_extra/short": np.array([2, np.nan, 1], np.float32)})
     folder = tmp_path / "rollouts"
     for step in (4, 5):
@@ -221,7 +221,7 @@ def test_what_an_environment_put_in_is_told_apart(worker: Local) -> None:
 @pytest.mark.ray
 def test_where_a_branch_begins_is_told(worker: Local) -> None:
     follows = {PREDECESSORS: Ragged.from_rows([[-1, 0, -2], [-1, -1], [-1]], torch.int32)}
-    batch = sample_batch().union(DataProtoRef.put(DataProto.from_dict(follows), ()))
+    batch = sample_batch().union(DataProtoRef.put(DataProto.from_dict(follows)))
     samples = worker.read_samples(batch, 4, {"p0": ""})
     assert samples[0]["parts"] == [["policy", "w5 w6"], ["policy", "", "branch"]]
     assert [part[2:] for part in samples[1]["parts"]] == [[], ["branch"]]
@@ -236,7 +236,7 @@ def test_judged_responses_are_rows_for_a_reward_model(worker: Local, tmp_path: P
 
     def written(labels: list[list[int]]) -> list[dict]:
         columns = {"responses": responses, "rule_labels": Ragged.from_rows(labels, torch.int8)}
-        data = DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["p0"] * 3}), small=("uid",))
+        data = DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["p0"] * 3}))
         path = tmp_path / "replay" / "3.jsonl"
         worker.write_judged(data, str(path), conversations)
         return [json.loads(line) for line in path.read_text().splitlines()]

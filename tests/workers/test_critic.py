@@ -19,8 +19,7 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import value_settings
 from grpo_dist.trainer.settings import rank_settings
-from grpo_dist.workers.gang import TrainedGroup
-from grpo_dist.workers.policy import CriticWorker
+from grpo_dist.workers.gang import TrainedGroup, TrainedWorker
 from tests.models import random_batch
 from tests.processes import spawned
 from tests.worker_settings import changed_sizes
@@ -49,7 +48,7 @@ def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str
     with ExitStack() as stack:
         groups = {}
         for name, ranks, size in (("one", 1, 16), ("two", 2, 3), ("split", 2, 3)):
-            workers = stack.enter_context(spawned("critic", CriticWorker, [(rank, ranks) for rank in range(ranks)]))
+            workers = stack.enter_context(spawned("critic", TrainedWorker, [(rank, ranks) for rank in range(ranks)]))
             groups[name] = TrainedGroup(workers)
             model = replace(plain.model, sequence_parallel_size=2 if name == "split" else 1)
             settings = changed_sizes(plain, model=model, forward=size, update=size)
@@ -60,7 +59,7 @@ def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str
 def stored_batch() -> DataProtoRef:
     """16 rows of 4 groups, as the driver has them before the values are computed."""
     data = random_batch(num_groups=4, n=4).select(["uid", "prompts", "responses", "response_mask"])
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     small = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
     return DataProtoRef(handle.frames, handle.small | small, len(data))
 
@@ -69,7 +68,7 @@ def with_returns(batch: DataProtoRef) -> DataProtoRef:
     """Returns that differ from token to token."""
     lengths = batch["response_length"]
     rows = [torch.linspace(-1, 2, int(length)) + 0.1 * i for i, length in enumerate(lengths)]
-    return batch.union(DataProtoRef.put(DataProto.from_dict({"returns": Ragged.from_rows(rows, torch.float32)}), ()))
+    return batch.union(DataProtoRef.put(DataProto.from_dict({"returns": Ragged.from_rows(rows, torch.float32)})))
 
 
 def trained(critic: TrainedGroup, steps: range) -> Trained:

@@ -15,10 +15,10 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.branches import PREDECESSORS, last_branch
+from grpo_dist.protocol.sequences import PREDECESSORS, last_branch
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.workers.reward import Task
+from grpo_dist.workers.scorer import Task
 from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.models import rebuilt_by_transformers
 from tests.processes import spawned

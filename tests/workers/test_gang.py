@@ -27,10 +27,12 @@ from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Address, Process
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.workers.gang import ActorGroup, Gang, ReferenceGroup, find_model, take_turns
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.workers.actor import ActorGroup
+from grpo_dist.workers.gang import Gang, find_model, take_turns
+from grpo_dist.workers.reference import ReferenceGroup
+from grpo_dist.workers.reward import RewardPool
+from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
+from grpo_dist.workers.scorer import Task
 from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
@@ -49,7 +51,7 @@ class Handle:
     def compute_log_probs(self) -> Any:
         def remote(rows: DataProtoRef) -> list[ray.ObjectRef]:
             data = DataProto.from_dict({"ref_log_probs": rows.fetch(("responses",))["responses"]})
-            return [ray.put(Label.of(data, ())), ray.put(data)]
+            return [ray.put(Label.of(data)), ray.put(data)]
 
         return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
 
@@ -59,7 +61,7 @@ def batch() -> DataProtoRef:
     columns["response_mask"] = Ragged.from_rows([[1], [1, 1], [1], [1, 1]], torch.int8)
     lengths = {name: torch.tensor([1, 2, 1, 2]) for name in ("prompt_length", "response_length")}
     data = DataProto.from_dict(columns | lengths, {"uid": ["a", "a", "b", "b"]})
-    return DataProtoRef.put(data, small=("uid", *lengths))
+    return DataProtoRef.put(data)
 
 
 @pytest.mark.deep
@@ -95,7 +97,7 @@ class Splitting(Handle):
         def remote(rows: DataProtoRef) -> list[ray.ObjectRef]:
             self.seen[self.rank] = rows["uid"].tolist()
             data = self._result(rows)
-            return [ray.put(Label.of(data, ())), ray.put(data)]
+            return [ray.put(Label.of(data)), ray.put(data)]
 
         return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
 
@@ -104,7 +106,7 @@ class Splitting(Handle):
         def remote(rows: DataProtoRef, mini_batches: Any, objective: Any, step: int) -> list[ray.ObjectRef]:
             self.seen[self.rank] = [rows["uid"][part].tolist() for part in mini_batches]
             data, metrics = self._result(rows), {"actor/loss": Sum(1.0), "actor/entropy": Mean(10.0 * self.rank, 2)}
-            return [ray.put(([metrics], Label.of(data, ()))), ray.put(data)]
+            return [ray.put(([metrics], Label.of(data))), ray.put(data)]
 
         return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
 
@@ -195,7 +197,7 @@ class Reference(Process):
         data = rows.fetch(("uid", "responses"))
         values = [[float(uid)] * n for uid, n in zip(data["uid"], data["responses"].lengths.tolist(), strict=True)]
         found = DataProto.from_dict({"ref_log_probs": Ragged.from_rows(values, torch.float32)})
-        return Label.of(found, ()), found
+        return Label.of(found), found
 
 
 @pytest.fixture
@@ -214,7 +216,7 @@ def groups_of(count: int) -> list[DataProtoRef]:
         columns["response_mask"] = Ragged.from_rows([[1, 1], [1]], torch.int8)
         lengths = {name: torch.tensor([2, 1]) for name in ("prompt_length", "response_length")}
         data = DataProto.from_dict(columns | lengths, {"uid": [f"{i}"] * 2})
-        groups.append(DataProtoRef.put(data, small=("uid", *lengths)))
+        groups.append(DataProtoRef.put(data))
     return groups
 
 

@@ -14,8 +14,8 @@ from grpo_dist.assets.model_folder import Usage, read_usage
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.workers.gang import ActorGroup
-from grpo_dist.workers.policy import ActorWorker, PolicySettings
+from grpo_dist.workers.actor import ActorGroup, ActorWorker
+from grpo_dist.workers.gang import PolicySettings
 from tests.engines.fakes import LOG_PROB, FakeTrainEngine
 from tests.models import objective, random_batch
 from tests.processes import spawned
@@ -44,7 +44,7 @@ def stored_batch() -> DataProtoRef:
     data = random_batch(num_groups=4, n=4)
     data = data.select([name for name in data.columns() if name != "old_log_probs"])
     lengths = {name: data[name].lengths.numpy() for name in ("prompts", "responses")}
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     small = {"prompt_length": lengths["prompts"], "response_length": lengths["responses"]}
     return DataProtoRef(handle.frames, handle.small | small, len(data))
 

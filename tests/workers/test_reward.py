@@ -23,7 +23,8 @@ from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.forms import Sample
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.rollout.job import make_request
-from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_agents, on_last_token
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.scorer import OverlongPenalty, RewardSettings, on_agents, on_last_token
 from tests.messages import refuses, says
 from tests.workers.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 
@@ -86,7 +87,7 @@ def test_what_an_environment_put_in_is_read_and_earns_nothing(worker: Local) -> 
         "response_mask": Ragged.from_rows([[1, 1, 0], [1, 1]], torch.int8),
         "rollout_log_probs": Ragged.from_rows([[-1.0, -1.0, 0.0], [-1.0, -1.0]], torch.float32),
     }
-    rest = DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["a", "a"]}), small=("uid",))
+    rest = DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["a", "a"]}))
     batch = scored.union(replace(rest, small=rest.small | {"truncated": np.zeros(2)}))
     settings = TargetSettings("grpo", {"norm_adv_by_std_in_grpo": False}, old_log_probs_from="rollout")
     targets, _ = worker.compute_targets(batch, settings, 0.0, 0)
@@ -175,7 +176,7 @@ def test_gigpo_tells_turns_apart_by_the_rewards_of_their_own(worker: Local, monk
         rest: dict[str, Any] = {"rollout_log_probs": Ragged.from_rows([plain] * 2, torch.float32)}
         rest["predecessors"] = Ragged.from_rows([[-1, 0, 1]] * 2, torch.int32)
         rest["agent_ids"] = Ragged.from_rows([[1, 0, 1]] * 2, torch.int32)
-        given = given.union(DataProtoRef.put(DataProto.from_dict(rest, {"uid": ["a", "a"]}), small=("uid",)))
+        given = given.union(DataProtoRef.put(DataProto.from_dict(rest, {"uid": ["a", "a"]})))
         scored, *_ = worker.score(given, TASK)
         batch = scored.union(replace(given, small=given.small | {"truncated": np.zeros(2)}))
         options = {"norm_adv_by_std_in_grpo": False}

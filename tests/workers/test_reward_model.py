@@ -96,7 +96,7 @@ def batch() -> DataProto:
 
 def stored() -> DataProtoRef:
     data = batch()
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     lengths = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
     return replace(handle, small=handle.small | lengths)
 

@@ -18,8 +18,8 @@ from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Process
 from grpo_dist.supervisor import process_state
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.reward import RewardPool
+from grpo_dist.workers.scorer import Task
 from tests.messages import refuses, says
 from tests.processes import spawned
 
@@ -47,13 +47,13 @@ class Fragile(Process):
         while self.trap.with_name("hold").exists():
             time.sleep(0.01)
         parts = [DataProto.from_dict({"score": torch.arange(size).float()}) for size in sizes]
-        found = [(Label.of(part, ("score",)), [f"by {os.getpid()}"]) for part in parts]
+        found = [(Label.of(part), [f"by {os.getpid()}"]) for part in parts]
         return (found, ([], 0), 0.001), DataProto.concat(parts)
 
     def compute_targets(self, *args: object) -> tuple[tuple[Label, dict[str, float], tuple], DataProto]:
         self._step_on_trap()
         data = DataProto.from_dict({"advantages": torch.ones(2)})
-        return (Label.of(data, ()), {"pid": float(os.getpid())}, (["a line"], 0)), data
+        return (Label.of(data), {"pid": float(os.getpid())}, (["a line"], 0)), data
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, truths: dict) -> None:
         self._step_on_trap()
@@ -74,7 +74,7 @@ def make(local_ray: None, tmp_path: Path) -> Iterator[Callable[[int], RewardPool
 
 
 def group() -> DataProtoRef:
-    return DataProtoRef.put(DataProto.from_dict(dict(GROUP)), small=())
+    return DataProtoRef.put(DataProto.from_dict(dict(GROUP)))
 
 
 def scored_batch() -> DataProtoRef:
@@ -83,7 +83,7 @@ def scored_batch() -> DataProtoRef:
     data = DataProto.from_dict(
         {name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score", "failure", "said")}
     )
-    return DataProtoRef.put(data, small=())
+    return DataProtoRef.put(data)
 
 
 def score(pool: RewardPool, limit_s: float = 240.0) -> tuple[DataProtoRef, list[str]]:

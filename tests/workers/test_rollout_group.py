@@ -18,7 +18,14 @@ import torch
 
 from grpo_dist.engines.base import EngineLoad
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import AgentError, ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.errors import (
+    AgentError,
+    ConfigError,
+    EngineError,
+    GrpoDistError,
+    WeightSyncError,
+    WorkerError,
+)
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
@@ -26,8 +33,8 @@ from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.mailbox import Mailbox
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Process
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout_group import Engine, GroupRequest, RolloutGroup
+from grpo_dist.workers.rollout import Engine, GroupRequest, RolloutGroup
+from grpo_dist.workers.scorer import Task
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
 from tests.messages import refuses, says
 from tests.processes import spawned

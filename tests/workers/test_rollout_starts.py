@@ -15,7 +15,7 @@ from grpo_dist.runtime import nodes
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.resources import Bundle
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.rollout import RolloutGroup
 from grpo_dist.workers.weight_transport import Outcomes
 from tests.runtime.fake_nodes import FakeNodes
 from tests.worker_settings import changed, engine_settings

@@ -103,7 +103,7 @@ class Workers:
 @pytest.mark.parametrize("method", ["train", "evaluate"])
 def test_every_rank_is_asked_and_metrics_are_merged(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All take part, also one without rows: the passes are collective."""
-    monkeypatch.setattr(supervised.DataProtoRef, "put", staticmethod(lambda part, small: "stored"))
+    monkeypatch.setattr(supervised.DataProtoRef, "put", staticmethod(lambda part: "stored"))
     workers: Any = Workers()
     rows = DataProto.from_dict({}, {"uid": ["a", "a"]})
     found = asyncio.run(getattr(SupervisedGroup(workers), method)([rows, DataProto()], OBJECTIVE, 7))

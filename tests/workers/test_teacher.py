@@ -17,13 +17,14 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import ROLES
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from grpo_dist.protocol.teacher_prompts import TEACHER_PROMPTS, as_teacher_reads
+from grpo_dist.protocol.sequences import TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.loss_settings import objective_settings
 from grpo_dist.trainer.settings import rank_settings
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
-from grpo_dist.workers.policy import ActorWorker, PolicyWorker
+from grpo_dist.workers.actor import ActorGroup, ActorWorker
+from grpo_dist.workers.gang import PolicyWorker
+from grpo_dist.workers.reference import ReferenceGroup
 from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed_sizes
@@ -75,7 +76,7 @@ def stored_batch() -> DataProtoRef:
     lengths = data["responses"].lengths
     nothing = Ragged.from_rows([torch.zeros(int(length)) for length in lengths], torch.float32)
     data = data.union(DataProto.from_dict({"advantages": nothing}))
-    handle = DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data)
     small = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
     return DataProtoRef(handle.frames, handle.small | small, len(data))
 
@@ -144,18 +145,20 @@ def test_the_reference_alone_reads_the_prompts_of_a_teacher(taught: dict[str, Ta
     batch = stored_batch()
     data = batch.fetch(("uid", "prompts", "responses", "response_mask"))
     shown = [row.flip(0) if i % 2 else row[:0] for i, row in enumerate(data["prompts"].rows())]
-    handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}), small=())
-    read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))), small=())
+    handle = DataProtoRef.put(DataProto.from_dict({TEACHER_PROMPTS: Ragged.from_rows(shown, torch.int32)}))
+    read = DataProtoRef.put(as_teacher_reads(data.union(handle.fetch((TEACHER_PROMPTS,)))))
     behind = DataProtoRef(read.frames, batch.small, len(batch))
     for actor, ref in taught.values():
         for gang, stage, expected in ((ref, "ref_log_prob", behind), (actor, "old_log_prob", batch)):
-            found = run(gang.compute_log_probs(stage, batch.union(handle)))
+            needs = (TEACHER_PROMPTS,) if gang is ref else ()
+            found = run(gang.compute_log_probs(stage, batch.union(handle), needs=needs))
             wanted = run(gang.compute_log_probs(stage, expected))
             column = "ref_log_probs" if gang is ref else "old_log_probs"
             values, right = (each.fetch((column,))[column].values for each in (found, wanted))
             torch.testing.assert_close(values, right, rtol=1e-4, atol=1e-5)
     plain = run(ref.compute_log_probs("ref_log_prob", batch)).fetch(("ref_log_probs",))["ref_log_probs"].values
-    seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle))).fetch(("ref_log_probs",))["ref_log_probs"]
+    seen = run(ref.compute_log_probs("ref_log_prob", batch.union(handle), needs=(TEACHER_PROMPTS,)))
+    seen = seen.fetch(("ref_log_probs",))["ref_log_probs"]
     assert (plain - seen.values).abs().max() > 0.1
 
 

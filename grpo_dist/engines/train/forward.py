@@ -31,7 +31,8 @@ from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.protocol.routes import PROMPT_ROUTES, with_routes
+from grpo_dist.protocol.fields import columns_for
+from grpo_dist.protocol.sequences import PROMPT_ROUTES
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
@@ -387,7 +388,7 @@ def _sample_rows(data: DataProto) -> DataProto:
     groups = group_rows(data)
     rows = np.concatenate([np.flatnonzero(groups == g)[:CHECKED_RESPONSES] for g in range(CHECKED_PROMPTS)])
     longest = int((data["prompts"].lengths + data["responses"].lengths).argmax())
-    names = with_routes(("prompts", "responses", "response_mask"), data.columns())
+    names = [name for name in columns_for(data.columns(), "forward", "router") if name != "uid"]
     part = data.select(names).index(np.append(rows, longest))
     own = [name for name in names if name not in ("prompts", PROMPT_ROUTES)]
     limits = [CHECKED_TOKENS] * len(rows) + [None]

@@ -110,7 +110,7 @@ class FSDPEngine(FSDPWeights):
         """Return the columns that a forward pass gives for the response tokens.
 
         Args:
-            data: `SEQUENCE_COLUMNS`.
+            data: what a forward pass reads (protocol/fields.py).
             names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise),
                 "gradient_norms" (squared, of the log-prob by the logits: 1 - 2 p + sum p^2) and "hidden_states" (H
                 numbers a token: the input of the output layer, in the compute type); of a model with a linear head
@@ -163,7 +163,7 @@ class FSDPEngine(FSDPWeights):
         The schedule counts the steps that were taken.
 
         Args:
-            data: `SEQUENCE_COLUMNS` and `objective.columns`; for the losses of a reward model `response_mask` may be
+            data: what a forward pass and the objective read; for the losses of a reward model `response_mask` may be
                 missing, and for pairs there is `uid`, with both rows of a pair on the same rank.
             micro_batch_size: sequences per forward and backward pass, where there is no token budget. A pair stays
                 whole.

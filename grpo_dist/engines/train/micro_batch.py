@@ -22,7 +22,7 @@ from torch import Tensor
 from grpo_dist.engines.train.micro_batch_plan import first_fit
 from grpo_dist.engines.train.token_runs import Run, cut_into_pieces, num_tokens
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.routes import PROMPT_ROUTES, ROUTES
+from grpo_dist.protocol.sequences import PROMPT_ROUTES, ROUTES
 
 # Segment of padding tokens; they see each other, so that their attention is defined.
 PADDING = -1

@@ -34,7 +34,7 @@ from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum, merge_metrics
 from grpo_dist.protocol.fields import NO_LABEL
-from grpo_dist.protocol.score_token import with_score_token
+from grpo_dist.protocol.sequences import with_score_token
 
 
 class Loss(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.protocol.routes import are_unknown
+from grpo_dist.protocol.sequences import are_unknown
 
 KEY = "actor_rollout_ref.actor.router_replay.mode"
 _CHECKED_TOKENS = 16
@@ -53,7 +53,7 @@ class RouterReplay:
         """Take the experts of the tokens of the next pass and, where layers are computed again, of its backward pass.
 
         Args:
-            routes: (B, L, layers, experts per token) of the B * L tokens (protocol/routes.py); None: routers choose.
+            routes: (B, L, layers, experts per token) of the B * L tokens (protocol/sequences.py); None: routers choose.
         """
         unknown = None if routes is None else are_unknown(routes).flatten().unsqueeze(-1)
         for layer, router in self._routers:

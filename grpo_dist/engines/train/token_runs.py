@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.branches import PREDECESSORS, branch_starts
+from grpo_dist.protocol.sequences import PREDECESSORS, branch_starts
 
 
 class Run(NamedTuple):

@@ -30,7 +30,7 @@ def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[st
 
     Args:
         engine: on one rank; it has made a pass before.
-        data: `SEQUENCE_COLUMNS` of the row, of L tokens, R of them in the response.
+        data: what a forward pass reads of the row, of L tokens, R of them in the response.
         wobble: share of itself by which each number of each output is made larger or smaller, at random, before the
             next operation takes it; 0: none is.
 

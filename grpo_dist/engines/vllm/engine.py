@@ -33,7 +33,7 @@ from grpo_dist.engines.vllm.starting import knows_internals, plain_errors, tied_
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
-from grpo_dist.protocol.routes import unknown_routes
+from grpo_dist.protocol.sequences import unknown_routes
 
 # An engine call that takes longer than this hangs.
 CALL_TIMEOUT_S = 600.0

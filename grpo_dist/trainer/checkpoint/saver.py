@@ -40,7 +40,7 @@ from grpo_dist.trainer.checkpoint.folder import (
 )
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.reward import RewardPool
 
 FOLDER = "groups"
 

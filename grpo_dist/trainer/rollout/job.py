@@ -22,8 +22,8 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, RewardError
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
+from grpo_dist.workers.scorer import Task
 
 
 @dataclass

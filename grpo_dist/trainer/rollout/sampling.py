@@ -5,7 +5,7 @@ Every prompt is sampled `rollout.n` times. ReMax also samples each prompt once g
 have no gradient, and more prompts are sampled until the batch is full; surplus groups are dropped too. With
 `rollout.over_sample_rate` more prompts are sampled than train, and the slowest groups are cancelled once enough are
 finished; their prompts come first in the next batch that is drawn. The handles of dropped groups are kept until their
-batch of prompts is complete, because the log-prob passes have fixed shares and need them.
+batch of prompts is complete, because passes of models have fixed shares and need them.
 
 A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and is sampled in
 the background until its batch is full (`_fill`). Prompts are drawn step by step, so none is skipped or used twice.
@@ -41,9 +41,8 @@ from grpo_dist.trainer.rollout.job import (
     require_metric,
     timings,
 )
-from grpo_dist.trainer.rollout.open_step import OpenStep
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
 
 
 @dataclass
@@ -67,6 +66,47 @@ class Rollout:
     failures: list[str] = field(default_factory=list)
     failed: list[AgentError] = field(default_factory=list)
     num_responses: int = 0
+
+
+@dataclass
+class OpenStep:
+    """A step whose batch is being sampled.
+
+    Attributes:
+        drawn: the batches of prompts (positions in the training set), in the order they were drawn.
+        jobs: a job for each batch that was sent to the pump.
+        kept: groups that train.
+        dropped: by batch, the positions of groups that do not train: cancelled, surplus, or with equal rewards.
+        num_complete: batches whose groups are all in `kept` or `dropped`.
+        num_learned: batches whose scores `order` was told before a resume.
+        num_filtered: dropped groups with equal rewards.
+        num_surplus: dropped groups beyond a full batch.
+        num_dropped_tokens: of the responses of both.
+        filling: the task that samples until the batch is full.
+    """
+
+    drawn: list[list[int]] = field(default_factory=list)
+    jobs: list[RolloutJob] = field(default_factory=list)
+    kept: list[tuple[GroupRequest, DataProtoRef]] = field(default_factory=list)
+    dropped: dict[int, set[int]] = field(default_factory=dict)
+    num_complete: int = 0
+    num_learned: int = 0
+    num_filtered: int = 0
+    num_surplus: int = 0
+    num_dropped_tokens: int = 0
+    filling: asyncio.Task[None] | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Groups of complete batches, without cancelled ones."""
+        return len(self.kept) + self.num_filtered + self.num_surplus
+
+    def prompts(self) -> list[list[int]]:
+        """`drawn` without the prompts whose groups do not train in this step."""
+        return [
+            [prompt for i, prompt in enumerate(batch) if i not in self.dropped.get(number, ())]
+            for number, batch in enumerate(self.drawn)
+        ]
 
 
 _DROPPED = ("num_filtered", "num_surplus", "num_dropped_tokens")  # of what a resumed step does not sample again

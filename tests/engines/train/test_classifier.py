@@ -20,7 +20,7 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto
-from grpo_dist.protocol.score_token import with_score_token
+from grpo_dist.protocol.sequences import with_score_token
 from tests.messages import says
 from tests.models import random_batch, random_classifier, random_model
 from tests.ranks import run_ranks

@@ -19,7 +19,7 @@ from grpo_dist.config.schema_roles import AdamWConfig, LoraSection
 from grpo_dist.engines.train import hf_export
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import CheckpointError, ConfigError, DataError
-from grpo_dist.protocol.score_token import with_score_token
+from grpo_dist.protocol.sequences import with_score_token
 from tests.disks import MIB, small_disk
 from tests.engines.train.test_lora import log_probs
 from tests.engines.train.test_objectives import pairs

@@ -24,7 +24,7 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import PairObjective
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
-from grpo_dist.protocol.score_token import with_score_token
+from grpo_dist.protocol.sequences import with_score_token
 from grpo_dist.tasks import arithmetic
 from tests.messages import refuses, says
 from tests.models import random_batch, random_classifier, scheduled

@@ -20,8 +20,8 @@ from grpo_dist.errors import ConfigError, WeightSyncError
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.sizes import engine_lora_rank
+from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import ActorWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.vllm.split_rollout import SplitRolloutWorker
 from tests.engines.vllm.test_engine import (

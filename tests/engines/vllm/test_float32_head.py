@@ -20,10 +20,9 @@ from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.policy import ActorWorker
-from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport
 from tests.engines.vllm.test_engine import sampling
 from tests.processes import spawned, start_together

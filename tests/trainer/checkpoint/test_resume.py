@@ -124,9 +124,9 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     assert restore_roles(config, roles, resumed) == {}
     assert roles.actor.loaded == [str(folder / "actor")]
     assert roles.critic.loaded == [str(folder / "critic")]
-    assert roles.ref.loaded == ([str(folder / "ref")] if moved else [])
+    assert roles.reference.loaded == ([str(folder / "ref")] if moved else [])
     assert roles.reward_model.loaded == ([str(folder / "reward_model")] if moved else [])
-    assert roles.actor.head_of is (roles.ref if moved and exact_kl else None)
+    assert roles.actor.head_of is (roles.reference if moved and exact_kl else None)
 
 
 def test_a_teacher_takes_the_place_of_a_reference_that_has_moved(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_teacher_takes_the_place_of_a_reference_that_has_moved(tmp_path: Path)
     taught = make_config(tmp_path, *exact, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3")
     roles = make_roles(taught)
     restore_roles(taught, roles, resumed)
-    assert (roles.ref.loaded, roles.actor.head_of) == ([], None)
+    assert (roles.reference.loaded, roles.actor.head_of) == ([], None)
 
 
 def test_validation_alone_leaves_alone_what_a_run_at_work_writes(tmp_path: Path) -> None:

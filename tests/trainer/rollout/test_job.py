@@ -15,8 +15,8 @@ from grpo_dist.trainer.rollout.job import (
     informative,
     require_metric,
 )
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout_group import GroupRequest
+from grpo_dist.workers.rollout import GroupRequest
+from grpo_dist.workers.scorer import Task
 from tests.messages import refuses, says
 from tests.trainer.instant_pump import FILTER, MIXED, make_sampler
 

@@ -28,9 +28,9 @@ from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import SCORER_RESTART_S, SCORER_START_S, RolloutPump
 from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.reward import Task
-from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from grpo_dist.workers.reward import RewardPool
+from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
+from grpo_dist.workers.scorer import Task
 from tests.messages import refuses, says
 from tests.processes import spawned, start_together
 from tests.trainer.fakes import HeldRolloutWorker

@@ -13,7 +13,7 @@ from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import DataError, DataLost, GrpoDistError
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.rollout.job import RolloutJob
-from grpo_dist.trainer.rollout.open_step import OpenStep
+from grpo_dist.trainer.rollout.sampling import OpenStep
 from tests.messages import refuses
 from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps
 
