@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.plan.node_layout import slots_of
+from grpo_dist.plan.placement import slots_of
 from grpo_dist.protocol import DataProto, Mean, Ragged
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import TimeLimits, run

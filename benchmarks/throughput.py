@@ -12,7 +12,7 @@ import ray
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.node_layout import slots_of
+from grpo_dist.plan.placement import slots_of
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.resources import reserve

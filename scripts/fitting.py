@@ -12,10 +12,11 @@ from typing import Any
 from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.memory_rules import memory_problems
+from grpo_dist.plan.memory import memory_problems
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.placement_rules import PLACEMENT_RULES
+from grpo_dist.plan.rules import between_values
 
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
 # What CUDA gives of a GPU that is sold as so large, in GiB.
@@ -78,7 +79,7 @@ def fewest(model: str, gib: float, kind: str) -> str:
     sizes: Mapping[str, Any] | None = model_config_at_hand(f"Qwen/{model}")
     for count in COUNTS:
         for mark, config in variants(run_on(model, count, kind)):
-            allowed = not any(problem for rule in PLACEMENT_RULES for problem in rule(config))
+            allowed = not any(problem for rule in (between_values, *PLACEMENT_RULES) for problem in rule(config))
             if allowed and not any(memory_problems(config, sizes, gib, None, certain=False)):
                 return f"{count}{mark}"
     return f"more than {COUNTS[-1]}"

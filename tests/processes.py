@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from grpo_dist.plan.node_layout import slots_of
+from grpo_dist.plan.placement import slots_of
 from grpo_dist.runtime.event_loop import TimeLimits, blocking
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.resources import Bundle, release, reserve

@@ -74,6 +74,27 @@ def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
     return np.array([np.nan if pred is None else numbers[pred] for pred in preds], np.float32)
 
 
+def statistics(scores: np.ndarray, answers: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Statistics by name, each a number for each prompt: mean@n and, for n > 1, std@n, best@k, worst@k and maj@n.
+
+    Args:
+        scores: (P, n) scores of n responses to each of P prompts.
+        answers: (P * n,) numbers: equal for equal answers, nan for none; None, or none at all: without maj@n.
+
+    Returns:
+        (P,) each; of mean@n the scores themselves, (P, n), whose mean is the same and is not rounded twice.
+    """
+    n = scores.shape[-1]
+    found = {f"mean@{n}": scores}
+    if n > 1:
+        found[f"std@{n}"] = scores.std(-1)
+    for k in subset_sizes(n):
+        found[f"best@{k}"], found[f"worst@{k}"] = best_at_k(scores, k), worst_at_k(scores, k)
+    if n > 1 and answers is not None and not np.isnan(answers).all():
+        found[f"maj@{n}"] = majority_at_n(scores, answers.reshape(-1, n))
+    return found
+
+
 def judged(scores: np.ndarray, failed: np.ndarray, acc: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return what validation reports of responses, by name: `reward`, and `acc` if the reward function says it of all.
 

@@ -29,10 +29,9 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.engines.vllm.installed import attention_problem
 from grpo_dist.plan.commands import command_of
-from grpo_dist.plan.memory import memory_estimate
-from grpo_dist.plan.memory_rules import memory_problems
+from grpo_dist.plan.memory import memory_estimate, memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
-from grpo_dist.plan.node_layout import slots
+from grpo_dist.plan.placement import slots
 from grpo_dist.plan.role_models import POLICY
 from grpo_dist.plan.roles import Role, optimizer_key, roles_of
 from grpo_dist.plugins.registry import load_attribute

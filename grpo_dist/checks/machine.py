@@ -12,7 +12,7 @@ from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
-from grpo_dist.plan.node_layout import Slot
+from grpo_dist.plan.placement import Slot
 from grpo_dist.runtime.cluster import LOCAL, find_cluster
 from grpo_dist.sizes import GIB
 

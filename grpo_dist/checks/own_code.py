@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo_dist.agents import load_agent_loop
 from grpo_dist.agents.base import KEY as AGENT_KEY
@@ -18,8 +19,6 @@ from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import read_rejections, read_weight_bounds
 from grpo_dist.algorithms.kl import KL, kl_penalty
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
-from grpo_dist.algorithms.settings import ObjectiveSettings
-from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.checks.result import Checks
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
@@ -34,8 +33,7 @@ from grpo_dist.rewards.weighted import chosen_components
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
-WEIGHT_KEY = "actor_rollout_ref.rollout.agent.reward_function_weight"
-
+_KL_IN_REWARD = "algorithm.kl_penalty"
 # What an estimator may need of each token, besides rewards, values and steps.
 _OF_TOKENS = ("entropies", "gradient_norms", "turn_states")
 
@@ -53,19 +51,14 @@ def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -
             with checks:
                 attempt()
                 tell(f"{named}: tried on made-up numbers")
-    needs = RowNeeds(ground_truth=False)
+    needs, custom = RowNeeds(ground_truth=False), config.custom_reward_function
     with checks:
         needs = import_reward(config)
-        own = config.custom_reward_function.path is not None
-        uncalled = " (found, not called; grpo-dist check-reward calls it on a few rows)" if own else ""
-        tell(f"reward: {_reward_names(config) + uncalled if needs.asked else 'given by the agent loop'}")
+        paths = [config.reward_function] if custom.listed is None else [entry.get("path") for entry in custom.listed]
+        uncalled = " (found, not called; grpo-dist check-reward calls it on a few rows)" if custom.path else ""
+        named = ", ".join(path or "built-in, by data_source" for path in paths) + uncalled
+        tell(f"reward: {named if needs.asked else 'given by the agent loop'}")
     return needs
-
-
-def _reward_names(config: RunConfig) -> str:
-    named = config.custom_reward_function.listed
-    paths = [config.reward_function] if named is None else [entry.get("path") for entry in named]
-    return ", ".join(path or "built-in, by data_source" for path in paths)
 
 
 def resolve_names(config: RunConfig) -> None:
@@ -75,17 +68,17 @@ def resolve_names(config: RunConfig) -> None:
     Raises:
         ConfigError: a function or class does not exist or has the wrong kind, or a bound cannot be parsed.
     """
-    actor, agent = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.agent
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    correction, agent = config.algorithm.rollout_correction, rollout.agent
     ADVANTAGE.get(config.algorithm.adv_estimator)
-    KL.get(config.algorithm.kl_penalty, "algorithm.kl_penalty")
-    correction = config.algorithm.rollout_correction
+    KL.get(config.algorithm.kl_penalty, _KL_IN_REWARD)
     read_weight_bounds(correction.rollout_is_threshold)
     read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
     load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).resolved(agent.agent_kwargs)
-    if (engine := config.actor_rollout_ref.rollout.name) not in ROLLOUT_ENGINES:
-        rollout_engine(engine)
+    if rollout.name not in ROLLOUT_ENGINES:
+        rollout_engine(rollout.name)
     if config.data.sampler.code is not None:
         load_sampler_class(*config.data.sampler.code)
 
@@ -100,13 +93,17 @@ def import_reward(config: RunConfig) -> RowNeeds:
         ConfigError: it does not exist, cannot be imported, hangs, exits its process, or lacks the components that gdpo
             needs; or it is named and not asked, since the agent loop gives the reward.
     """
-    algorithm, named = config.algorithm, config.custom_reward_function.path
-    agent = config.actor_rollout_ref.rollout.agent
+    algorithm, named, agent = (
+        config.algorithm,
+        config.custom_reward_function.path,
+        config.actor_rollout_ref.rollout.agent,
+    )
     if load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).gives_reward and not agent.reward_function_weight:
         if named is not None:
+            weight = "actor_rollout_ref.rollout.agent.reward_function_weight"
             raise ConfigError(
                 f"custom_reward_function.path={shown(named)}: not asked, since {AGENT_KEY}={agent.default_agent_loop} "
-                f"gives the reward; set {WEIGHT_KEY} to how much of the function's score is added, or leave it out"
+                f"gives the reward; set {weight} to how much of the function's score is added, or leave it out"
             )
         return RowNeeds(ground_truth=False, asked=False)
     if named is None:
@@ -147,45 +144,45 @@ def start_scorer(config: RunConfig) -> Scorer:
     return scorer
 
 
-class MadeUpBatch:
-    """Responses of 1 to `LENGTH` tokens to `GROUPS` prompts, (N, T) or (N,) float32 as in a run.
-
-    The scores of a group differ, but those of the last one are equal where a run trains on such groups too.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        n = config.actor_rollout_ref.rollout.n
-        rows, equal = torch.arange(GROUPS * n), not config.algorithm.filter_groups.enable
-        random = torch.Generator().manual_seed(0)
-        self.index = (rows // n).tolist()
-        self.scores = ((rows % n + 1) % 2).float().where((rows < n) | torch.tensor(not equal), 1.0)
-        lengths = rows % LENGTH + 1
-        self.mask = (torch.arange(LENGTH) < lengths[:, None]).float()
-        self.last_token = torch.nn.functional.one_hot(lengths - 1, LENGTH).float()
-        self.log_probs, self.old_log_probs, self.ref_log_probs, self.values = (
-            -torch.rand(len(rows), LENGTH, generator=random) * self.mask for _ in range(4)
-        )
-        self.advantages = (2 * (rows % 2).float() - 1)[:, None] * self.mask
-        self.log_probs.requires_grad_()
-
-
 def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield (`key=name`, a call that tries it) for each function of the config's own that the run calls.
 
     The call raises a ConfigError where the run would fail.
     """
-    batch, targets, objective = MadeUpBatch(config), target_settings(config), objective_settings(config)
-    actor = objective.actor
+    batch, targets, objective = _made_up(config), target_settings(config), objective_settings(config)
+    actor, mask = objective.actor, batch["response_mask"]
     kl, kl_loss = targets.kl_penalty or "", actor.kl_loss_type if actor.use_kl_loss else ""
+
+    def estimate() -> None:
+        zeros, needs = torch.zeros_like(mask), targets.needs
+        try:
+            compute_advantage(
+                targets.adv_estimator,
+                token_level_rewards=batch["scores"][:, None] * batch["last_token"],
+                response_mask=mask,
+                index=[row // config.actor_rollout_ref.rollout.n for row in range(len(mask))],
+                values=batch["values"] if targets.critic else zeros if "values" in needs else None,
+                reward_baselines=zeros[:, 0] if "reward_baselines" in needs else None,
+                **{name: torch.ones_like(mask) for name in _OF_TOKENS if name in needs},
+                step_mask=batch["last_token"] if "step_mask" in needs else None,
+                reward_components={},
+                config=targets.options,
+            )
+        except BatchError as error:  # it asks for what it has not declared
+            raise ConfigError(f"{ADVANTAGE.key}={targets.adv_estimator}: {error}") from error
+
+    def loss() -> None:
+        columns = batch | ({"old_log_probs": batch["log_probs"].detach()} if objective.on_policy else {})
+        if objective.weighted or objective.correction is not None or objective.off_policy_threshold is not None:
+            columns["rollout_is_weights"] = torch.ones_like(mask)
+        compute_policy_loss(columns, objective, global_tokens=mask.sum(), global_sequences=len(mask))
+
+    reference = batch["ref_log_probs"]
     named: tuple[tuple[str, str, Callable[[], object]], ...] = (
-        (ADVANTAGE.key, targets.adv_estimator, lambda: _advantages(batch, targets)),
-        (
-            "algorithm.kl_penalty",
-            kl,
-            lambda: kl_penalty(kl, batch.old_log_probs, batch.ref_log_probs, key="algorithm.kl_penalty"),
-        ),
-        (KL.key, kl_loss, lambda: kl_penalty(kl_loss, batch.log_probs, batch.ref_log_probs)),
-        (POLICY_LOSS.key, actor.policy_loss.loss_mode, lambda: _policy_loss(batch, objective)),
+        (ADVANTAGE.key, targets.adv_estimator, estimate),
+        (_KL_IN_REWARD, kl, lambda: kl_penalty(kl, batch["old_log_probs"], reference, key=_KL_IN_REWARD)),
+        (KL.key, kl_loss, lambda: kl_penalty(kl_loss, batch["log_probs"], reference)),
+        (POLICY_LOSS.key, actor.policy_loss.loss_mode, loss),
     )
     for key, name, call in named:
         # names of reward components are those of the rows' reward functions, which are not called here
@@ -193,32 +190,24 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
             yield f"{key}={name}", call
 
 
-def _advantages(batch: MadeUpBatch, settings: TargetSettings) -> None:
-    needs = settings.needs
-    without_critic = torch.zeros_like(batch.mask) if "values" in needs else None
-    try:
-        compute_advantage(
-            settings.adv_estimator,
-            token_level_rewards=batch.scores[:, None] * batch.last_token,
-            response_mask=batch.mask,
-            index=batch.index,
-            values=batch.values if settings.critic else without_critic,
-            reward_baselines=torch.zeros_like(batch.scores) if "reward_baselines" in needs else None,
-            **{name: torch.ones_like(batch.mask) for name in _OF_TOKENS if name in needs},
-            step_mask=batch.last_token if "step_mask" in needs else None,
-            reward_components={},
-            config=settings.options,
-        )
-    except BatchError as error:  # it asks for what it has not declared
-        raise ConfigError(f"{ADVANTAGE.key}={settings.adv_estimator}: {error}") from error
+def _made_up(config: RunConfig) -> dict[str, Tensor]:
+    """Return responses of 1 to `LENGTH` tokens to `GROUPS` prompts, (N, T) or (N,) float32 as in a run.
 
-
-def _policy_loss(batch: MadeUpBatch, settings: ObjectiveSettings) -> None:
-    columns = {"log_probs": batch.log_probs, "advantages": batch.advantages, "response_mask": batch.mask}
-    columns["old_log_probs"] = batch.log_probs.detach() if settings.on_policy else batch.old_log_probs
-    if settings.weighted or settings.correction is not None or settings.off_policy_threshold is not None:
-        columns["rollout_is_weights"] = torch.ones_like(batch.mask)
-    compute_policy_loss(columns, settings, global_tokens=batch.mask.sum(), global_sequences=len(batch.mask))
+    The scores of a group differ, but those of the last one are equal where a run trains on such groups too.
+    """
+    n, random = config.actor_rollout_ref.rollout.n, torch.Generator().manual_seed(0)
+    rows = torch.arange(GROUPS * n)
+    lengths, differ = rows % LENGTH + 1, (rows < n) | config.algorithm.filter_groups.enable
+    mask = (torch.arange(LENGTH) < lengths[:, None]).float()
+    drawn = ("log_probs", "old_log_probs", "ref_log_probs", "values")
+    batch = {name: -torch.rand(len(rows), LENGTH, generator=random) * mask for name in drawn}
+    batch["log_probs"].requires_grad_()
+    return batch | {
+        "response_mask": mask,
+        "scores": ((rows % n + 1) % 2).float().where(differ, 1.0),
+        "last_token": torch.nn.functional.one_hot(lengths - 1, LENGTH).float(),
+        "advantages": (2 * (rows % 2).float() - 1)[:, None] * mask,
+    }
 
 
 def try_sampler(config: RunConfig, sampler: PromptSampler | CustomSampler) -> None:

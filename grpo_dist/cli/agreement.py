@@ -8,29 +8,49 @@ import json
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.algorithms.agreement import Operation
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, first_difference, operation
+from grpo_dist.algorithms.kl import k3
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import some
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, check_output, command_parser, write_output
-from grpo_dist.cli.asking import NO_ANSWERS, PROMPTS, Asker, given_prompts
-from grpo_dist.cli.trained import TrainedModel, base_of, engine_for, find_trained, named_checkpoint
+from grpo_dist.cli.replay import policy_engine
+from grpo_dist.cli.trained import (
+    NO_ANSWERS,
+    PROMPTS,
+    Asker,
+    TrainedModel,
+    base_of,
+    engine_for,
+    find_trained,
+    given_prompts,
+)
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import ENGINE_KEY, rollout_engine
-from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.engines.train.watching import watched
+from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import ConfigError
+from grpo_dist.runs import named_checkpoint
 from grpo_dist.terminal import show
-from grpo_dist.trainer.agreement import Agreement, compare, send_weights
 from grpo_dist.trainer.checkpoint.manifest import versions
-from grpo_dist.trainer.replay import policy_engine
+from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import read_prompts
 from grpo_dist.trainer.settings import sampling_settings
+from grpo_dist.workers.rollout import group_batch
 
 LIMIT = 0.01  # nats per token: that of rollout_corr/k3_kl in docs/metrics.md
 _LAYER = re.compile(r"(.*\blayers\.\d+)(?:\.(.*))?")
@@ -87,6 +107,86 @@ async def _compare(
             "trainer": own,
             **_judged(agreement, tokenizer, options.limit),
         }
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far sampler and trainer agree.
+
+    Attributes:
+        operations: that were seen at both ends, in the trainer's order; the log-probs are the last.
+        unseen: names of the trainer's operations that were not seen in the sampler, or not in the same shape.
+        places: response, position in it and token id of all T sampled tokens.
+        sampler: (T,) log-probs of the sampler, nats.
+        trainer: (T,) of the trainer.
+    """
+
+    operations: list[Operation]
+    unseen: list[str]
+    places: list[tuple[int, int, int]]
+    sampler: Tensor
+    trainer: Tensor
+
+    @property
+    def first(self) -> Operation | None:
+        """The first operation that differs by more than rounding."""
+        return first_difference(self.operations)
+
+    @property
+    def kl(self) -> float:
+        """KL(sampler || trainer) by k3, nats per token."""
+        return float(k3(self.sampler.double(), self.trainer.double()).mean())  # in float32 it is 0 below 1e-7
+
+    @property
+    def worst(self) -> int:
+        """Number of the token whose log-probs are the furthest apart."""
+        return int((self.sampler - self.trainer).abs().argmax())
+
+
+async def send_weights(sampler: Any, trainer: FSDPEngine, bucket_bytes: int) -> None:
+    """Send the sampler what a run sends it: whole weights, with LoRA's factors merged, or its factors alone."""
+    dtype = sampler.settings.dtype
+    factors = sampler.settings.lora is not None
+    tensors = trainer.lora_factors(dtype) if factors else trainer.full_parameters(dtype, as_in_files=True)
+    await sampler.weights.load(list(pack(tensors, bucket_bytes=bucket_bytes)), sampler.weights.version + 1)
+
+
+async def compare(
+    sampler: Any, trainer: FSDPEngine, prompts: Sequence[Sequence[int]], sampling: SamplingSettings
+) -> Agreement:
+    """Sample a response to each prompt (token ids), and run the trainer over the same tokens, one after the other.
+
+    The sampler is a `VLLMEngine` without prefix cache, with the weights of the trainer, which has one rank.
+    """
+    dtypes = (getattr(torch, sampler.settings.dtype), DTYPES[trainer.settings.compute_dtype])
+    coarser = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    apart: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    unseen: dict[str, None] = {}
+    places: list[tuple[int, int, int]] = []
+    log_probs: list[tuple[Tensor, ...]] = []
+    for row, prompt in enumerate(prompts):
+        seeded = replace(sampling, n=1, seed=group_seed(sampling.seed or 0, 0, row))
+        response, theirs = await sampler.watched(prompt, seeded)
+        data = group_batch(str(row), np.asarray(prompt), [response])
+        theirs[LOG_PROBS] = data["rollout_log_probs"].values.unsqueeze(1)
+        if row == 0:  # which compares layouts first
+            trainer.compute_log_probs(data, micro_batch_size=1)
+        own, wobbled = watched(trainer, data), watched(trainer, data, torch.finfo(coarser).eps)
+        for name, output in own.items():
+            n = min(len(output), len(theirs.get(name, ())))
+            if n < len(output) - 1 or theirs[name].shape[1] != output.shape[1]:  # a last token is no input of a sampler
+                unseen[name] = None
+                continue
+            difference, wobble = (distances(name, other[name][:n], output[:n]) for other in (theirs, wobbled))
+            apart[name].append((difference, wobble))
+        places += [(row, position, token) for position, token in enumerate(response.token_ids)]
+        log_probs.append((theirs[LOG_PROBS][:, 0], own[LOG_PROBS][:, 0]))
+    operations = []
+    for name, pairs in apart.items():
+        differences, wobbles = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        operations.append(operation(name, differences, wobbles, coarser))
+    both = (torch.cat(parts) for parts in zip(*log_probs, strict=True))
+    return Agreement(operations, list(unseen), places, *both)
 
 
 def _engine_settings(model: TrainedModel) -> EngineSettings:

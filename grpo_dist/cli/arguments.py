@@ -48,11 +48,7 @@ def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def check_output(output: str | None, *, replaces: bool = False) -> None:
-    """Check before the work that the file of --output, if it is given, can be written after it.
-
-    Raises:
-        ConfigError: its folder is missing, or a file is there that it does not replace.
-    """
+    """Check before the work that the file of --output, if it is given, can be written after it."""
     if output is None:
         return
     path = expanded(output)
@@ -63,11 +59,7 @@ def check_output(output: str | None, *, replaces: bool = False) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write the file of --output so that it has the whole text, or is as it was.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write the file of --output so that it has the whole text, or is as it was."""
     partial = path.with_name(f"{path.name}.tmp")
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")

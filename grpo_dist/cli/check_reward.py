@@ -14,14 +14,14 @@ from dataclasses import fields, replace
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import command_parser
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.prompts import Prompt, add_system_prompt
+from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION, RM_SCORE
 from grpo_dist.rewards.contract import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample
 from grpo_dist.terminal import show
-from grpo_dist.trainer.run_prompts import read_prompts
+from grpo_dist.trainer.run_prompts import training_rows
 
 # Columns, and entries of extra_info, that hold a whole answer, beside the ground truth that it is compared with.
 OWN_ANSWERS = ("completion", "solution", "response", "answer")
@@ -74,9 +74,7 @@ def own_answer(prompt: Prompt) -> tuple[str, str]:
 
 
 def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> list[Prompt]:
-    prompts = read_prompts(config, "data.train_files", config.data.train_files, -1, needs)
-    if config.data.system_prompt is not None:
-        prompts, _ = add_system_prompt(prompts, config.data.system_prompt)
+    prompts = training_rows(config, -1, needs)
     if row is None:
         return prompts[:most]
     if not 1 <= row <= len(prompts):

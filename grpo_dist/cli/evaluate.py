@@ -12,32 +12,22 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from grpo_dist.algorithms.validation import (
-    best_at_k,
-    interval,
-    judged,
-    majority_at_n,
-    normal_interval,
-    pred_ids,
-    subset_sizes,
-)
+from grpo_dist.algorithms.validation import interval, judged, normal_interval, pred_ids, statistics
 from grpo_dist.assets import expanded
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
-from grpo_dist.cli.asking import asking, judge, sampling_of
-from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained
+from grpo_dist.cli.trained import AGENT_KEY, Answers, TrainedModel, asking, base_of, find_trained, sampling_of
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt
-from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
@@ -48,15 +38,7 @@ from grpo_dist.terminal import json_line, show
 from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
 from grpo_dist.trainer.run_prompts import read_prompts
 
-
-@dataclass(frozen=True)
-class Answers:
-    """The responses to a prompt and what the reward function said of them: `n` of each."""
-
-    prompt: Prompt
-    texts: list[str]
-    responses: list[Response]
-    results: list[RewardResult | Failure]
+NOTHING = RewardResult(np.nan, {})  # what a function that failed has said
 
 
 @dataclass(frozen=True)
@@ -115,27 +97,28 @@ def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
     """The figures of each data source, in the order of its first row."""
     for source in dict.fromkeys(answer.prompt.data_source for answer in answers):
         of_source = [answer for answer in answers if answer.prompt.data_source == source]
-        results = [result for answer in of_source for result in answer.results]
-        failed = np.array([isinstance(result, Failure) for result in results])
-        scores = np.array([np.nan if isinstance(result, Failure) else result.score for result in results])
-        if failed.all():
-            why = next(result.text for result in results if isinstance(result, Failure))
-            raise RewardError(f"the reward function failed on all responses to the rows of {source}: {why}")
-        extras = [{} if isinstance(result, Failure) else result.extra for result in results]
-        acc = np.array([extra.get("acc", np.nan) for extra in extras])
-        variables = judged(scores, failed, acc)
+        said = [result for answer in of_source for result in answer.results]
+        failures = [result.text for result in said if isinstance(result, Failure)]
+        if len(failures) == len(said):
+            raise RewardError(f"the reward function failed on all responses to the rows of {source}: {failures[0]}")
+        results = [NOTHING if isinstance(result, Failure) else result for result in said]
+        failed, scores = np.array([result is NOTHING for result in results]), [result.score for result in results]
+        columns = {
+            part: np.array([result.extra.get(part, np.nan) for result in results])
+            for part in dict.fromkeys(part for result in results for part in result.extra)
+        }
+        variables = judged(np.array(scores), failed, columns.pop("acc", None))
         name = "acc" if "acc" in variables else "reward"
-        values = variables[name].reshape(len(of_source), -1)
-        statistics = dict(_statistics(values, _votes(of_source)))
+        votes = pred_ids([result.pred for result in results])
+        measured = _shown(statistics(variables[name].reshape(len(of_source), -1), votes))
         responses = [response for answer in of_source for response in answer.responses]
-        parts = dict.fromkeys(part for extra in extras for part in extra if part != "acc")
-        means = {part: float(np.nanmean([extra.get(part, np.nan) for extra in extras])) for part in parts}
+        means = {part: float(np.nanmean(values)) for part, values in columns.items()}
         means |= {
             "tokens": float(np.mean([len(response.token_ids) for response in responses])),
             "cut off": float(np.mean([response.truncated for response in responses])),
         }
-        means |= {"not scored": float(failed.mean())} if failed.any() else {}
-        yield Figures(model, source, name, np.array([answer.prompt.index for answer in of_source]), statistics, means)
+        means |= {"not scored": float(failed.mean())} if failures else {}
+        yield Figures(model, source, name, np.array([answer.prompt.index for answer in of_source]), measured, means)
 
 
 def compared(reached: Sequence[Figures]) -> list[dict[str, Any]]:
@@ -220,29 +203,16 @@ async def _answers(
     scorer: Scorer,
     limits: DataConfig | None,
 ) -> list[Answers]:
-    answers = []
     async with asking(model, sampling, max_model_len, limits) as asker:
-        async for prompt, responses in asker.answers(prompts):
-            texts = [asker.text(response) for response in responses]
-            answers.append(Answers(prompt, texts, responses, await judge(asker, scorer, prompt, responses)))
-    return answers
+        return [answers async for answers in asker.answers(prompts, scorer)]
 
 
-def _statistics(values: np.ndarray, votes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """By name, a number for each prompt; `values` and `votes` are (P, n)."""
-    n = values.shape[1]
-    best = "pass" if np.isin(values, (0.0, 1.0)).all() else "best"
-    yield f"mean@{n}", values.mean(1)
-    for k in subset_sizes(n):
-        yield f"{best}@{k}", best_at_k(values, k)
-    if n > 1 and not np.isnan(votes).all():
-        yield f"maj@{n}", majority_at_n(values, votes)
-
-
-def _votes(answers: Sequence[Answers]) -> np.ndarray:
-    """(P, n): equal numbers for equal answers to a prompt, nan for none."""
-    preds = ([None if isinstance(result, Failure) else result.pred for result in answer.results] for answer in answers)
-    return np.array([pred_ids(answer) for answer in preds])
+def _shown(values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Of validation's statistics those that the table has, (P,) each; best@k of zeros and ones is pass@k."""
+    exact = all(np.isin(value, (0.0, 1.0)).all() for name, value in values.items() if name.startswith("mean@"))
+    shown = {name: value for name, value in values.items() if not name.startswith(("std@", "worst@"))}
+    rename = "pass@" if exact else "best@"
+    return {name.replace("best@", rename): value.reshape(len(value), -1).mean(1) for name, value in shown.items()}
 
 
 def _with(interval_of: Callable[[np.ndarray], tuple[float, float]], values: np.ndarray) -> list[float]:
@@ -250,11 +220,9 @@ def _with(interval_of: Callable[[np.ndarray], tuple[float, float]], values: np.n
 
 
 def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
-    for answer in answers:
-        row: dict[str, Any] = {"model": model, "row": answer.prompt.location, "prompt": answer.prompt.messages}
-        row["responses"] = answer.texts
-        row["scores"] = [None if isinstance(result, Failure) else result.score for result in answer.results]
-        file.write(json_line(row))
+    for each in answers:
+        row = {"model": model, "row": each.prompt.location, "prompt": each.prompt.messages}
+        file.write(json_line(row | {"responses": each.texts, "scores": each.scores}))
     file.flush()
 
 

@@ -18,8 +18,8 @@ def main(arguments: Sequence[str]) -> int:
     """Export a checkpoint."""
     options = _parser().parse_args(arguments)
     # These load torch and transformers, seconds that --help and a wrong argument do without.
-    from grpo_dist.cli.trained import named_checkpoint, no_checkpoint, trusted_run
-    from grpo_dist.trainer.checkpoint.export import export_checkpoint
+    from grpo_dist.cli.trained import export_checkpoint
+    from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 
     run_dir = expanded(options.run_dir)
     checkpoint = named_checkpoint(run_dir, options.step)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(options.to or run_dir / f"huggingface_step_{step}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; remove it, or choose another folder with --to")
-    config = trusted_run(checkpoint, options.model, trust=options.trust)
+    config = saved_run(checkpoint, options.model, trust=options.trust)
     steps = ", ".join(map(str, own_checkpoints(run_dir))) or "none"
     show(f"checkpoints of {run_dir}: steps {steps}; exporting step {step}\n")
     export_checkpoint(checkpoint, config, folder.absolute(), options.dtype or config.export_dtype)

@@ -14,14 +14,12 @@ from typing import Any, TextIO
 from grpo_dist.assets import expanded
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
-from grpo_dist.cli.asking import PROMPTS, Asker, asking, given_prompts, judge, sampling_of
-from grpo_dist.cli.trained import TrainedModel, find_trained
+from grpo_dist.cli.trained import PROMPTS, Asker, TrainedModel, asking, find_trained, given_prompts, sampling_of
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards import check_data_sources
-from grpo_dist.rewards.contract import RewardResult
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, printable, show
 
@@ -50,8 +48,8 @@ async def _run(
         elif rows:
             await _write_rows(asker, prompts, sys.stdout)
         else:
-            async for _, responses in asker.answers(prompts):
-                show("".join(f"{asker.text(response)}\n" for response in responses))
+            async for answers in asker.answers(prompts):
+                show("".join(f"{text}\n" for text in answers.texts))
 
 
 def _prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], bool]:
@@ -67,15 +65,13 @@ async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> 
     """Write a JSON line for each prompt, as soon as it and those before it are answered."""
     scorer = _scorer(asker.model, prompts)
     try:
-        async for prompt, responses in asker.answers(prompts):
-            texts = [asker.text(response) for response in responses]
-            row: dict[str, Any] = {"prompt": prompt.messages, "responses": texts}
-            row["truncated"] = [response.truncated for response in responses]
-            if prompt.ground_truth is not None:
-                row["ground_truth"] = prompt.ground_truth
+        async for answers in asker.answers(prompts, scorer):
+            row: dict[str, Any] = {"prompt": answers.prompt.messages, "responses": answers.texts}
+            row["truncated"] = [response.truncated for response in answers.responses]
+            if answers.prompt.ground_truth is not None:
+                row["ground_truth"] = answers.prompt.ground_truth
             if scorer is not None:
-                results = await judge(asker, scorer, prompt, responses)
-                row["scores"] = [result.score if isinstance(result, RewardResult) else None for result in results]
+                row["scores"] = answers.scores
             file.write(json_line(row))
             file.flush()
     finally:

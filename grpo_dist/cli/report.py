@@ -19,12 +19,13 @@ MOST_RESPONSES = 10_000
 def main(arguments: Sequence[str]) -> int:
     """Write the report, or serve it while the run goes on."""
     options = _parser().parse_args(arguments)
-    from grpo_dist.report import page, rollouts, run_folder  # they load torch, seconds that --help does without
+    from grpo_dist.report import page, rollouts  # they load torch, seconds that --help does without
+    from grpo_dist.runs import noting, read_run
 
     if find_spec("plotly") is None:
         raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'")
     folders = [expanded(folder) for folder in (options.run_dir, *options.compare)]
-    runs = [run_folder.read_run(folder) for folder in folders]
+    runs = [read_run(folder) for folder in folders]
     if options.serve:
         with page.ReportServer(folders, options.port) as opened, contextlib.suppress(KeyboardInterrupt):
             show(f"{opened.url}\nends with Ctrl-C\n")
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     steps = rollouts.chosen_steps(folders[0], runs[0].rollout_steps, options.responses)
     problems, texts = [problem for run in runs for problem in run.problems], None
-    with run_folder.noting(problems, "all tokens are left out"):
+    with noting(problems, "all tokens are left out"):
         texts = rollouts.load_token_texts(folders[0]) if steps else None
     shown = {step: rollouts.read_step(folders[0], step, texts) for step in steps}
     whole = page.page(runs, shown)

@@ -1,59 +1,78 @@
-"""What `RUN_OR_MODEL` names in the commands that use a model: its folder, and how its run asked it."""
+"""What `RUN_OR_MODEL` names in the commands that use a model, and asking it as its run asked it.
+
+A checkpoint is exported first, by this process alone: on CPU, without Ray. Then an engine of this process answers.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from grpo_dist.assets import POLICY_KEY, expanded, resolve_model_path
+from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, resolve_model_path
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.assets.model_folder import FILE, Usage, read_usage
+from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.cli.check_reward import sample_of
+from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.problems import value_of, with_value
 from grpo_dist.config.run_code import (
     ENGINE,
-    MODEL,
     REWARD,
-    SUPERVISED_MODEL,
     TRUST_KEY,
     code_of_run,
     hidden,
     refusal,
     require_trust,
 )
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
-from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.data.prompts import Prompt, add_system_prompt
+from grpo_dist.data.tokenize import named_rows, tokenize_prompts
+from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
+from grpo_dist.engines.rendezvous import alone
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.train.checkpoint import load_training_state
+from grpo_dist.engines.train.fsdp_model import load_sharded_model
+from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.engines.vllm.installed import attention_problem, build_problem
-from grpo_dist.errors import ConfigError, did_you_mean
+from grpo_dist.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.rewards.contract import RewardResult, RowNeeds
+from grpo_dist.rewards.forms import Failure
+from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
-from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run
-from grpo_dist.trainer.checkpoint.folder import (
-    LATEST,
-    STATE,
-    checkpoints,
-    is_model_of,
-    is_model_of_run,
-    last_checkpoint,
-    others,
-    own_checkpoints,
-    step_of,
-)
-from grpo_dist.trainer.loop import model_usage
+from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_model_of_run, step_of
+from grpo_dist.trainer.checkpoint.manifest import damage
+from grpo_dist.trainer.loop import exported_usage, model_usage
+from grpo_dist.trainer.model_settings import model_settings
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
-from grpo_dist.trainer.settings import engine_settings
+from grpo_dist.trainer.rollout.job import group_seed
+from grpo_dist.trainer.run_prompts import overlong_note, read_prompts
+from grpo_dist.trainer.settings import engine_settings, sampling_settings
 
 AGENT_KEY, SINGLE_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"
 ASKED = "data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.engine_kwargs."  # what asking a model needs
+MAX_TOKENS = 512  # of a response, where neither the run nor the user says how long it may be
+NO_ANSWERS = RowNeeds(ground_truth=False, taken=None, asked=False)  # of rows that are not scored
+VALIDATION_STEP = 0  # whose seeds validation has, so that a run's own figures come out again
 MOST_TOKENS = 8192  # of a sequence, where nobody asks for more: memory of the KV cache
 
 
@@ -103,7 +122,7 @@ def find_trained(
     given, folder = with_overrides({}, overrides, GRPO), run_dir / EXPORTED
     if "actor_rollout_ref" not in values:  # of another command, whose keys are not those of a policy in training
         if checkpoint is not None:
-            folder = exported(checkpoint, trusted_run(checkpoint, trust=trust))
+            folder = exported(checkpoint, saved_run(checkpoint, trust=trust))
         return TrainedModel(name, folder, _config_of(str(folder), folder, overrides), read_usage(folder))
     config = with_overrides(values, overrides, GRPO)
     lacking, unscored = (hidden(source / RESOLVED_CONFIG, config, keys, given) for keys in (ASKED, REWARD))
@@ -114,7 +133,8 @@ def find_trained(
         if code := code_of_run(config, REWARD, given):
             unscored = refusal(source / RESOLVED_CONFIG, code)
     if checkpoint is not None:
-        folder = exported(checkpoint, with_value(saved_run(checkpoint), TRUST_KEY, value_of(config, TRUST_KEY)))
+        own = with_value(saved_run(checkpoint, trust=True), TRUST_KEY, value_of(config, TRUST_KEY))
+        folder = exported(checkpoint, own)
     base = from_environment(values["actor_rollout_ref"]["model"]["path"], (POLICY_KEY,))
     config = _with_model(config, folder)
     return TrainedModel(name, folder, config, model_usage(config, step), base, unscored)
@@ -130,51 +150,9 @@ def base_of(model: TrainedModel) -> TrainedModel:
     return replace(base, config=_with_model(model.config, base.folder), unscored=model.unscored)
 
 
-def named_checkpoint(folder: Path, step: int | None) -> Path | None:
-    """Return the checkpoint that a folder is, else of the last run in it the last one, or the one of a step, if any."""
-    if folder.name.startswith("global_step_") and (folder / STATE).is_file():
-        if step not in (None, step_of(folder)):
-            raise ConfigError(f"--step {step}: {folder} is a checkpoint of another step; name the run's folder")
-        return folder
-    own = own_checkpoints(folder)
-    if step is None:
-        return last_checkpoint(folder)
-    if own and step not in own:
-        steps = ", ".join(map(str, own))
-        raise ConfigError(
-            f"--step {step}: the run in {folder} has checkpoints at steps {steps}; choose one of them{others(folder)}"
-        )
-    return own.get(step)
-
-
-def no_checkpoint(run_dir: Path, step: int | None) -> str:
-    """Return that a folder has no checkpoint of its last run, and what else there is."""
-    asked = "" if step is None else f"--step {step}: "
-    if left := checkpoints(run_dir):
-        return (
-            f"{asked}{run_dir / LATEST} names none of the checkpoints that are there. The run that was started in this "
-            "folder last has written none yet, or that file was not copied along; name the one that you mean, such as "
-            f"{left[-1]}"
-        )
-    text = (
-        f"{asked}{run_dir}: there is no checkpoint (global_step_N) in this folder; name the run's folder, "
-        "trainer.default_local_dir of the run, which writes checkpoints every trainer.save_freq steps"
-    )
-    if (model := run_dir / EXPORTED).is_dir():
-        text += (
-            f". {model / FILE} does not say that the model is of the run of {run_dir / RESOLVED_CONFIG}: a run before "
-            f"that wrote it, or an older version of grpo_dist; to use it all the same, name {model}"
-        )
-    return text
-
-
 def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
     """Return the folder of a checkpoint's model: that of the run's end, or `huggingface_step_N` beside it, which is
     written if it is not there.
-
-    Raises:
-        ConfigError: a model of another checkpoint is in its place.
-        GrpoDistError: it cannot be exported.
     """
     if is_model_of(checkpoint.parent / EXPORTED, checkpoint):
         return checkpoint.parent / EXPORTED
@@ -192,13 +170,29 @@ def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
     return folder
 
 
-def trusted_run(checkpoint: Path, model: str | None = None, *, trust: bool) -> RunConfig | SupervisedConfig:
-    """Return the config of the run that wrote a checkpoint, to export it; see `saved_run`."""
-    config = saved_run(checkpoint, model)
-    if not trust:
-        keys = MODEL if isinstance(config, RunConfig) else SUPERVISED_MODEL
-        require_trust(checkpoint / RESOLVED_CONFIG, code_of_run(config, keys))
-    return config
+def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, folder: Path, dtype: str) -> None:
+    """Write the policy, or the model of a supervised run, with LoRA's factors merged; the adapter comes beside it.
+
+    Args:
+        dtype: of the weights in the files: "fp32" or "bf16".
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model, or the files cannot be written.
+        DataError: the model that the run started from is not there.
+    """
+    if problems := damage(checkpoint):
+        raise CheckpointError(f"{checkpoint}: not an intact checkpoint: {'; '.join(problems)}. Choose another step")
+    row, *_ = roles_of(config)
+    settings = model_settings(config, row, placement(config))
+    path = resolve_model_path(settings.path, key=settings.key)
+    settings = replace(settings, path=path, compute_dtype=settings.model_dtype, layers=None)  # one rank, on CPU
+    with alone("cpu"):
+        model = load_sharded_model(settings, "cpu")
+        load_training_state(checkpoint / row.name, model, None, None)
+        usage = exported_usage(config, step_of(checkpoint), dtype, checkpoint)
+        if settings.lora is not None:  # first: once the model is there, all is written
+            export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype, usage)
+        export_hf_model(model, settings, folder, dtype, usage)
 
 
 def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
@@ -267,3 +261,165 @@ def _check_device(settings: EngineSettings) -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: this machine has {present} GPUs; set it to "
             "what there is, or trainer.n_gpus_per_node=0 for the CPU"
         )
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The responses to a prompt and, where they are scored, what the reward function said of each."""
+
+    prompt: Prompt
+    texts: list[str]
+    responses: list[Response]
+    results: list[RewardResult | Failure]
+
+    @property
+    def scores(self) -> list[float | None]:
+        """None where the function failed."""
+        return [None if isinstance(result, Failure) else result.score for result in self.results]
+
+
+@dataclass
+class Asker:
+    """An engine that answers conversations.
+
+    Attributes:
+        engine: started.
+        sampling: how it samples; a seed is replaced by one for each prompt.
+        limits: the section `data` of the run whose rows are asked: what it validates on; None: prompts of the user's
+            own, which are asked whole.
+    """
+
+    model: TrainedModel
+    engine: RolloutEngine
+    tokenizer: Any
+    sampling: SamplingSettings
+    limits: DataConfig | None = None
+
+    def token_ids(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
+        """The prompts with the run's system prompt and template, within `limits`; those without room for a token are
+        left out. What is cut or left out is told.
+
+        Raises:
+            DataError: the template refuses one, or all are too long.
+        """
+        limits, longest = self.limits, self.engine.settings.max_model_len
+        usage = self.model.usage
+        if usage.system_prompt is not None:
+            prompts, _ = add_system_prompt(prompts, usage.system_prompt)
+        tokenized, overlong = tokenize_prompts(
+            prompts,
+            self.tokenizer,
+            max_prompt_length=sys.maxsize if limits is None else limits.max_prompt_length,
+            truncation="error" if limits is None else limits.truncation,
+            filter_overlong_prompts=limits is not None and limits.filter_overlong_prompts,
+            apply_chat_template_kwargs=usage.apply_chat_template_kwargs,
+        )
+        if limits is not None and overlong:
+            show(f"{self.model.name}: {overlong_note(limits, len(prompts), overlong)}\n", sys.stderr)
+        if left_out := [prompt.prompt.location for prompt in tokenized if len(prompt.token_ids) >= longest]:
+            reason = f"they have {longest} tokens or more (--max-model-len): {named_rows(left_out)}"
+            if len(left_out) == len(tokenized):
+                raise DataError(f"no prompt is left to ask: {reason}; ask for more")
+            show(f"{self.model.name}: left out, since {reason}\n", sys.stderr)
+        return [(prompt.prompt, prompt.token_ids.tolist()) for prompt in tokenized if len(prompt.token_ids) < longest]
+
+    async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
+        """`sampling.n` responses to a prompt, with seeds as in validation."""
+        whole, room = self.sampling, self.engine.settings.max_model_len - len(token_ids)
+        seed = None if whole.seed is None else group_seed(whole.seed, VALIDATION_STEP, index)
+        sampling = replace(whole, seed=seed, max_tokens=min(whole.max_tokens, room))
+        responses = await self.engine.generate(token_ids, sampling)
+        assert responses is not None, "nobody aborts it"
+        return responses
+
+    async def answers(self, prompts: Sequence[Prompt], scorer: Scorer | None = None) -> AsyncIterator[Answers]:
+        """The responses to all prompts, which are asked at once; in the order of the prompts."""
+        tokenized = self.token_ids(prompts)
+        tasks = [asyncio.create_task(self.answer(prompt.index, ids)) for prompt, ids in tokenized]
+        try:
+            for (prompt, _), task in zip(tokenized, tasks, strict=True):
+                responses = await task
+                texts = [self.text(response) for response in responses]
+                results = [] if scorer is None else await self._judge(scorer, prompt, texts, responses)
+                yield Answers(prompt, texts, responses, results)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _judge(
+        self, scorer: Scorer, prompt: Prompt, texts: Sequence[str], responses: Sequence[Response]
+    ) -> list[RewardResult | Failure]:
+        """Have the responses to a prompt scored all together, as in a run."""
+        step, most = self.model.usage.step or 0, self.model.config.trainer.total_training_steps
+        samples = [
+            replace(sample_of(prompt, text), token_ids=response.token_ids, step=step, max_steps=most)
+            for text, response in zip(texts, responses, strict=True)
+        ]
+        return await asyncio.to_thread(scorer.score, samples)
+
+    async def chat(self, messages: list[dict[str, str]]) -> list[str]:
+        """The texts of the answers to a conversation."""
+        [(_, ids)] = self.token_ids([prompt_of(messages)])
+        return [self.text(response) for response in await self.answer(0, ids)]
+
+    def text(self, response: Response) -> str:
+        """A response without special tokens, as reward functions get it."""
+        return str(self.tokenizer.decode(response.token_ids, skip_special_tokens=True))
+
+
+@asynccontextmanager
+async def asking(
+    model: TrainedModel,
+    sampling: SamplingSettings,
+    max_model_len: int | None = None,
+    limits: DataConfig | None = None,
+) -> AsyncIterator[Asker]:
+    """A started engine, stopped at the end of the block; see `engine_for`, and `Asker` for `limits`."""
+    settings = engine_for(model, max_model_len)
+    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
+    show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)
+    warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
+    engine, began = rollout_engine(settings.rollout.name)(settings), time.monotonic()
+    await engine.start()
+    show(f"engine ready after {time.monotonic() - began:.0f} s\n", sys.stderr)
+    try:
+        yield Asker(model, engine, tokenizer, sampling, limits)
+    finally:
+        engine.shutdown()
+
+
+def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSettings:
+    """As the run validates, with the user's options; several answers are drawn, as greedy ones are all the same."""
+    _, sampling = sampling_settings(model.config)
+    usual = {"max_tokens": MAX_TOKENS} | dict(model.usage.sampling)
+    asked = {field.name: getattr(options, field.name, None) for field in fields(SamplingSettings)}
+    given = {name: value for name, value in asked.items() if value is not None}
+    chosen = replace(sampling, **usual | given)
+    if chosen.n > 1 and chosen.temperature == 0.0 and "temperature" not in given:
+        chosen = replace(chosen, temperature=model.config.actor_rollout_ref.rollout.temperature)
+    return replace(chosen, stop=tuple(chosen.stop))
+
+
+PROMPTS: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "FILE|TEXT",
+    "help": "a file of rows (.jsonl, .json, .parquet, or as data.val_files names them), or a text; may be repeated",
+}
+
+
+def given_prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], bool]:
+    """Return what `--prompts` names, and whether these are rows of files."""
+    files = [text for text in given if text.endswith(SUFFIXES) or text.startswith((BUILTIN, HUB))]
+    if files and len(files) < len(given):
+        raise ConfigError("--prompts: files of rows or texts, not both")
+    if files:
+        return read_prompts(model.config, "--prompts", files, -1, NO_ANSWERS), True
+    texts = [[{"role": "user", "content": text}] for text in given]
+    prompts = [prompt_of(messages, i, f"prompt {i + 1}") for i, messages in enumerate(texts)]
+    return [replace(prompt, is_plain=not model.config.data.apply_chat_template) for prompt in prompts], False
+
+
+def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "prompt") -> Prompt:
+    """A conversation as a row."""
+    return Prompt(index, "", messages, None, {}, location)

@@ -1,7 +1,8 @@
 """The commands that train, a row each: the config that a command takes, its rows, and its trainer.
 
 Everything else is the same for all of them: `main.py` checks the config and shows the plan, `run/run.py`
-starts what the table of roles (`plan/roles.py`) says for that config, and trains.
+starts what the table of roles (`plan/roles.py`) says for that config, and trains. All rules of a command run, so that
+one attempt shows everything.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from grpo_dist.assets import POLICY_SECTION, TRAINED_MODEL_KEY
 from grpo_dist.config.command import CONFIG_DIR, AnyCommand, Command
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, RewardModelTrainingConfig, SFTConfig
-from grpo_dist.plan.rules import NOTES, RULES, SUPERVISED_NOTES, SUPERVISED_RULES
+from grpo_dist.plan import model_rules, placement_rules, rules
+from grpo_dist.plan.memory import memory_notes
 
 _TRAINER = "grpo_dist.trainer"
 _PLAN = ("the plan, and all that would make a run on this machine fail", "trainer.dry_run=true")
@@ -33,8 +35,28 @@ GRPO = Command(
     ),
     file=CONFIG_DIR / "grpo.yaml",
     schema=RunConfig,
-    rules=RULES,
-    notes=NOTES,
+    rules=(
+        rules.job_rules,
+        rules.between_values,
+        *placement_rules.PLACEMENT_RULES,
+        rules.arguments_are_no_keys_of_the_config,
+        rules.seeded_samples_are_not_drafted,
+        rules.experts_are_recorded,
+        model_rules.models_take_it,
+        rules.files_exist,
+        model_rules.model_folders_exist,
+        rules.custom_code_exists,
+        rules.packages_are_installed,
+    ),
+    notes=(
+        rules.surprises,
+        rules.truncated_samples,
+        rules.engine_notes,
+        model_rules.experts_stay_frozen,
+        rules.code_is_not_tried,
+        memory_notes,
+        rules.job_notes,
+    ),
     load=f"{_TRAINER}.run_prompts:load",
     trainer=f"{_TRAINER}.trainer:GRPOTrainer",
     chosen={
@@ -54,8 +76,17 @@ GRPO = Command(
 # What the commands that train one model on rows with known answers have in common.
 _SUPERVISED: dict[str, Any] = {
     "shared": CONFIG_DIR / "commands" / "supervised.yaml",
-    "rules": SUPERVISED_RULES,
-    "notes": SUPERVISED_NOTES,
+    "rules": (
+        rules.job_rules,
+        rules.files_exist,
+        model_rules.model_folders_exist,
+        placement_rules.roles_fit_on_the_gpus,
+        placement_rules.ranks_are_divided,
+        placement_rules.passes_hold_the_longest_row,
+        model_rules.models_take_it,
+        rules.packages_are_installed,
+    ),
+    "notes": (memory_notes, rules.job_notes),
     "load": f"{_TRAINER}.supervised.rows:load",
     "trainer": f"{_TRAINER}.supervised.trainer:SupervisedTrainer",
     "chosen": {TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "files")},

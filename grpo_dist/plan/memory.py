@@ -1,17 +1,18 @@
 """Estimates the memory of each process by one formula, from the model's sizes and the settings of its row in the table.
 
 The estimate is for the largest passes that the settings allow, with every sequence at its maximum length.
-tests/plan/test_memory.py compares it with torch's memory tracker.
+tests/plan/test_memory.py compares it with torch's memory tracker. What weights, gradients and states alone exceed is
+refused; what the whole estimate exceeds is noted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
-from grpo_dist.config.problems import value_of
+from grpo_dist.config.problems import Problem, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Device
@@ -46,20 +47,25 @@ class RoleMemory:
         parts: peak memory on the device, by purpose.
         states: what no smaller pass makes smaller: weights, gradients and optimizer states.
         waiting: what stays on the device while other roles compute.
-        sending: what is on the device while weights go from the actor to engines, or come.
+        context: what the process has on a GPU besides its tensors.
+        syncing: what is on the device while weights go from the actor to an engine that slept, and has no cache yet; 0
+            for an engine that does not sleep, or gets them when the actor has left the GPU (through the object store).
         host: CPU memory, by purpose; without GPUs this comes on top of `parts`.
         saved: what all processes of the role together write into a checkpoint.
         share: of a GPU, which an engine takes when it starts; 0: it takes what it needs.
+        sleeps: whether an engine gives its share back while a role trains.
     """
 
     role: str
     parts: Mapping[str, float]
     states: Mapping[str, float] = field(default_factory=dict)
     waiting: float = 0.0
-    sending: float = 0.0
+    context: float = 0.0
+    syncing: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
     saved: float = 0.0
     share: float = 0.0
+    sleeps: bool = False
 
 
 # --- the formula ---------------------------------------------------------------------------------------------------
@@ -226,6 +232,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     fsdp = value_of(config, row.fsdp)
     optim = value_of(config, key) if (key := optimizer_key(config, row)) else None
     ranks, lora = placement(config).world_sizes[row.name], lora_of(config, model)
+    sends = row.name == roles_of(config)[0].name
     factors = 0 if lora is None else shape.lora_parameters(lora)
     rank = Rank(
         shape,
@@ -259,7 +266,8 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         _gib(largest(rank.kept, *peaks)),
         _gib(largest(rank.kept, rank.step)),
         waiting=waiting / GIB,
-        sending=(rank.weights + optimizer + largest_tensor) / GIB,
+        context=CUDA_GIB + NCCL_GIB * (ranks > 1),
+        syncing=(rank.weights + optimizer + largest_tensor if sends else waiting) / GIB,
         host=_gib(host),
         saved=0.0 if update is None else written * rank.shards / GIB,
     )
@@ -294,15 +302,19 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     host = {"process": PROCESS_GIB[config.device] * GIB}
     if sleeps and rollout.sleep_level(config.actor_rollout_ref.model) == 1:
         host["weights while it sleeps"] = PINNED * weights
-    bucket = rollout.checkpoint_engine.bucket_bytes
+    transport = rollout.checkpoint_engine
+    meets = sleeps and transport.resolved_backend(config.device, shares_gpu=True) != "object_store"
+    graphs = not (rollout.enforce_eager or rollout.engine_kwargs.vllm.get("sleep_mode_offload_cudagraph", False))
     return RoleMemory(
         "rollout",
         _gib(states | parts),
         _gib(states),
         waiting=0.0 if sleeps else sum((states | parts).values()) / GIB,
-        sending=(weights + 2.0 * bucket) / GIB,
+        context=CUDA_GIB + NCCL_GIB * (place.tensor_parallel > 1) + GRAPHS_GIB * graphs,
+        syncing=(weights + 2.0 * transport.bucket_bytes) / GIB * meets,
         host=_gib(host),
         share=0.0 if cache else rollout.gpu_memory_utilization,
+        sleeps=sleeps,
     )
 
 
@@ -327,3 +339,131 @@ def _kv_cache_gib(config: RunConfig) -> float | None:
 def _gib(parts: Mapping[str, float]) -> Parts:
     """Return bytes as GiB, without the parts that take nothing."""
     return {name: size / GIB for name, size in parts.items() if size}
+
+
+# --- what fits -----------------------------------------------------------------------------------------------------
+# What makes room, those that cost least first.
+_MORE = ("trainer.n_gpus_per_node", "trainer.nnodes", "a smaller model")
+_REMEDIES = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+    "actor_rollout_ref.model.enable_activation_offload=true",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "fsdp_config.param_offload=true of a role that waits",
+    "actor_rollout_ref.actor.fsdp_config.defer_grad_sync=false",
+    "actor_rollout_ref.rollout.free_cache_engine=true",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.model.lora_rank=32",
+    "cluster.*_world_size",
+    *_MORE,
+)
+_SUPERVISED_REMEDIES = (
+    "model.enable_gradient_checkpointing=true",
+    "data.micro_batch_size_per_gpu or data.max_token_len_per_gpu",
+    "engine.optimizer_offload=true",
+    "engine.defer_grad_sync=false",
+    "model.lora_rank=32 (sft)",
+    *_MORE,
+)
+
+
+def memory_problems(
+    config: JobConfig,
+    model_config: Mapping[str, Any] | None,
+    gib: float | None,
+    host_gib: float | None,
+    num_parameters: int = 0,
+    *,
+    certain: bool = True,
+) -> Iterator[Problem]:
+    """Report processes that need more memory than there is.
+
+    Args:
+        model_config: config.json of the model that is trained; None: unknown, so nothing is checked.
+        gib: memory of one GPU, GiB; None: unknown.
+        host_gib: CPU memory of the machine that runs all processes, GiB; None: unknown.
+        num_parameters: see `memory_estimate`.
+        certain: whether only weights, gradients, optimizer states and what engines take count, without which a run
+            cannot be; false: the whole estimate, of which a note is made.
+    """
+    roles, model = memory_estimate(config, model_config, num_parameters) or [], models_of(config)[0]
+    if certain:
+        roles = [replace(role, parts=role.states, context=0.0, syncing=0.0, host={}) for role in roles]
+    remedies = _SUPERVISED_REMEDIES if isinstance(config, SupervisedConfig) else _REMEDIES
+    limits = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib)]
+    limits += [] if host_gib is None else [_in_a_machine(config, roles, host_gib)]
+    for what, parts, limit, has in limits:
+        if (total := sum(parts.values())) > limit:
+            listed = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
+            text = f"{'' if certain else 'by the estimate '}{what} {listed} = {total:.3g} GiB, and {has}"
+            advice = f"what makes room, in this order: {', '.join(remedies)}"
+            keys = (model.key, *_MORE[:2], "cluster.gpu_memory_gib")
+            yield Problem(f"{model.setting}: {text}; {advice}", keys)
+
+
+# (what holds them, GiB by purpose, most GiB, what has these)
+_Limit = tuple[str, Mapping[str, float], float, str]
+
+
+def _on_gpus(config: JobConfig, roles: list[RoleMemory], gib: float) -> Iterator[_Limit]:
+    """Yield what a GPU must hold: at the worst moment of roles that share one, or of a role alone."""
+    asked = config.cluster.gpu_memory_gib
+    has = f"a GPU of this machine has {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
+    for names, worst in worst_moments(config, roles, gib):
+        yield f"a GPU with {names} holds", worst, gib, has
+    for role in (role for role in roles if role.share):
+        of = f"actor_rollout_ref.rollout.gpu_memory_utilization={role.share:g} of {has} is {role.share * gib:.3g} GiB"
+        yield f"a {role.role} process needs", role.parts, role.share * gib, of
+
+
+def _in_a_machine(config: JobConfig, roles: list[RoleMemory], gib: float) -> _Limit:
+    """Return what the processes of a machine hold in CPU memory; without GPUs tensors are in it too."""
+    counts, needed = placement(config).world_sizes, {}
+    for role in roles:
+        size = sum(role.host.values()) + (sum(role.parts.values()) if config.device == "cpu" else 0.0)
+        needed[f"{counts[role.role]} {role.role}"] = size * counts[role.role] / config.trainer.nnodes
+    return "the processes of a machine hold", needed, gib, f"it has {gib:.3g} GiB of CPU memory"
+
+
+def worst_moments(config: JobConfig, roles: list[RoleMemory], gib: float) -> Iterator[tuple[str, Parts]]:
+    """Yield what a GPU holds when it holds most, in GiB by purpose, for roles that share one and for each role alone.
+
+    Args:
+        gib: memory of one GPU, GiB, of which an engine takes its share.
+    """
+    sharing = placement(config).sharing
+    groups = [[role for role in roles if role.role in sharing], *([role] for role in roles if role.role not in sharing)]
+    for group in filter(None, groups):
+        moments = [_moment(role, group, gib) for role in group]
+        if any(role.sleeps and role.syncing for role in group):
+            moments.append({f"{role.role} in a sync": role.syncing + role.context for role in group})
+        yield " and ".join(role.role for role in group), largest(*moments)
+
+
+def _moment(active: RoleMemory, group: list[RoleMemory], gib: float) -> Parts:
+    """Return the GiB of a GPU that roles have which share it, while one of them computes and the others wait.
+
+    An engine has its share all the time, of which CUDA's is a part, unless it sleeps while a role trains.
+    """
+    parts = {}
+    for role in group:
+        if role.share and not (role.sleeps and "optimizer" in active.states):
+            parts[role.role] = role.share * gib
+        elif role is active and not role.share:
+            parts |= {f"{role.role}'s {name}": size for name, size in (*role.parts.items(), ("CUDA", role.context))}
+        else:
+            parts[role.role] = role.waiting + role.context
+    return parts
+
+
+def memory_notes(config: JobConfig) -> Iterator[Problem]:
+    """Note what by the estimate does not fit, where no checks follow: these note it of the machine that they find."""
+    if config.trainer.dry_run == "config":
+        model, gib = model_config_at_hand(config.model_path), config.cluster.gpu_memory_gib
+        yield from memory_problems(config, model, gib, None, certain=False)
+        if gib is None and config.device == "cuda":
+            key = "cluster.gpu_memory_gib"
+            yield Problem(f"{key}=null: whether the run fits is not known; set it (a GPU of 80 GB: {key}=79.1)", (key,))

@@ -1,27 +1,22 @@
 """Rules between batch sizes, lengths and the number of processes: what must divide, and what must fit.
 
-See key_rules.py for the form of the texts.
+A text begins with the keys, `<rollout.n>`, in whose place stands `actor_rollout_ref.rollout.n=8`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from grpo_dist.config.problems import Problem, between_keys, value_of
-from grpo_dist.config.processor import is_wsl
+from grpo_dist.config.problems import between_keys, value_of
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.plan.node_layout import copy_size, node_layout
-from grpo_dist.plan.placement import placement
+from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
+from grpo_dist.plan.placement import copy_size, node_layout, placement
 from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of
-from grpo_dist.plugins.names import ROLLOUT_ENGINES
 from grpo_dist.sizes import divisor_up_to
-
-Rule = Callable[[RunConfig], Iterator[Problem]]
 
 _SIZES = ", ".join(f"<{row.size_key}>" for row in ROLES.values() if row.shares)
 _PER_NODE, _TENSOR_PARALLEL = "<trainer.n_gpus_per_node>", "<rollout.tensor_model_parallel_size>"
-_BACKEND, _MOST = "<rollout.checkpoint_engine.backend>", "<cluster.max_rollout_world_size>"
+_MOST = "<cluster.max_rollout_world_size>"
 _ULYSSES = "ulysses_sequence_parallel_size"
 _LENGTHS = "<data.max_prompt_length>, <data.max_response_length>"
 
@@ -107,8 +102,6 @@ def more_engines_are_whole_and_apart(config: RunConfig) -> Iterator[str]:
     if place.device == "cpu" and config.cluster.num_cpus_per_worker is None:
         why = "by default any number of engines fits on this machine; set the second, and of each machine its CPUs"
         yield f"{_MOST}, <cluster.num_cpus_per_worker>: {why}"
-    if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "ipc":
-        yield f"{_MOST}, {_BACKEND}: weights do not get to other machines by ipc; set the second to null"
 
 
 @between_keys
@@ -184,41 +177,13 @@ def copies_and_engines_are_on_one_machine(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
-def weights_reach_the_engines(config: RunConfig) -> Iterator[str]:
-    """NCCL does not allow two processes on one GPU; memory is shared on one GPU, or without GPUs on one machine. An
-    engine that sleeps during the update cannot sample then.
-    """
-    rollout, shares = config.actor_rollout_ref.rollout, placement(config).shares_gpu
-    backend = rollout.checkpoint_engine.backend
-    if backend == "broadcast" and shares:
-        why = "NCCL does not allow two processes on one GPU, but roles share GPUs; set it to null, ipc or object_store"
-        yield f"{_BACKEND}, {_PER_NODE}: {why}"
-    if backend == "ipc" and config.device == "cuda" and not shares:
-        why = "it needs an actor rank on each engine's GPU, but these roles do not share GPUs; set it to null"
-        yield f"{_BACKEND}, {_PER_NODE}: {why}"
-    if backend == "ipc" and config.device == "cuda" and is_wsl():
-        yield f"{_BACKEND}: it needs CUDA IPC, which Linux under Windows (WSL) has not; set it to null or object_store"
-    if backend == "ipc" and config.device == "cpu" and config.trainer.nnodes > 1:
-        why = "it needs an actor rank on each engine's machine, and several machines may lack one; set it to null"
-        yield f"{_BACKEND}, <trainer.nnodes>: {why}"
-    used = rollout.checkpoint_engine.resolved_backend(config.device, shares_gpu=shares)
-    if rollout.checkpoint_engine.changes_only and used != "object_store":
-        why = f"only object_store sends changes, and this run would use {used}; set the second to object_store"
-        yield f"<rollout.checkpoint_engine.changes_only>, {_BACKEND}: {why}"
-    if rollout.checkpoint_engine.changes_only and rollout.name != ROLLOUT_ENGINES[0]:
-        why = "an engine of your own takes whole weights alone; set the first to false"
-        yield f"<rollout.checkpoint_engine.changes_only>, <rollout.name>: {why}"
-    if rollout.free_cache_engine and shares and config.trainer.max_staleness:
-        why = "engines that sample during the update need their memory then; set the first to false, or the second to 0"
-        yield f"<rollout.free_cache_engine>, <trainer.max_staleness>: {why}"
-
-
-@between_keys
 def passes_hold_what_they_must(config: RunConfig) -> Iterator[str]:
     """The token budget of a micro-batch holds the longest sequence, and an engine step a token of every running
     sequence; vLLM refuses a smaller one when it starts.
     """
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length + config.data.max_response_length
+    if config.max_model_len < longest:
+        yield f"<rollout.max_model_len>, {_LENGTHS}: must be at least prompt + response = {longest}, or null"
     whole = config.device == "cpu" or not rollout.enable_chunked_prefill  # a pass then holds the longest sequence
     if max(rollout.max_num_batched_tokens, config.max_model_len if whole else 0) < rollout.max_num_seqs:
         why = "an engine step must hold one token of each running sequence; raise the first or lower the second"
@@ -249,20 +214,15 @@ def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[st
 
 
 @between_keys
-def parts_that_wait(config: RunConfig) -> Iterator[str]:
-    """Note that GPUs of engines and of the actor take turns, where nothing lets them work at the same time."""
-    place = placement(config)
-    if place.device == "cpu" or place.shares_gpu or config.trainer.samples_during_updates:
-        return
-    why = (
-        "this runs, but the engines' GPUs wait while the actor trains, and the actor's while the engines sample. All "
-        "GPUs do both in turn, as in verl, with cluster.colocate=all "
-        "actor_rollout_ref.rollout.free_cache_engine=true; or set trainer.max_staleness=1"
-    )
-    yield f"<cluster.colocate>, <trainer.max_staleness>: {why}"
+def passes_hold_the_longest_row(config: SupervisedConfig) -> Iterator[str]:
+    """The token budget holds at least the longest conversation."""
+    budget = config.data.max_token_len
+    if budget is not None and budget < config.data.max_length:
+        why = "a pass must hold the longest conversation; raise the first or lower the second"
+        yield f"<data.max_token_len_per_gpu>, <data.max_length>: {why}"
 
 
-PLACEMENT_RULES: tuple[Rule, ...] = (
+PLACEMENT_RULES = (
     batches_are_divided,
     ranks_are_divided,
     engines_are_whole,
@@ -270,7 +230,6 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     roles_fit_on_the_gpus,
     shared_gpus_are_the_actors,
     copies_and_engines_are_on_one_machine,
-    weights_reach_the_engines,
     passes_hold_what_they_must,
     offloaded_activations_are_inputs_of_layers,
 )

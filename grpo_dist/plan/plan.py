@@ -9,11 +9,9 @@ from grpo_dist.config.load import readable_config
 from grpo_dist.config.problems import shown, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate
-from grpo_dist.plan.memory_rules import worst_moments
+from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate, worst_moments
 from grpo_dist.plan.model_shape import model_config_at_hand
-from grpo_dist.plan.node_layout import node_layout
-from grpo_dist.plan.placement import Placement, placement
+from grpo_dist.plan.placement import Placement, node_layout, placement
 from grpo_dist.plan.role_models import Pass, lora_of
 from grpo_dist.plan.roles import Role, models_of, roles_of, table_of
 

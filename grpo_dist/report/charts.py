@@ -14,7 +14,7 @@ from typing import Any
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.plan.roles import ROLES, SUPERVISED_ROLES
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.report.run_folder import Alarm, RunFolder
+from grpo_dist.runs import Alarm, RunFolder
 from grpo_dist.tracking import metric_names
 
 COLORS = ("#2a78d6", "#e07b39", "#3a9d6e", "#b0549c", "#8a6d3b", "#c23b4b", "#5b6ee1", "#6b7f8c")

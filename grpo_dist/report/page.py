@@ -23,13 +23,15 @@ from typing import Any
 
 import grpo_dist
 from grpo_dist import hosts
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.schema_job import StopAtConfig
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.report.charts import charts
 from grpo_dist.report.rollouts import load_token_texts, read_step
-from grpo_dist.report.run_folder import RunFolder, config_table, read_run, section
+from grpo_dist.runs import RunFolder, read_run, section
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.summary import format_seconds
+from grpo_dist.trainer.checkpoint.config_changes import MISSING
 
 STATIC = files("grpo_dist.report") / "static"
 LOOPBACK = "127.0.0.1"
@@ -101,6 +103,17 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     if model.get("path"):
         lines.append(("model", str(model["path"])))
     return lines
+
+
+def config_table(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
+    """Return (key, its value in each run): all keys of a single run, of several those whose values differ."""
+    flat = [dict(flatten(run.config)) for run in runs]
+    settings = []
+    for key in dict.fromkeys(key for config in flat for key in config):
+        values = [str(config.get(key, MISSING)) for config in flat]
+        if len(runs) == 1 or len(set(values)) > 1:
+            settings.append((key, values))
+    return settings
 
 
 def _packed(value: Any) -> str:

@@ -20,7 +20,7 @@ from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.protocol.sequences import PREDECESSORS, branch_starts
 from grpo_dist.redact import redact
-from grpo_dist.report.run_folder import noting
+from grpo_dist.runs import noting
 from grpo_dist.tracking.jsonl import ROLLOUTS, TOKENIZER, json_objects
 
 _NUMBER = int | float | None

@@ -23,8 +23,7 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.commands import command_of
-from grpo_dist.plan.node_layout import slots
-from grpo_dist.plan.placement import Placement, placement
+from grpo_dist.plan.placement import Placement, placement, slots
 from grpo_dist.plan.roles import models_of, roles_of
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.runtime.event_loop import blocking, run

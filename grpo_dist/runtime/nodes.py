@@ -40,7 +40,7 @@ from grpo_dist.runtime.resources import Bundle, amounts, is_placed, machine_size
 from grpo_dist.supervisor import adopt_orphans
 
 if TYPE_CHECKING:
-    from grpo_dist.plan.node_layout import Slot
+    from grpo_dist.plan.placement import Slot
 
 
 START_ATTEMPTS = 3

@@ -27,7 +27,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from grpo_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from grpo_dist.plan.node_layout import Slot
+    from grpo_dist.plan.placement import Slot
 
 # Long enough for a running cluster; one that must first be scaled up exceeds it.
 PLACEMENT_TIMEOUT_S = 60.0

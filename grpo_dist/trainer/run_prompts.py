@@ -224,6 +224,12 @@ def read_prompts(
     return prompts if data.apply_chat_template else [replace(prompt, is_plain=prompt.is_text) for prompt in prompts]
 
 
+def training_rows(config: RunConfig, most: int, needs: RowNeeds) -> list[Prompt]:
+    """The rows of `data.train_files`, with the run's system prompt; see `read_prompts`."""
+    rows = read_prompts(config, "data.train_files", config.data.train_files, most, needs)
+    return rows if config.data.system_prompt is None else add_system_prompt(rows, config.data.system_prompt)[0]
+
+
 def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:
     """The sampler of the training prompts: shuffled, in file order, by pass rates, or a custom class."""
     data, code, options = config.data, config.data.sampler.code, dict[str, Any]()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from grpo_dist.agents.token_tree import NO_VERSION
-from grpo_dist.algorithms.validation import best_at_k, judged, majority_at_n, subset_sizes, worst_at_k
+from grpo_dist.algorithms.validation import judged, statistics
 from grpo_dist.config.schema import RunConfig, TrainerConfig
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
@@ -140,24 +140,11 @@ def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]
     answers = batch.small.get("pred_id")
     metrics: dict[str, float] = {}
     for variable, values in variables.items():
-        for name, value in _statistics(values.reshape(-1, n), answers):
-            is_core = variable == core and name in (f"mean@{n}", f"best@{n}/mean", f"maj@{n}/mean")
-            metrics[f"{CORE if is_core else AUX}/{source}/{variable}/{name}"] = value
+        for name, of_prompts in statistics(values.reshape(-1, n), answers).items():
+            kind = CORE if variable == core and name in (f"mean@{n}", f"best@{n}", f"maj@{n}") else AUX
+            name += "" if name.startswith(("mean@", "std@")) else "/mean"
+            metrics[f"{kind}/{source}/{variable}/{name}"] = float(of_prompts.mean())
     return metrics | {f"{AUX}/{source}/{name}/mean": float(np.nanmean(values)) for name, values in means.items()}
-
-
-def _statistics(scores: np.ndarray, answers: np.ndarray | None) -> Iterator[tuple[str, float]]:
-    """(name, value) of each statistic, averaged over prompts. Shapes: scores (P, n), answers (P * n,)."""
-    n = scores.shape[-1]
-    yield f"mean@{n}", float(scores.mean())
-    if n == 1:
-        return
-    yield f"std@{n}", float(scores.std(-1).mean())
-    for k in subset_sizes(n):
-        yield f"best@{k}/mean", float(best_at_k(scores, k).mean())
-        yield f"worst@{k}/mean", float(worst_at_k(scores, k).mean())
-    if answers is not None and not np.isnan(answers).all():
-        yield f"maj@{n}/mean", float(majority_at_n(scores, answers.reshape(-1, n)).mean())
 
 
 def shown_rows(num_rows: int, count: int, seed: int) -> np.ndarray:

@@ -61,8 +61,9 @@ ARROWS: dict[str, set[str]] = {
     "run": BASE | PARTS | {"plan", "runtime", "workers", "trainer", "checks"},
     "main": BASE | {"plan", "run"},
     "api": BASE | {"plan", "run", "main", "tracking", "trainer", "runtime"},
-    "report": BASE | {"plan", "tracking", "trainer"},
-    "cli": BASE | PARTS | {"plan", "runtime", "workers", "trainer", "checks", "run", "report"},
+    "runs": BASE | {"plan", "tracking", "trainer"},
+    "report": BASE | {"plan", "tracking", "trainer", "runs"},
+    "cli": BASE | PARTS | {"plan", "runtime", "workers", "trainer", "checks", "run", "runs", "report"},
     "__main__": {"cli"},
 }
 MAY_USE_RAY = {"runtime", "workers", "trainer", "run"}

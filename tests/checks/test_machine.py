@@ -11,7 +11,7 @@ from grpo_dist.checks import machine
 from grpo_dist.checks.machine import check_machine, gpu_memory_gib, memory_gib
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.node_layout import slots
+from grpo_dist.plan.placement import slots
 from grpo_dist.runtime import cluster
 from grpo_dist.sizes import GIB
 from tests.messages import refuses, says

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import grpo_dist.cli.agreement as command
+from grpo_dist.cli.agreement import Agreement, compare, send_weights
 from grpo_dist.cli.entry import main
-from grpo_dist.trainer.agreement import Agreement, compare, send_weights
 
 LAYER = "model.layers.1"
 PROMPTS = ("w5 w6 w7 w8", "w40 w41 w42 w43 w44 w45 w46 w47 w48", "w90 w12 w31")

@@ -13,7 +13,8 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage, check_model_folder
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.cli.entry import main
-from grpo_dist.cli.evaluate import Answers, Figures, compared, figures
+from grpo_dist.cli.evaluate import Figures, compared, figures
+from grpo_dist.cli.trained import Answers
 from grpo_dist.config.load import with_overrides
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import Response

@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 import grpo_dist.cli.trained as trained
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import FILE, Usage, read_usage
-from grpo_dist.cli.asking import given_prompts
 from grpo_dist.cli.evaluate import _models
-from grpo_dist.cli.trained import base_of, engine_for, find_trained
+from grpo_dist.cli.replay import weights_before
+from grpo_dist.cli.trained import base_of, engine_for, find_trained, given_prompts
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.runs import Recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, own_checkpoints, publish_checkpoint
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import write_config
-from grpo_dist.trainer.replay import Recorded, weights_before
 from tests.cli.test_export import TINY, checkpoint
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import exported_model, run_state

@@ -15,10 +15,10 @@ from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.protocol import DataProto
+from grpo_dist.runs import read_recorded
 from grpo_dist.trainer.checkpoint.config_changes import digest_code, saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
 from grpo_dist.trainer.record import EXPORTED, write_config
-from grpo_dist.trainer.recorded_step import read_recorded
 from tests.cli.scripted import ENGINE, SCRIPT
 from tests.messages import refuses, says
 from tests.tiers import first
@@ -138,7 +138,7 @@ def test_an_export_loads_the_models_own_code_only_with_trust(
 @pytest.fixture
 def stepped(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """As `folder`, with a recorded step."""
-    monkeypatch.setattr("grpo_dist.trainer.recorded_step.read_parquet", lambda path: DataProto())
+    monkeypatch.setattr("grpo_dist.runs.read_parquet", lambda path: DataProto())
 
     def make(*overrides: str) -> Path:
         run_dir = folder(*overrides)

@@ -57,7 +57,6 @@ MISTAKES = {
     "a mini-batch above the batch": (f"{A}.ppo_mini_batch_size=64", "ppo_mini_batch_size=32"),
     "a group of one": (f"{R}.n=1", "rollout.n to 2"),
     "a context that is too short": (f"{R}.max_model_len=100", "prompt + response = 128"),
-    "greedy validation of several": (f"{R}.val_kwargs.n=4", "do_sample"),
     "tensor parallel beyond the heads": (f"{R}.tensor_model_parallel_size=8", "1 or 2 or 4"),
     "pipeline parallel": (f"{R}.engine_kwargs.vllm.pipeline_parallel_size=2", f"{R}.tensor_model_parallel_size"),
     "a path to nothing": ("data.train_files=trian.parquet", str(Path.cwd())),

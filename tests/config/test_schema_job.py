@@ -10,8 +10,7 @@ from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
-from grpo_dist.plan.node_layout import slots
-from grpo_dist.plan.placement import CPU_SHARE, placement
+from grpo_dist.plan.placement import CPU_SHARE, placement, slots
 from tests.messages import refuses, says
 
 OWN = "model.path=Qwen/Qwen3-0.6B"

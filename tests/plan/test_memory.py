@@ -10,8 +10,7 @@ import pytest
 
 from grpo_dist.config.load import load_command
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
-from grpo_dist.plan.memory import PINNED, RoleMemory, memory_estimate
-from grpo_dist.plan.memory_rules import memory_problems
+from grpo_dist.plan.memory import PINNED, RoleMemory, memory_estimate, memory_problems
 from grpo_dist.sizes import GIB
 from tests.memory_cells import ACTOR, CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
 
@@ -91,7 +90,7 @@ def test_an_output_layer_in_float32(tmp_path: Path) -> None:
     ):
         plain, apart = (plan(tmp_path, *overrides, *keys)[name].parts[part] * GIB for keys in ((), (head,)))
         assert apart - plain == pytest.approx(more), (overrides, name, part)
-    assert plan(tmp_path, head)["actor"].sending > plan(tmp_path)["actor"].sending
+    assert plan(tmp_path, head)["actor"].syncing > plan(tmp_path)["actor"].syncing
 
 
 def test_without_checkpointing_layers_keep_more(tmp_path: Path) -> None:

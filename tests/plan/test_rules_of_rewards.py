@@ -66,7 +66,7 @@ def test_an_entry_may_say_more(file: str) -> None:
     [
         ([f"{PATH}=rewards.py:correct", f"{NAME}=short"], [f"{PATH}=rewards.py:correct", f"{NAME}=short"]),
         ([f"{PATH}=rewards.py", f"{WEIGHTS}=[1.0]"], [f"{WEIGHTS}=[1.0]", "path=[...]"]),
-        ([f"{PATH}=[rewards.py:a,rewards.py:b]", f"{WEIGHTS}=[1]"], [f"{WEIGHTS}=[1.0]", "2 weights"]),
+        ([f"{PATH}=[rewards.py:a,rewards.py:b]", f"{WEIGHTS}=[1]"], [f"{WEIGHTS}=[1.0]", "rewards.py:b"]),
         ([f"{PATH}=[rewards.py]", f"{NAME}=a"], [f"{NAME}=a", "file.py:function"]),
         ([f"{PATH}=[rewards.py:a]", f"{KWARGS}={{x: 1}}"], [f"{KWARGS}={{x:1}}", "reward_kwargs: {...}"]),
         ([f"{PATH}=[{{path: rewards.py:a, weight: 1}}]", f"{WEIGHTS}=[2]"], [f"{WEIGHTS}=[2.0]", "weights twice"]),

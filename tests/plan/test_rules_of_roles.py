@@ -42,7 +42,6 @@ FREQ = "reward_model.retrain.freq=5"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["reward_model.enable=false", "custom_reward_function.path=null"], [FREQ, "reward_model.enable=false", "-1"]),
         (
             ["custom_reward_function.path=null"],
             [FREQ, "custom_reward_function.path=null", "grpo_dist.rewards.weighted"],

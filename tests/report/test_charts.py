@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.report.charts import CHARTS, charts
-from grpo_dist.report.run_folder import read_run
+from grpo_dist.runs import read_run
 from tests.report.runs import write_run
 
 ROWS = [

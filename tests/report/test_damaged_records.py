@@ -14,7 +14,7 @@ import pytest
 from grpo_dist.cli.entry import main
 from grpo_dist.report.page import overview
 from grpo_dist.report.rollouts import load_token_texts, read_step
-from grpo_dist.report.run_folder import read_run
+from grpo_dist.runs import read_run
 from grpo_dist.tracking.jsonl import json_objects
 from grpo_dist.workers.records import _write_rows
 from tests.messages import says

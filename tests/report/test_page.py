@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from grpo_dist.report.page import page
 from grpo_dist.report.rollouts import read_step
-from grpo_dist.report.run_folder import read_run
+from grpo_dist.runs import read_run
 from tests.report.runs import write_run, write_step
 
 EVIL = "</script><script>alert(1)</script>{{ data }}"

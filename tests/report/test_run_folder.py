@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.report.page import overview
-from grpo_dist.report.run_folder import config_table, read_run
+from grpo_dist.report.page import config_table, overview
+from grpo_dist.runs import read_run
 from tests.messages import refuses, says
 from tests.report.runs import write_run, write_step
 

@@ -19,8 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table
 
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.node_layout import slots, slots_of
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.placement import placement, slots, slots_of
 from grpo_dist.run.build import on_gpus_of
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from grpo_dist.errors import ConfigError, GrpoDistError, WorkerLost
-from grpo_dist.plan.node_layout import slots_of
+from grpo_dist.plan.placement import slots_of
 from grpo_dist.runtime import nodes
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.runtime.nodes import Nodes, RestartBudget

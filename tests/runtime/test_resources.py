@@ -14,7 +14,7 @@ import pytest
 from ray.util.placement_group import placement_group_table
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.plan.node_layout import Seat, Slot, slots_of
+from grpo_dist.plan.placement import Seat, Slot, slots_of
 from grpo_dist.runtime import resources
 from grpo_dist.runtime.resources import release, reserve
 from tests.messages import says

@@ -12,7 +12,7 @@ import torch
 
 from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.cli.entry import main as entry
-from grpo_dist.cli.replay import main
+from grpo_dist.cli.replay import Difference, first_difference, main, retarget, reupdate
 from grpo_dist.config.load import readable_config
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
@@ -20,22 +20,69 @@ from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import write_parquet
 from grpo_dist.rewards.output_lines import OutputLines
+from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.loss_settings import target_settings
-from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference, read_recorded
-from grpo_dist.trainer.replay import (
-    metric_difference,
-    retarget,
-    reupdate,
-)
 from grpo_dist.workers.targets import TargetMaker
 from tests.messages import refuses, says
 
 
 def test_metrics_of_the_update() -> None:
     recorded = {"actor/loss": 0.5, "actor/grad_norm": 2.0, "timing_s/step": 1.0}
-    assert metric_difference(recorded, {"actor/loss": 0.5, "actor/grad_norm": 2.0, "timing_s/step": 9.0}, 1e-4) is None
-    assert metric_difference(recorded, {"actor/grad_norm": 2.1}, 1e-2) == Difference("actor/grad_norm", 2.0, 2.1)
+    assert first_difference(recorded, {"actor/loss": 0.5, "actor/grad_norm": 2.0, "actor/lr": 1e-3}, 1e-4) is None
+    assert first_difference(recorded, {"actor/grad_norm": 2.1}, 1e-2) == Difference("actor/grad_norm", 2.0, 2.1)
+
+
+def compare(recorded: DataProto, computed: DataProto, tolerance: float) -> Difference | None:
+    return first_difference(recorded.batch, computed.batch, tolerance)
+
+
+NAN = float("nan")
+
+
+def batch(scores: list[float], advantages: list[list[float]]) -> DataProto:
+    columns = {"score": torch.tensor(scores), "advantages": Ragged.from_rows(advantages, torch.float32)}
+    return DataProto.from_dict(columns)
+
+
+RECORDED = batch([1.0, NAN, 200.0], [[0.5], [], [1.0, 2.0]])
+
+
+def test_equal_up_to_the_tolerance() -> None:
+    """It is relative to numbers above 1: 200.1 differs from 200 by 0.0005 of it."""
+    assert compare(RECORDED, RECORDED, 0.0) is None
+    near = batch([1.0005, NAN, 200.1], [[0.5], [], [1.0, 2.0]])
+    assert compare(RECORDED, near, 1e-3) is None
+    assert compare(RECORDED, near, 1e-4) == Difference("score", 1.0, float(torch.tensor(1.0005)), 0)
+
+
+def test_the_first_one_by_column_row_and_token() -> None:
+    other = batch([1.0, NAN, 200.0], [[0.5], [], [1.0, 3.0]])
+    assert compare(RECORDED, other, 1e-3) == Difference("advantages", 2.0, 3.0, 2, 1)
+    both = batch([1.0, NAN, 0.0], [[7.0], [], [1.0, 3.0]])
+    assert compare(RECORDED, both, 1e-3) == Difference("score", 200.0, 0.0, 2)
+
+
+def test_a_missing_number_differs() -> None:
+    found = compare(RECORDED, batch([1.0, 0.0, 200.0], [[0.5], [], [1.0, 2.0]]), 1e-3)
+    assert found is not None
+    assert (found.name, found.row, found.computed) == ("score", 1, 0.0)
+
+
+def test_columns_that_the_run_has_not_are_left_out() -> None:
+    assert compare(RECORDED, DataProto.from_dict({"values": torch.ones(3)}), 0.0) is None
+
+
+def test_what_was_sampled_is_in_the_mask_whatever_was_left_out_since() -> None:
+    """Not what an environment put in, whose tokens no weights have sampled."""
+    columns = {
+        "weight_versions": Ragged.from_rows([[3, 3], [2, -1, 3]], torch.int32),
+        "response_mask": Ragged.from_rows([[0, 0], [1, 0, 0]], torch.int8),
+    }
+    config = load_config(["trainer.default_local_dir=/nowhere"])[0]
+    made = Recorded(Path("/nowhere"), 1, config, DataProto.from_dict(columns), {})
+    assert [row.tolist() for row in made.sampled["response_mask"].rows()] == [[1, 1], [1, 0, 1]]
+    assert made.data["response_mask"].values.tolist() == [0, 0, 1, 0, 0]
 
 
 def test_a_run_whose_tokens_were_drafted_is_not_replayed(tmp_path: Path) -> None:
@@ -145,7 +192,7 @@ def test_targets_begin_with_the_tokens_that_were_sampled(overrides: list[str]) -
     made = recorded(*reject, *keys, old_log_probs=APART, **cut)
     left = made.data["response_mask"].to_padded(0).tolist()
     assert left == [[0, 0, 0] if cut else [1, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
-    assert first_difference(made.data, again(made), 0.0) is None
+    assert compare(made.data, again(made), 0.0) is None
 
 
 @pytest.mark.parametrize(
