@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import command_parser
@@ -26,7 +27,6 @@ from grpo_dist.trainer.run_prompts import training_rows
 # Columns, and entries of extra_info, that hold a whole answer, beside the ground truth that it is compared with.
 OWN_ANSWERS = ("completion", "solution", "response", "answer")
 MOST_SHOWN = 160  # characters of a prompt's end and of a response
-_OF_PROMPT = {field.name for field in fields(Prompt)}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,14 +38,16 @@ def main(arguments: Sequence[str]) -> int:
             "reward_model.enable=true: the reward is the score of the reward model, which only a run's workers can "
             "compute; set custom_reward_function.path to check a function beside it"
         )
+    stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
+    max_steps = config.trainer.total_training_steps
     scorer = start_scorer(config)
     scores: list[float] = []
     num_failed = 0
     try:
         for prompt in _rows(config, scorer.needs, options.row, options.rows):
             answers = [(text, "--answer") for text in options.answer] or [own_answer(prompt)]
-            samples = [_sample(config, prompt, text) for text, _ in answers]
-            results = scorer.score(samples)
+            row = replace(prompt, extra_info=prompt.extra_info | stand_in)
+            results = scorer.score([sample_of(row, text, max_steps=max_steps) for text, _ in answers])
             scores += [result.score for result in results if isinstance(result, RewardResult)]
             num_failed += sum(isinstance(result, Failure) for result in results)
             printed, num_more = scorer.printed.take()
@@ -56,10 +58,10 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if num_failed else 0
 
 
-def sample_of(prompt: Prompt, text: str) -> Sample:
-    """Return a response to a row, with what a reward process knows of the row."""
-    row = {field.name: getattr(prompt, field.name) for field in fields(Sample) if field.name in _OF_PROMPT}
-    return Sample(solution_str=text, **row)
+def sample_of(prompt: Prompt, text: str, **more: Any) -> Sample:
+    """Return a response to a row, with what a reward process knows of the row, and `more` fields of it."""
+    of_row = {field.name: getattr(prompt, field.name) for field in fields(Sample) if hasattr(prompt, field.name)}
+    return Sample(solution_str=text, **of_row, **more)
 
 
 def own_answer(prompt: Prompt) -> tuple[str, str]:
@@ -80,14 +82,6 @@ def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> lis
     if not 1 <= row <= len(prompts):
         raise ConfigError(f"--row {row}: data.train_files has rows 1 to {len(prompts)}")
     return [prompts[row - 1]]
-
-
-def _sample(config: RunConfig, prompt: Prompt, text: str) -> Sample:
-    """Return the response with what a reward process knows of its row; the reward model's score is a stand-in."""
-    sample = sample_of(prompt, text)
-    stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
-    extra_info = sample.extra_info | stand_in
-    return replace(sample, extra_info=extra_info, max_steps=config.trainer.total_training_steps)
 
 
 def _shown(

@@ -352,7 +352,7 @@ class Asker:
         """Have the responses to a prompt scored all together, as in a run."""
         step, most = self.model.usage.step or 0, self.model.config.trainer.total_training_steps
         samples = [
-            replace(sample_of(prompt, text), token_ids=response.token_ids, step=step, max_steps=most)
+            sample_of(prompt, text, token_ids=response.token_ids, step=step, max_steps=most)
             for text, response in zip(texts, responses, strict=True)
         ]
         return await asyncio.to_thread(scorer.score, samples)
