@@ -33,8 +33,8 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grpo_dist.algorithms.supervised import supervised_loss
-from grpo_dist.data.chat_tokens import tokenize_chats
 from grpo_dist.data.training_rows import Conversation
+from grpo_dist.data.training_tokens import tokenize_chats
 from grpo_dist.tasks import arithmetic
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.contract import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runtime.process import Process
 from tests.observed import assert_gone
@@ -41,7 +41,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, fifo):
 """
 PARENT = """
 import os, psutil, sys
-from grpo_dist.rewards.forms import Sample
+from grpo_dist.rewards.contract import Sample
 from grpo_dist.rewards.scorer import Scorer
 
 scorer = Scorer(sys.argv[1], "compute_score", {"fifo": sys.argv[2]}, timeout_s=60.0)

@@ -18,7 +18,7 @@ start=${PLANNER_START:-outputs/grpo_dist/planner_sft/huggingface}
 # Seven of ten answers name the steps in the order of the request, which is wrong for two of its four forms. To copy what a
 # request says takes the model most of the 1,500 steps; the habit of the wrong order is what GRPO is for.
 if [[ ! -f $data/test.parquet ]]; then
-  "$python" -m grpo_dist data planner --size small --sft_size 5600 --hasty_share 0.7 --local_save_dir "$data"
+  "$python" examples/planner/planner_rows.py --size small --sft_size 5600 --hasty_share 0.7 --local_save_dir "$data"
 fi
 if [[ ! -f $start/config.json ]]; then
   "$python" -m grpo_dist sft model=tiny data.train_files="$data/sft.parquet" data.val_files=null \
@@ -26,7 +26,7 @@ if [[ ! -f $start/config.json ]]; then
     cluster.num_threads_per_worker=1 trainer.default_local_dir="$(dirname "$start")"
 fi
 
-plan='{path: grpo_dist.tasks.planner, label: plan, weight: 0.9, reward_kwargs: {tag: plan}}'
+plan='{path: examples/planner/planner.py, label: plan, weight: 0.9, reward_kwargs: {tag: plan}}'
 form='{path: grpo_dist.rewards.format, label: form, weight: 0.1, reward_kwargs: {tags: [plan], format_score: 1.0}}'
 
 "$python" -m grpo_dist.main \

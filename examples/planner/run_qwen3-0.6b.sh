@@ -11,10 +11,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/../python.sh"
 data=${PLANNER_DATA:-data/planner}
 
 if [[ ! -f $data/train.parquet ]]; then
-  "$python" -m grpo_dist data planner --local_save_dir "$data"
+  "$python" examples/planner/planner_rows.py --local_save_dir "$data"
 fi
 
-plan='{path: grpo_dist.tasks.planner, label: plan, weight: 0.9, reward_kwargs: {tag: plan}}'
+plan='{path: examples/planner/planner.py, label: plan, weight: 0.9, reward_kwargs: {tag: plan}}'
 form='{path: grpo_dist.rewards.format, label: form, weight: 0.1, reward_kwargs: {tags: [plan], format_score: 1.0}}'
 
 "$python" -m grpo_dist.main \

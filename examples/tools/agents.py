@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_dist.tasks import planner
-from grpo_dist.tasks.planner_rows import SIZES, as_steps, draw_requests
+sys.path.append(str(Path(__file__).parents[1] / "planner"))
+
+import planner
+from planner_rows import SIZES, as_steps, draw_requests
 
 ROWS = {"train": 2000, "validation": 100}
 SYSTEM = "You lead a team. Have the agents do what is asked for, step by step, in the order in which it has to be done."

@@ -22,8 +22,7 @@ from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
 from grpo_dist.checks.result import Checks
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
-from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.sampler import CustomSampler, PromptSampler, load_sampler_class
 from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
 from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, RewardError
 from grpo_dist.rewards import load_reward_function

@@ -19,8 +19,7 @@ from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION, RM_SCORE
-from grpo_dist.rewards.contract import RewardResult, RowNeeds
-from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds, Sample
 from grpo_dist.terminal import show
 from grpo_dist.trainer.run_prompts import training_rows
 

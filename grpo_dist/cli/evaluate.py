@@ -31,8 +31,7 @@ from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
-from grpo_dist.rewards.contract import RewardResult
-from grpo_dist.rewards.forms import Failure
+from grpo_dist.rewards.contract import Failure, RewardResult
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, show
 from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints

@@ -53,8 +53,7 @@ from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import roles_of
-from grpo_dist.rewards.contract import RewardResult, RowNeeds
-from grpo_dist.rewards.forms import Failure
+from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 from grpo_dist.terminal import show

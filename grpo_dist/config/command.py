@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from grpo_dist.config.keys import free_form_keys, leaf_keys
-from grpo_dist.config.problems import Problem, with_value
+from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.config.schema_job import JobConfig
 
@@ -87,23 +87,6 @@ def default_options(file: Path) -> Mapping[str, str]:
 
 # Any command, where only the names of keys matter.
 AnyCommand = Command[Any]
-
-
-def halved(config: Config, setting: tuple[str, int] | None, command: Command[Config]) -> Config | None:
-    """Return the config with one integer setting halved, for a run that goes on after a GPU ran out of memory.
-
-    Args:
-        setting: (dotted key, its current value); None: there is nothing to halve.
-
-    Returns:
-        The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the
-        longest sequence.
-    """
-    if setting is None or setting[1] < 2:
-        return None
-    key, value = setting
-    smaller: Config = with_value(config, key, value // 2)
-    return None if any(key in problem.keys for problem in command.problems(smaller)) else smaller
 
 
 # --- keys and help -----------------------------------------------------------------------------------------------

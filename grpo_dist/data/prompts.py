@@ -1,24 +1,254 @@
-"""Prompts in verl's schema, or in another one (columns.py).
+"""Prompts: rows in verl's schema, or in another one.
 
 One row: `data_source` (str), `prompt` (list of chat messages, or a plain string: one user message),
-`reward_model` = {"ground_truth": ...}, `extra_info` (dict, optional), and any others. Every row is
-checked when it is read, so that a broken row is named by file and row before anything expensive starts. Where a model
-scores, `data_source` and `reward_model` may be missing, as in TRL's tldr rows.
+`reward_model` = {"ground_truth": ...}, `extra_info` (dict, optional), and any others. What verl's schema misses is
+looked for: the prompt in a column `messages`, `question` or `problem`, the ground truth in `answer`, `solution` or
+`ground_truth`, and then in the last turn of `messages`, if that is the assistant's. The keys of `data` name other
+columns. Where two columns could be meant, the row is refused. Where a model scores, `data_source` and `reward_model`
+may be missing, as in TRL's tldr rows.
+
+Every row is checked when it is read, so that a broken row is named by file and row before anything expensive starts.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from grpo_dist.data.columns import MESSAGES, Columns, check_text_only, unread
-from grpo_dist.data.files import locate_rows, shown
+from grpo_dist.data.files import locate_rows, shown, source_name
 from grpo_dist.errors import DataError
+from grpo_dist.plugins.names import AGENT_LOOPS
+
+PROMPT, MESSAGES, SOURCE = "prompt", "messages", "data_source"
+PROMPTS = (MESSAGES, "question", "problem")  # where there is no column `prompt`
+ANSWERS = ("answer", "solution", "ground_truth")  # where there is no reward_model.ground_truth
+PROMPT_KEY, ANSWER_KEY, SOURCE_KEY = "data.prompt_key", "data.answer_key", "data.data_source"
+TEMPLATE_KEY = "data.prompt_template"
+# Columns with a place of their own among a reward function's arguments.
+KNOWN = {PROMPT, SOURCE, "reward_model", "extra_info"}
+MOST_COLUMN_TEXT = 300  # characters of a row's column names, in messages
+
+# Columns of verl's and TRL's rows with what the policy would have to see or hear: refused.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+AGENT_NAME = "agent_name"
+# Columns of theirs, and entries of extra_info, that would change what the policy is asked, and why they are not read:
+# said at the start of a run.
+_ALL_ALIKE = "all rows are rendered with data.apply_chat_template_kwargs"
+_ALL_TOOLS = "all rows have the tools of rollout.agent.agent_kwargs, or of data.apply_chat_template_kwargs"
+_NO_ARGUMENTS = "built-in agent loops give nothing of a row to their tools; one of your own gets extra_info"
+UNREAD = {
+    AGENT_NAME: "all rows run rollout.agent.default_agent_loop",
+    "tools": _ALL_TOOLS,
+    "chat_template_kwargs": _ALL_ALIKE,
+    "enable_thinking": _ALL_ALIKE,
+    "extra_info.tools_kwargs": _NO_ARGUMENTS,
+    "extra_info.need_tools_kwargs": _NO_ARGUMENTS,
+    "extra_info.tool_selection": _ALL_TOOLS,
+    "extra_info.interaction_kwargs": "nobody answers the policy but an agent loop of your own, which gets extra_info",
+}
+
+_FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The way in which rows are read: what the keys of `data` say, and what the reward function asks for.
+
+    Attributes:
+        needs_ground_truth: whether a row without a ground truth is refused.
+        needs_source: whether a row without a data source is refused; else its file's name takes the place.
+        needed: columns, or entries of extra_info, that the reward function cannot do without.
+        kept: other columns that it takes; None: all.
+    """
+
+    prompt_key: str = PROMPT
+    reward_fn_key: str = SOURCE
+    answer_key: str | None = None
+    prompt_template: str | None = None
+    data_source: str | None = None
+    needs_ground_truth: bool = True
+    needs_source: bool = True
+    needed: Collection[str] = ()
+    kept: Collection[str] | None = ()
+
+    def source(self, row: Row, location: str, where: str, taken: dict[str, str]) -> str:
+        """Return the data source.
+
+        What is not in the row by the name that the config gives it is noted in `taken`, with the config key and the
+        value that say the same; so do `prompt` and `answer`.
+        """
+        value = row.get(self.reward_fn_key)
+        if value is None and self.data_source is not None:
+            value = self.data_source
+        elif value is None and not self.needs_source:
+            value = taken[SOURCE_KEY] = source_name(location)
+        elif value is None:
+            setting = f" (data.reward_fn_key={self.reward_fn_key})"
+            remedy = f"; name it with {SOURCE_KEY}=, or set custom_reward_function.path, which needs none"
+            raise missing(row, self.reward_fn_key, where, setting, remedy)
+        if not isinstance(value, str) or not value:
+            raise DataError(f"{where}: {self.reward_fn_key} must be a non-empty string, got {shown(value)}")
+        return value
+
+    def prompt(self, row: Row, where: str, taken: dict[str, str]) -> tuple[str, Any]:
+        """Return the name and the value of what the prompt is made of."""
+        if self.prompt_template is not None:
+            return TEMPLATE_KEY, filled(self.prompt_template, row, where)
+        name = self.prompt_key
+        if row.get(name) is None and name == PROMPT:
+            present = _present(row, PROMPTS)
+            if len(present) > 1:
+                raise _ambiguous(present, "prompt", PROMPT_KEY, where)
+            name = taken[PROMPT_KEY] = present[0] if present else name
+        return name, column_of(row, name, where, setting=f" ({PROMPT_KEY}={name})")
+
+    def answer(self, row: Row, turn: str | None, where: str, taken: dict[str, str]) -> tuple[str, Any]:
+        """Return the name and the value of the ground truth; None where there is none and none is needed.
+
+        Args:
+            turn: the last turn of its messages, if that is the assistant's.
+            where: file and row, for messages.
+            taken: see `source`.
+        """
+        if self.answer_key is not None:
+            setting = f" ({ANSWER_KEY}={self.answer_key})"
+            if self.needs_ground_truth:
+                return self.answer_key, column_of(row, self.answer_key, where, setting=setting)
+            return self.answer_key, row.get(self.answer_key)
+        model = row.get("reward_model")
+        if model is not None and not isinstance(model, dict):
+            raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(model)}")
+        if model and model.get("ground_truth") is not None:
+            return "reward_model.ground_truth", model["ground_truth"]
+        present = _present(row, ANSWERS)
+        if len(present) > 1 and self.needs_ground_truth:
+            raise _ambiguous(present, "ground truth", ANSWER_KEY, where)
+        if len(present) == 1:
+            taken[ANSWER_KEY] = present[0]
+            return present[0], row[present[0]]
+        if turn is not None and not present:
+            taken[ANSWER_KEY] = f"{MESSAGES}[-1]"
+            return f"{MESSAGES}[-1]", turn
+        if self.needs_ground_truth and model is not None:
+            raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(model)}")
+        if self.needs_ground_truth:
+            others = f" (nor {', '.join(map(repr, ANSWERS[1:]))} or 'reward_model')"
+            remedy = (
+                f". Add one of them to this row, or name the column that has the answer: {ANSWER_KEY}=COLUMN. If the "
+                "reward function needs no answer, write it with ground_truth=None"
+            )
+            raise missing(row, ANSWERS[0], where, others, remedy)
+        return ANSWER_KEY, None
+
+    def others(self, row: Row, extra_info: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the other columns that the reward function takes."""
+        for name in self.needed:
+            if name not in row and name not in extra_info:
+                remedy = "; the reward function takes it: add the column, or give the argument a default value"
+                raise missing(row, name, where, remedy=remedy)
+        return {
+            name: value for name, value in row.items() if name not in KNOWN and (self.kept is None or name in self.kept)
+        }
+
+
+def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
+    """Check that a row has no pictures, films or sounds, which no policy gets here.
+
+    Args:
+        read: columns that the reward function reads by name; what is in these is for it.
+    """
+    for name in MEDIA:
+        if row.get(name) and name not in read:
+            raise DataError(
+                f"{where}: {name} has {shown(row[name])}, and a policy reads text only; leave out the column if the "
+                "prompt can be answered without it, or else the row"
+            )
+
+
+def unread(row: Row) -> tuple[str, ...]:
+    """Return the names in `UNREAD` that a row has something for; `agent_name` with its value."""
+    info = row.get("extra_info")
+    names = []
+    for name in UNREAD:
+        place, _, entry = name.rpartition(".")
+        if value := (info if isinstance(info, dict) else {}).get(entry) if place else row.get(name):
+            names.append(f"{name}={value}" if name == AGENT_NAME else name)
+    return tuple(names)
+
+
+def unread_notes(key: str, rows: Sequence[Any], agent_loop: str | None = None) -> Iterator[str]:
+    """Yield notes for the user on what rows have and nobody reads.
+
+    Args:
+        key: the config key that names their files.
+        rows: checked rows, which have it as `unread`.
+        agent_loop: the run's; one of the user's own reads extra_info. None: there is none.
+    """
+    own = agent_loop is not None and agent_loop not in AGENT_LOOPS[:2]  # external tasks get it too
+    counts = Counter(name for row in rows for name in row.unread)
+    counts.pop(f"{AGENT_NAME}={agent_loop}", None)
+    for name, count in counts.items():
+        if not (own and name.startswith("extra_info.")):
+            yield f"{key}: {name} ({count} of {len(rows)} rows) is not read: {UNREAD[name.partition('=')[0]]}"
+
+
+def filled(template: str, row: Row, where: str) -> str:
+    r"""Return a template with the row's values.
+
+    `{column}` is replaced, `{{column}}` becomes {column}, and `\n`, as it comes from the command line, is a line break.
+    Other braces stay as they are.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        literal, name = match.groups()
+        if literal is not None:
+            return f"{{{literal}}}"
+        value = column_of(row, name, where, setting=f" ({TEMPLATE_KEY} names it)")
+        if not isinstance(value, str | int | float):
+            raise DataError(f"{where}: {TEMPLATE_KEY} names {name}, which must be text or a number, got {shown(value)}")
+        return str(value)
+
+    if not any(match[2] for match in _FIELD.finditer(template)):
+        raise DataError(
+            f"{TEMPLATE_KEY}={template}: names no column, so all prompts would be the same; write one as {{question}}"
+        )
+    return _FIELD.sub(value_of, template.replace("\\n", "\n"))
+
+
+def column_of(row: Row, name: str, where: str, *, setting: str = "") -> Any:
+    """Return the value of a row's column."""
+    if row.get(name) is None:
+        raise missing(row, name, where, setting)
+    return row[name]
+
+
+def messages_in(row: Row, name: str, where: str, role: str = "user") -> list[dict[str, Any]]:
+    """Return the chat messages in a row's column; see `checked_messages`."""
+    return checked_messages(column_of(row, name, where), f"{where}: {name}", role)
+
+
+def missing(row: Row, name: str, where: str, setting: str = "", remedy: str = "") -> DataError:
+    """Return the error that a row has no such column, or nothing in it."""
+    columns = ", ".join(map(str, row))[:MOST_COLUMN_TEXT] or "nothing"
+    return DataError(f"{where}: no column {name!r}{setting}; the row has {columns}{remedy}")
+
+
+def _present(row: Row, names: Collection[str]) -> list[str]:
+    return [name for name in names if row.get(name) is not None]
+
+
+def _ambiguous(columns: list[str], what: str, key: str, where: str) -> DataError:
+    ways = " or ".join(f"{key}={name}" for name in columns)
+    return DataError(f"{where}: the {what} may be in the columns {', '.join(columns)}; say which: {ways}")
+
 
 # Data source of rows without one, where a model scores.
 NO_DATA_SOURCE = "data"

@@ -1,13 +1,24 @@
-"""The order of the prompts, batch by batch: seeded, resumable, the same on every machine."""
+"""The order of the prompts, batch by batch: resumable, the same on every machine.
+
+`PromptSampler` has a seeded order that no result changes. The user's own is `data.sampler.class_path` and
+`data.sampler.class_name`: a class with the methods of `Curriculum`, made with `prompts` (those that were not left out),
+`batch_size` and `seed`, by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the
+checkpoint. verl's classes are torch samplers that yield single indices and get the whole batch; these choose a batch
+and get the scores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_dist.errors import DataError
+from grpo_dist.data.prompts import Prompt
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.plugins.names import absolute, parse_code
+from grpo_dist.plugins.registry import load_attribute, traceback_tail
 
 # What the order in a checkpoint depends on, and the config key of each.
 _KEYS = {
@@ -109,3 +120,155 @@ class PromptSampler:
         if not self._shuffle:
             return np.arange(self._num_prompts, dtype=np.int64)
         return np.random.default_rng([self._seed, epoch]).permutation(self._num_prompts).astype(np.int64)
+
+
+KEY = "data.sampler.class_path/class_name"
+
+
+class Curriculum(Protocol):
+    """Decides which prompts come next. `PromptSampler` has these methods too."""
+
+    def next_batch(self) -> Sequence[int] | np.ndarray:
+        """Return the positions in `prompts` of the next batch: batch_size different ones."""
+
+    def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
+        """Learn from results: position -> the scores of its n responses, float32, without `reward.overlong_buffer`'s
+        penalty.
+
+        Responses without a score are not among them, nor is a prompt without any other response: those that the reward
+        function failed on, unless `reward.failure_score` is set. Called after each batch is sampled and scored, also
+        for groups that dynamic sampling then drops.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that `next_batch` depends on, as JSON: text keys, lists, numbers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+
+
+def load_sampler_class(class_path: str, class_name: str) -> Callable[..., Curriculum]:
+    """Import the class.
+
+    Raises:
+        ConfigError: there is none, or it lacks a method of the protocol.
+    """
+    spec = _spec(class_path, class_name)
+    loaded = load_attribute(spec, key=KEY)
+    if not isinstance(loaded, type):
+        raise ConfigError(f"{KEY}={spec}: must be a class, is {type(loaded).__name__}")
+    methods = ("next_batch", "update", "state_dict", "load_state_dict")
+    missing = [name for name in methods if not callable(getattr(loaded, name, None))]
+    if missing:
+        raise ConfigError(f"{KEY}={spec}: the class has no {', '.join(missing)}; it needs {', '.join(methods)}")
+    return loaded
+
+
+class CustomSampler:
+    """Runs the user's curriculum and checks what it returns.
+
+    An epoch has as many batches as one pass over the data, whichever prompts the curriculum chooses.
+    """
+
+    def __init__(
+        self, class_path: str, class_name: str, prompts: Sequence[Prompt], batch_size: int, *, seed: int, **options: Any
+    ) -> None:
+        check_batch_size(len(prompts), batch_size)
+        self._spec, self._class_name = _spec(class_path, class_name), class_name
+        self._num_prompts, self._batch_size, self._num_batches = len(prompts), batch_size, 0
+        make = load_sampler_class(class_path, class_name)
+        self._curriculum = self._call(make, prompts=prompts, batch_size=batch_size, seed=seed, **options)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the number of batches in one pass over the data."""
+        return self._num_prompts // self._batch_size
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the batch that was last returned, from 0."""
+        return max(self._num_batches - 1, 0) // self.steps_per_epoch
+
+    def next_batch(self) -> np.ndarray:
+        """Return the curriculum's next batch: [batch_size] int64.
+
+        Raises:
+            DataError: it failed, or returned anything but batch_size different positions.
+        """
+        returned = self._call(self._curriculum.next_batch)
+        problem = self._problem(returned)
+        if problem:
+            raise DataError(
+                f"{KEY}={self._spec}: next_batch() {problem}; it must return {self._batch_size} different "
+                f"positions from 0 to {self._num_prompts - 1} (data.gen_batch_size, else train_batch_size)"
+            )
+        self._num_batches += 1
+        return np.asarray(returned, dtype=np.int64)
+
+    def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
+        """Hand results to the curriculum."""
+        self._call(self._curriculum.update, scores_by_index)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the curriculum's metrics, if its class has such a method, as `curriculum/NAME`.
+
+        Raises:
+            DataError: it failed, or returned anything but numbers by name.
+        """
+        returned = self._call(getattr(self._curriculum, "metrics", dict))
+        try:
+            return {f"curriculum/{name}": float(value) for name, value in returned.items()}
+        except (AttributeError, TypeError, ValueError):
+            problem = f"metrics() returned {returned!r}; it must return numbers by name"
+            raise DataError(f"{KEY}={self._spec}: {problem}") from None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curriculum's state, and what it belongs to."""
+        state = self._call(self._curriculum.state_dict)
+        try:
+            copy = json.loads(json.dumps(state))  # a checkpoint is written later, and the class may go on with its own
+            survives = isinstance(state, dict) and copy == state
+        except (TypeError, ValueError):
+            survives = False
+        if not survives:
+            raise DataError(
+                f"{KEY}={self._spec}: state_dict() must return a dict that JSON gives back as it is: keys are text, "
+                "values are text, lists, dicts, Python numbers, true, false or null"
+            )
+        return {"num_batches": self._num_batches, "curriculum": copy} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        check_identity(state, self._identity())
+        self._num_batches = int(state["num_batches"])
+        self._call(self._curriculum.load_state_dict, state["curriculum"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"sampler": self._class_name, "num_prompts": self._num_prompts}
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            name = method.__name__ if not isinstance(method, type) else "__init__"
+            problem = f"{KEY}={self._spec}: {name}() raised {type(error).__name__}"
+            raise DataError(f"{problem}\n{traceback_tail(error)}") from error
+
+    def _problem(self, returned: Any) -> str | None:
+        try:
+            batch = np.asarray(returned)
+        except ValueError:
+            return "returned lists of different lengths"
+        if batch.ndim != 1 or not np.issubdtype(batch.dtype, np.integer):
+            return f"returned {type(returned).__name__} of {batch.dtype}, shape {batch.shape}"
+        if len(batch) != self._batch_size:
+            return f"returned {len(batch)} positions"
+        outside = batch[(batch < 0) | (batch >= self._num_prompts)]
+        if len(outside):
+            return f"returned position {outside[0]}"
+        positions, counts = np.unique(batch, return_counts=True)
+        return f"returned position {positions[counts > 1][0]} more than once" if (counts > 1).any() else None
+
+
+def _spec(class_path: str, class_name: str) -> str:
+    return absolute(str(parse_code(class_path, class_name)))

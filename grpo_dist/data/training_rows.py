@@ -17,22 +17,29 @@ Labelled steps (`steps_row`), for a reward model:
 
 As a prompt a text stands for one message of the user, as an answer for one of the assistant. Other columns are not
 read. Every row is checked when it is read.
+
+`JudgedResponses` are labelled steps that a run has written itself: what its reward model is trained on again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from grpo_dist.data.columns import check_text_only, column_of, unread
 from grpo_dist.data.files import locate_rows, shown
-from grpo_dist.data.prompts import checked_messages
-from grpo_dist.errors import DataError
+from grpo_dist.data.prompts import check_text_only, checked_messages, column_of, messages_in, unread
+from grpo_dist.errors import DataError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
+
+REPLAY_KEY = "reward_model.replay_share"
 
 Messages = list[dict[str, Any]]
 
@@ -143,8 +150,7 @@ def load_preferences(files: Sequence[str], *, key: str) -> list[Pair] | list[Lab
 def conversation_row(row: dict[str, Any], location: str, where: str, *, messages_key: str) -> Conversation:
     """Check a row of supervised fine-tuning; `messages_key` is the column of whole conversations."""
     if row.get(messages_key) is None and row.get("completion") is not None:
-        prompt = checked_messages(column_of(row, "prompt", where), f"{where}: prompt")
-        completion = checked_messages(row["completion"], f"{where}: completion", "assistant")
+        prompt, completion = messages_in(row, "prompt", where), messages_in(row, "completion", where, "assistant")
         if prompt[-1]["role"] == completion[0]["role"] == "assistant":
             raise DataError(
                 f"{where}: prompt ends in a turn of the assistant that completion goes on with; write the whole turn "
@@ -189,16 +195,11 @@ def _to_train(location: str, messages: Messages, first: int, row: dict[str, Any]
 
 def pair_row(row: dict[str, Any], location: str, where: str) -> Pair:
     """Check a row with a chosen and a rejected answer."""
-    chosen, rejected = (
-        checked_messages(column_of(row, name, where), f"{where}: {name}", "assistant")
-        for name in ("chosen", "rejected")
-    )
+    chosen, rejected = (messages_in(row, name, where, "assistant") for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same, so neither is preferred; leave out the row")
-    if row.get("prompt") is not None:
-        prompt = checked_messages(row["prompt"], f"{where}: prompt")
-    else:
-        prompt = _common_start(row, chosen, rejected, where)
+    given = row.get("prompt") is not None
+    prompt = messages_in(row, "prompt", where) if given else _common_start(row, chosen, rejected, where)
     # an answer may begin with the prompt's messages
     chosen, rejected = (
         answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer for answer in (chosen, rejected)
@@ -233,7 +234,7 @@ def _common_start(row: dict[str, Any], chosen: Messages, rejected: Messages, whe
 
 def steps_row(row: dict[str, Any], location: str, where: str) -> LabelledSteps:
     """Check a row with the steps of an answer and their labels."""
-    prompt = checked_messages(column_of(row, "prompt", where), f"{where}: prompt")
+    prompt = messages_in(row, "prompt", where)
     steps, labels = (column_of(row, name, where) for name in ("completions", "labels"))
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise DataError(f"{where}: completions must be a list of texts, one for each step, got {shown(steps)}")
@@ -276,3 +277,95 @@ def training_batch(examples: Sequence[TrainingExample], marks: str) -> DataProto
     }
     uid = [f"{i}: {row.location}" for i, row in enumerate(examples) for _ in row.responses]
     return DataProto.from_dict(columns, {"uid": uid})
+
+
+class Selection(NamedTuple):
+    """Rows to train on.
+
+    Attributes:
+        fresh: those of an iteration.
+        replayed: some of those before it.
+        repeated: number of rows of the iteration that are left out, since a row before has the same conversation.
+    """
+
+    fresh: list[LabelledSteps]
+    replayed: list[LabelledSteps]
+    repeated: int
+
+
+@dataclass(frozen=True)
+class JudgedResponses:
+    """Judged responses of all steps of a run, on disk. A step that a resumed run repeats replaces its file.
+
+    DeepSeekMath (arXiv 2402.03300, section 4.1.4) retrains the reward model in every iteration on what the policy has
+    just sampled, and on a tenth of what it sampled before ("replay"), so that the model does not forget what bad
+    answers of earlier policies look like. One JSON-lines file, FOLDER/12.jsonl, holds the responses of a training step
+    in the form that `steps_row` and `grpo-dist reward-model` read.
+
+    Args:
+        folder: where they are; made when the first rows come.
+    """
+
+    folder: Path
+
+    def file(self, step: int) -> Path:
+        """Return the file of the rows of a step."""
+        return self.folder / f"{step}.jsonl"
+
+    def select(self, first: int, last: int, share: float, *, seed: int) -> Selection:
+        """Return the rows of an iteration, and a random share of those before it; the same ones for the same seed.
+
+        A conversation that comes more than once is taken once, where it came first.
+
+        Args:
+            first: the first step of the iteration; steps count from 1.
+            share: of the earlier rows, in [0, 1]; rounded to whole rows.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        known: set[bytes] = set()
+        before = range(1, first if share else 1)
+        count = sum(row is not None for row in self._rows(before, known))
+        chosen = set(np.random.default_rng([seed, last]).permutation(count)[: round(share * count)].tolist())
+        # read once more, since all responses of a run may be more than the memory holds
+        again = filter(None, self._rows(before, set()))
+        replayed = [row for i, row in enumerate(again) if i in chosen]
+        rows = [*self._rows(range(first, last + 1), known)]
+        return Selection([row for row in rows if row is not None], replayed, rows.count(None))
+
+    def check(self, steps: Sequence[int]) -> None:
+        """Check that the files of these steps are there."""
+        for step in steps:
+            if not self.file(step).is_file():
+                raise DataError(
+                    f"{REPLAY_KEY}: {self.file(step)} is missing, the judged responses of step {step}, which the "
+                    "reward model is to be retrained on; give the file back, or start the run anew"
+                )
+
+    def copy(self, steps: Sequence[int], other: JudgedResponses) -> None:
+        """Copy the rows of these steps into another store.
+
+        Raises:
+            DiskError: a file cannot be copied.
+        """
+        try:
+            other.folder.mkdir(parents=True, exist_ok=True)
+            for step in steps:
+                temporary = other.file(step).with_suffix(".tmp")
+                shutil.copyfile(self.file(step), temporary)
+                temporary.replace(other.file(step))
+        except OSError as error:
+            raise DiskError(
+                f"{REPLAY_KEY}: the judged responses cannot be copied to {other.folder}: {error}"
+            ) from error
+
+    def _rows(self, steps: Sequence[int], known: set[bytes]) -> Iterator[LabelledSteps | None]:
+        """Yield the rows of these steps, a file at a time; None for a known conversation. Others become known."""
+        self.check(steps)
+        for file in map(self.file, steps):
+            for row in checked_rows([str(file)], key=REPLAY_KEY, check=steps_row) if file.stat().st_size else ():
+                text = json.dumps([row.prompt, "".join(row.steps)])
+                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+                yield None if digest in known else row
+                known.add(digest)

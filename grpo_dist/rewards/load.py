@@ -13,8 +13,7 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, parse_code
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.redact import redact
-from grpo_dist.rewards.contract import Form, Part, RewardFunction, RowNeeds
-from grpo_dist.rewards.forms import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
+from grpo_dist.rewards.contract import BATCH_ARGUMENTS, TRL_ARGUMENTS, Form, Part, RewardFunction, RowNeeds, form_of
 
 PATH_KEY = "custom_reward_function.path"
 _MATH = "grpo_dist.tasks.competition_math"
@@ -30,16 +29,16 @@ SCORERS = {
     **dict.fromkeys(_MATH_SOURCES, f"{_MATH}:compute_score"),
     **dict.fromkeys(_DAPO_SOURCES, f"{_MATH}:compute_score_dapo"),
     "countdown": "grpo_dist.tasks.countdown:compute_score",
-    "planner": "grpo_dist.tasks.planner:compute_score",
     "reasoning_gym/": "grpo_dist.tasks.reasoning_gym:compute_score",
 }
-# Scorers that were in grpo_dist.rewards once, and where they are now; the examples are copied or named by their path.
+# Scorers that were elsewhere once, and where they are now; the examples are copied or named by their path.
+_GRADERS = ("graded", "xml_tags", "length_penalty", "multiple_choice")
 MOVED = {
-    **{name: f"examples/rewards/{name}.py" for name in ("graded", "xml_tags", "length_penalty", "multiple_choice")},
-    "gsm8k": "grpo_dist.tasks.gsm8k",
-    "countdown": "grpo_dist.tasks.countdown",
-    "math_answer": _MATH,
-    "json_plan": "grpo_dist.tasks.planner",
+    **{f"grpo_dist.rewards.{name}": f"examples/rewards/{name}.py" for name in _GRADERS},
+    "grpo_dist.rewards.gsm8k": "grpo_dist.tasks.gsm8k",
+    "grpo_dist.rewards.countdown": "grpo_dist.tasks.countdown",
+    "grpo_dist.rewards.math_answer": _MATH,
+    **dict.fromkeys(("grpo_dist.rewards.json_plan", "grpo_dist.tasks.planner"), "examples/planner/planner.py"),
 }
 # Names that mean something else in what a reward function returns, so that no component can have them.
 RESERVED = {"score", "pred", "step_scores", OVERLONG_PENALTY}
@@ -70,9 +69,8 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
             )
         return RewardFunction("built-in", score_by_data_source)
     code = parse_code(path, name)
-    package, _, module_name = code.source.rpartition(".")
-    if package == "grpo_dist.rewards" and module_name in MOVED:
-        raise ConfigError(f"{PATH_KEY}={path}: this scorer has moved; set {PATH_KEY}={MOVED[module_name]}")
+    if code.source in MOVED:
+        raise ConfigError(f"{PATH_KEY}={path}: this scorer has moved; set {PATH_KEY}={MOVED[code.source]}")
     function = load_attribute(str(code), key="custom_reward_function.path/name")
     form, named = form_of(function), path if parse_code(path).attribute else f"{path}:{name}"
     _check_callable(function, form, named, reward_kwargs)
@@ -114,9 +112,10 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
     """
     sources = set(data_sources)
     if unknown := sorted(source for source in sources if built_in_scorer(source) is None):
+        moved = f" (planner's is now {MOVED['grpo_dist.tasks.planner']})" if "planner" in unknown else ""
         raise ConfigError(
             f"no built-in scorer for data_source {', '.join(map(repr, unknown))}: set {PATH_KEY} to a Python "
-            f"file with your reward function. Built-in: {', '.join(sorted(SCORERS))}"
+            f"file with your reward function{moved}. Built-in: {', '.join(sorted(SCORERS))}"
         )
     for function in {_built_in(source) for source in sources}:
         check = getattr(sys.modules[function.__module__], "check_reward_kwargs", None)

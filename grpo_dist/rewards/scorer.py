@@ -5,6 +5,10 @@ time, even from C code that never returns, the process is killed. A process that
 remaining responses go to the new one. Either way that one response has failed, and the caller decides what that means.
 Processes that the function has started end with its own (supervisor.py).
 
+Work that the response alone makes costly, such as 9^{9^9} for an answer, is no failure but a wrong answer: a function
+does it within limits of its own (`limited`). What custom code prints, here or in a worker, is kept as lines
+(`OutputLines`).
+
 The library pebble has such a process pool, but ends the worker's process alone: after a time-out or a crash what the
 function had started lived on (tried with pebble 5.2.3), and it does not collect what the function prints.
 """
@@ -13,25 +17,39 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.plugins.names import parse_code
-from grpo_dist.rewards.contract import RewardResult, RowNeeds, shown_response
-from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
+from grpo_dist.rewards.contract import (
+    Failure,
+    RewardResult,
+    RowNeeds,
+    Sample,
+    score_group,
+    shown_response,
+    takes_one,
+)
 from grpo_dist.rewards.load import load_reward_function
-from grpo_dist.rewards.output_lines import OutputLines
 from grpo_dist.supervisor import under_supervisors
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
 END_S = 5.0  # from closing the pipe to the end of the process: exit handlers may run
 OUTPUT_BYTES, MOST_BLOCKS = 1 << 16, 8  # read at a time: a pipe's size on Linux, and so many times
+MOST_LINES, MOST_LINE_BYTES = 5, 500  # that are kept of what custom code prints
+MOST_PRINTED = 10  # lines of one kind of custom code that are shown per step
+AGAIN_S = 0.1  # of CPU time, after which the error of `limited` is raised again where somebody has caught it
 
 
 class Scorer:
@@ -214,6 +232,163 @@ def main() -> None:
     under_supervisors(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError):
         serve(Connection(descriptor))
+
+
+# --- what custom code prints ---------------------------------------------------------------------------------------
+
+
+class OutputLines:
+    """Splits output into lines and keeps the first of them; lines are cut to `MOST_LINE_BYTES`.
+
+    Args:
+        most_lines: the number of lines that are kept between two calls of `take`.
+    """
+
+    def __init__(self, most_lines: int = MOST_LINES) -> None:
+        self._most_lines = most_lines
+        self._lines: list[str] = []
+        self._num_more = 0
+        self._rest = b""
+
+    def add(self, block: bytes) -> None:
+        """Add output, in pieces of any length."""
+        first, *others = block.split(b"\n", 1)
+        self._rest += first[: MOST_LINE_BYTES - len(self._rest)]
+        while others:
+            self._end_line()
+            if len(self._lines) >= self._most_lines:
+                self._num_more += others[0].count(b"\n")
+                self._rest = others[0].rpartition(b"\n")[2][:MOST_LINE_BYTES]
+                return
+            first, *others = others[0].split(b"\n", 1)
+            self._rest = first[:MOST_LINE_BYTES]
+
+    def take(self) -> tuple[list[str], int]:
+        """Return the first lines since the last call, and the number of further lines."""
+        if self._rest:
+            self._end_line()
+        taken = self._lines, self._num_more
+        self._lines, self._num_more = [], 0
+        return taken
+
+    def _end_line(self) -> None:
+        if len(self._lines) < self._most_lines:
+            self._lines.append(self._rest.decode(errors="replace").rstrip())
+        else:
+            self._num_more += 1
+        self._rest = b""
+
+
+_LINES: ContextVar[OutputLines | None] = ContextVar("printed lines", default=None)
+
+
+@contextlib.contextmanager
+def printing_to(lines: OutputLines) -> Iterator[None]:
+    """Add to `lines` what the block prints, and the tasks and threads that asyncio starts in it; it is printed too.
+
+    An error of the package that ends the block gets the lines as notes, as nobody will take them.
+    """
+    if not isinstance(sys.stdout, _Copied):
+        sys.stdout = _Copied(sys.stdout)
+    token = _LINES.set(lines)
+    try:
+        yield
+    except GrpoDistError as error:
+        for line in lines.take()[0]:
+            error.add_note(f"printed before: {line}")
+        raise
+    finally:
+        _LINES.reset(token)
+
+
+class _Copied:
+    """A stream that also adds what is written to it to the lines of the block that writes (`printing_to`)."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        if (lines := _LINES.get()) is not None:
+            lines.add(text.encode(errors="replace"))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class PrintedLines:
+    """The lines that all processes of a run have printed, by kind of custom code: the first ones, and how many more."""
+
+    def __init__(self) -> None:
+        self._printed: dict[str, tuple[list[str], int]] = {}
+
+    def note(self, kind: str, lines: Sequence[str], num_more: int) -> None:
+        """Add lines; `num_more` lines were left out by the process itself."""
+        kept, more = self._printed.get(kind, ([], 0))
+        room = MOST_PRINTED - len(kept)
+        self._printed[kind] = [*kept, *lines[:room]], more + num_more + len(lines[room:])
+
+    def take(self) -> list[str]:
+        """Return a message for each kind that has printed something since the last call."""
+        printed, self._printed = self._printed, {}
+        messages = []
+        for kind, (lines, more) in printed.items():
+            if lines:
+                rest = [f"... and {more} more lines"] if more else []
+                messages.append("\n  ".join([f"the {kind} printed:", *lines, *rest]))
+        return messages
+
+
+# --- limits that a scorer survives -----------------------------------------------------------------------------------
+
+
+class TooCostly(BaseException):
+    """The work went beyond its limits; no `except Exception` of a library in between catches it."""
+
+
+@contextlib.contextmanager
+def limited(*, cpu_s: float, memory_bytes: int) -> Iterator[None]:
+    """Run a block with limits; within C code they hold wherever it looks for signals, as Python's integers do.
+
+    Outside the main thread of a process, where Python runs no signal handlers, only the memory is limited.
+
+    Args:
+        cpu_s: CPU time of the process, all of its threads.
+        memory_bytes: address space beyond what the process has now.
+
+    Raises:
+        TooCostly: the block went beyond the CPU time, or raised MemoryError.
+    """
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + memory_bytes
+    if before[0] != resource.RLIM_INFINITY:
+        most = min(most, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        with _alarm(cpu_s) if threading.current_thread() is threading.main_thread() else contextlib.nullcontext():
+            yield
+    except MemoryError:
+        raise TooCostly from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextlib.contextmanager
+def _alarm(cpu_s: float) -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TooCostly
+
+    before = signal.signal(signal.SIGPROF, end)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, cpu_s, AGAIN_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+    finally:  # also where the alarm came on the way out
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 if __name__ == "__main__":

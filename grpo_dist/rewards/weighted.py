@@ -9,7 +9,7 @@ is short for
         {path: rewards.py:correct, weight: 1.0}, {path: rewards.py:short, weight: 0.5}]}'
 
 and an entry may also have `name`, `reward_kwargs` and `label`, in either way of writing. `path: null` is the built-in
-scorer of the row's data source. The functions may have any of the forms of forms.py. They are the components that
+scorer of the row's data source. The functions may have any of the forms of contract.py. They are the components that
 `adv_estimator=gdpo` normalises, and their weights its default weights.
 
 A function that returns None for a response does not apply to it and takes no part in its sum; a response to which none
@@ -29,8 +29,7 @@ from typing import Any
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.plugins.names import OVERLONG_PENALTY, parse_code
-from grpo_dist.rewards.contract import Part
-from grpo_dist.rewards.forms import Failure, Sample, score_group, weighted_sum
+from grpo_dist.rewards.contract import Failure, Part, Sample, score_group, weighted_sum
 from grpo_dist.rewards.load import load_reward_function
 
 KEY = "custom_reward_function.reward_kwargs.functions"

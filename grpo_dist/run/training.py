@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from grpo_dist.checks.result import Ready
-from grpo_dist.config.command import halved
+from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import (
     ConfigError,
@@ -128,7 +128,7 @@ def _train(
             except OutOfMemory as error:
                 smaller = None
                 if config.trainer.halve_on_out_of_memory:
-                    smaller = halved(present, error.setting, command_of(config))
+                    smaller = halved(present, error.setting)
                 if smaller is None or restarts == config.trainer.max_actor_restarts:
                     raise
                 present, lost = smaller, error
@@ -151,6 +151,23 @@ def _train(
         where = last or "the beginning: there is no checkpoint yet"
         count = f"{restarts} of trainer.max_actor_restarts={config.trainer.max_actor_restarts}"
         say(config, f"{lost}\nstarting all workers again from {where} ({count})")
+
+
+def halved(config: JobConfig, setting: tuple[str, int] | None) -> JobConfig | None:
+    """Return the config with one integer setting halved, for a run that goes on after a GPU ran out of memory.
+
+    Args:
+        setting: (dotted key, its current value); None: there is nothing to halve.
+
+    Returns:
+        The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the
+        longest sequence.
+    """
+    if setting is None or setting[1] < 2:
+        return None
+    key, value = setting
+    smaller: JobConfig = with_value(config, key, value // 2)
+    return None if any(key in problem.keys for problem in command_of(config).problems(smaller)) else smaller
 
 
 def _from_last_checkpoint(config: JobConfig, folder: Path | None) -> JobConfig:

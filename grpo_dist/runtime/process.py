@@ -33,7 +33,7 @@ from grpo_dist.assets import POLICY_KEY, is_folder, resolve_model_path
 from grpo_dist.engines.rendezvous import is_loopback_setting
 from grpo_dist.engines.vllm.installed import build_problem
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.output_lines import OutputLines
+from grpo_dist.rewards.scorer import OutputLines
 from grpo_dist.runtime.nodes import end_with_ray, node_name
 from grpo_dist.runtime.resources import nodes_in_order
 from grpo_dist.supervisor import process_state

@@ -3,7 +3,6 @@
 grpo-dist data gsm8k --local_save_dir data/gsm8k [--local_dataset_path FOLDER]
 grpo-dist data math --local_save_dir data/math [--local_dataset_path FOLDER]
 grpo-dist data countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
-grpo-dist data planner --local_save_dir data/planner [--size small] [--seed 0]
 grpo-dist data reasoning_gym --local_save_dir data/gym --task chain_sum [--train_size 8000]
 grpo-dist data arithmetic --local_save_dir data/arithmetic
 """
@@ -17,9 +16,11 @@ from functools import partial
 
 from grpo_dist.data.conversion import LOCAL_KEY, Written, convert, write_splits
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.tasks import arithmetic, countdown, gsm8k, planner_rows, reasoning_gym
+from grpo_dist.tasks import arithmetic, countdown, gsm8k, reasoning_gym
 from grpo_dist.tasks.competition_math import task as competition_math
 from grpo_dist.terminal import show
+
+MOVED = {"planner": "examples/planner/planner_rows.py"}  # tasks that are examples, with what writes their rows
 
 
 def prepare_arithmetic(local_save_dir: str) -> Written:
@@ -29,6 +30,12 @@ def prepare_arithmetic(local_save_dir: str) -> Written:
 
 def main(arguments: Sequence[str]) -> int:
     """Write one data set. Returns the exit code: 0, or 2 for something the user can mend."""
+    if arguments and arguments[0] in MOVED:
+        show(
+            f"{arguments[0]}: this task has moved; run python {' '.join([MOVED[arguments[0]], *arguments[1:]])}\n",
+            sys.stderr,
+        )
+        return 2
     options = vars(_parser().parse_args(arguments))
     prepare: Callable[..., Written] = options.pop("prepare")
     try:
@@ -59,17 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         add(name, partial(convert, task.make_row, hub=task.HUB), text).add_argument(LOCAL_KEY, help=local)
     generated = add("countdown", countdown.prepare, "reach a target with given numbers; generated")
     generated.add_argument("--num_numbers", type=int, nargs="+", default=[3, 4], help="numbers given (3 4)")
-    planned = add("planner", planner_rows.prepare, "plan what several agents are to do; generated")
-    planned.add_argument("--size", choices=planner_rows.SIZES, default="full", help="of the requests (%(default)s)")
-    planned.add_argument("--sft_size", type=int, default=2000, help="rows with answers, in sft.parquet (%(default)s)")
-    hasty = "share of answers with steps in the order in which they are named (%(default)s)"
-    planned.add_argument("--hasty_share", type=float, default=0.0, help=hasty)
     gym = add("reasoning_gym", reasoning_gym.prepare, "tasks of Reasoning Gym, one or a mixture; generated")
     share = "NAME, or '{NAME: {weight: 2, SETTING: VALUE}}' as YAML"
     gym.add_argument("--task", nargs="+", required=True, metavar="TASK", help=share)
     gym.add_argument("--instruction", default=reasoning_gym.INSTRUCTION, help="behind each question (%(default)s)")
     gym.add_argument("--allow_eval", action="store_true", help="take tasks whose scorers run answers as Python code")
-    for command in (generated, planned, gym):
+    for command in (generated, gym):
         command.add_argument("--train_size", type=int, default=8000, help="rows in train.parquet (%(default)s)")
         command.add_argument("--test_size", type=int, default=200, help="rows in test.parquet (%(default)s)")
         command.add_argument("--seed", type=int, default=0, help="another seed, other rows (%(default)s)")

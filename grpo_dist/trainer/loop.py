@@ -22,8 +22,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SFTConfig
 from grpo_dist.config.schema_models import CriticConfig
 from grpo_dist.config.schema_roles import ActorConfig
-from grpo_dist.data.curriculum import CustomSampler
-from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.sampler import CustomSampler, PromptSampler
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.protocol.fields import require

@@ -21,10 +21,9 @@ from grpo_dist.assets.model_folder import read_model_config
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.conversations import padding_id
-from grpo_dist.data.judged_responses import JudgedResponses
-from grpo_dist.data.preference_tokens import label_answer
 from grpo_dist.data.step_tokens import step_form
-from grpo_dist.data.training_rows import LabelledSteps, TrainingExample
+from grpo_dist.data.training_rows import JudgedResponses, LabelledSteps, TrainingExample
+from grpo_dist.data.training_tokens import label_answer
 from grpo_dist.errors import DataError
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.protocol import metric_values

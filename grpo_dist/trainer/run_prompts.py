@@ -15,11 +15,9 @@ from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_roles import AgentConfig
-from grpo_dist.data.columns import SOURCE, unread_notes
-from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.pass_rates import PassRateCurriculum
-from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
-from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.prompts import NO_DATA_SOURCE, SOURCE, Prompt, add_system_prompt, load_prompts, unread_notes
+from grpo_dist.data.sampler import CustomSampler, PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import CodeName, absolute

@@ -35,7 +35,7 @@ from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 from grpo_dist.protocol.fields import FIELDS, TEACHER, columns_for
 from grpo_dist.protocol.sequences import as_teacher_reads
-from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.freed_memory import FreedMemory

@@ -97,7 +97,7 @@ class RecordWriter(Process):
     def write_judged(
         self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> None:
-        """Write responses with the labels of their steps to `path`, in the form of data/judged_responses.py.
+        """Write responses with the labels of their steps to `path`, in the form of data/training_rows.py.
 
         A response without text is left out, and one that the reward function failed on.
 

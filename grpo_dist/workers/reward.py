@@ -20,7 +20,7 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol.fields import columns_for
-from grpo_dist.rewards.output_lines import PrintedLines
+from grpo_dist.rewards.scorer import PrintedLines
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import give

@@ -39,7 +39,7 @@ from grpo_dist.keeper import watch
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.sequences import PREDECESSORS, UNKNOWN_ROUTES, count_unknown, route_columns
-from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup

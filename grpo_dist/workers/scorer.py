@@ -243,7 +243,7 @@ class ResponseScorer(Process):
         """Call the function for the texts, with their tokens, of these rows of a group."""
         if not texts:
             return []
-        from grpo_dist.rewards.forms import Failure, Sample
+        from grpo_dist.rewards.contract import Failure, Sample
 
         said = task.model_scores.items()
         model_scores = [

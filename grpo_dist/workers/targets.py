@@ -21,7 +21,7 @@ from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA, SOURCE, columns_for
 from grpo_dist.protocol.sequences import PREDECESSORS
-from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.rewards.scorer import printing_to
 from grpo_dist.rewards.weighted import chosen_components
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.process import Process

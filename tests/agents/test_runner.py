@@ -19,7 +19,7 @@ from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError
-from grpo_dist.rewards.output_lines import OutputLines, printing_to
+from grpo_dist.rewards.scorer import OutputLines, printing_to
 from tests.agents.fakes import Writer
 from tests.agents.loops import episodes, line_of, responses_of, runner
 from tests.messages import refuses

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_dist.checks.all_checks import check_all
 from grpo_dist.checks.own_code import import_reward, own_functions, resolve_names, try_sampler
-from grpo_dist.data.curriculum import CustomSampler
+from grpo_dist.data.sampler import CustomSampler
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
 from tests.messages import refuses

@@ -19,8 +19,7 @@ from grpo_dist.config.load import with_overrides
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import Response
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.rewards.contract import RewardResult
-from grpo_dist.rewards.forms import Failure
+from grpo_dist.rewards.contract import Failure, RewardResult
 from grpo_dist.trainer.record import EXPORTED, write_config
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from tests.cli.scripted import ENGINE, SCRIPT, scripted_model, seen

@@ -19,7 +19,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import write_parquet
-from grpo_dist.rewards.output_lines import OutputLines
+from grpo_dist.rewards.scorer import OutputLines
 from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.loss_settings import target_settings

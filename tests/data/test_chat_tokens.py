@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
-from grpo_dist.data.chat_tokens import tokenize_chats
 from grpo_dist.data.training_rows import Conversation, TrainingExample, training_batch
+from grpo_dist.data.training_tokens import tokenize_chats
 from grpo_dist.errors import DataError
 from tests.data.test_tokenize import byte_tokenizer
 from tests.messages import refuses

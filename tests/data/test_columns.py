@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.data import Prompt, load_prompts
-from grpo_dist.data.columns import UNREAD, filled, unread, unread_notes
 from grpo_dist.data.files import source_name
+from grpo_dist.data.prompts import UNREAD, filled, unread, unread_notes
 from grpo_dist.errors import DataError
 from tests.messages import refuses, says
 

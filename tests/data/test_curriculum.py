@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.data import Prompt, PromptSampler
-from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
+from grpo_dist.data.sampler import CustomSampler, load_sampler_class
 from grpo_dist.errors import ConfigError, DataError
 from tests.messages import refuses
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.data.judged_responses import JudgedResponses
-from grpo_dist.data.training_rows import LabelledSteps
+from grpo_dist.data.training_rows import JudgedResponses, LabelledSteps
 from grpo_dist.errors import DataError
 from tests.messages import refuses
 

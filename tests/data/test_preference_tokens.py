@@ -10,9 +10,9 @@ import pytest
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import load_tokenizer
 from grpo_dist.data.conversations import ConversationRenderer, without_padding
-from grpo_dist.data.preference_tokens import label_answer, tokenize_preferences
 from grpo_dist.data.step_tokens import StepForm, StepRenderer
 from grpo_dist.data.training_rows import LabelledSteps, Pair, TrainingExample, training_batch
+from grpo_dist.data.training_tokens import label_answer, tokenize_preferences
 from grpo_dist.errors import DataError
 from tests.data.test_tokenize import byte_tokenizer
 from tests.messages import refuses

@@ -19,7 +19,7 @@ from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm import openai_app
-from grpo_dist.rewards.output_lines import OutputLines, printing_to
+from grpo_dist.rewards.scorer import OutputLines, printing_to
 from tests.agents.speaking import call
 from tests.engines.vllm.speaking_engine import MODEL, OPTIONS, SpeakingEngine
 

@@ -155,7 +155,7 @@ def test_curriculum_goes_from_easy_to_hard() -> None:
 
 def test_curriculum_fits_the_protocol() -> None:
     from grpo_dist.data import Prompt
-    from grpo_dist.data.curriculum import CustomSampler
+    from grpo_dist.data.sampler import CustomSampler
 
     prompts = [Prompt(i, "d", [{"role": "user", "content": "q"}], "", {}, "") for i in range(4)]
     sampler = CustomSampler(str(EXAMPLES / "curriculum" / "easiest_first.py"), "EasiestFirst", prompts, 2, seed=1)

@@ -21,7 +21,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import DataError
-from grpo_dist.rewards.forms import Sample
+from grpo_dist.rewards.contract import Sample
 from tests.messages import says
 
 KEY = "data.train_files"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.rewards.contract import RewardResult
-from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.contract import Failure, RewardResult, Sample
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.scorer import Scorer
 from tests.messages import refuses

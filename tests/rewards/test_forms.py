@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.contract import RewardFunction, RewardResult
-from grpo_dist.rewards.forms import Failure, Sample, form_of, score_group
+from grpo_dist.rewards.contract import Failure, RewardFunction, RewardResult, Sample, form_of, score_group
 from grpo_dist.rewards.load import _row_needs
 from tests.messages import refuses, says
 

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import http_reward, load_reward_function, score_response
-from grpo_dist.rewards.forms import Failure, Sample, score_group
+from grpo_dist.rewards.contract import Failure, Sample, score_group
 from grpo_dist.rewards.http_reward import compute_score, compute_score_batch, post_json
 from tests.messages import refuses
 from tests.rewards.http_service import Service

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from grpo_dist.rewards.limits import TooCostly, limited
+from grpo_dist.rewards.scorer import TooCostly, limited
 
 GIB = 1 << 30
 

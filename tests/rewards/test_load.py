@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function
-from grpo_dist.rewards.contract import RewardResult, RowNeeds
-from grpo_dist.rewards.forms import Sample, score_group
+from grpo_dist.rewards.contract import RewardResult, RowNeeds, Sample, score_group
 from grpo_dist.rewards.load import MOVED, SCORERS
 from tests.messages import refuses
 from tests.rewards.scoring import scored
@@ -80,6 +78,8 @@ def test_check_data_sources_lists_all_unknown() -> None:
     check_data_sources([])
     with refuses(ConfigError, "'a', 'b'", "custom_reward_function.path"):
         check_data_sources(["b", "gsm8k", "a", "b"])
+    with refuses(ConfigError, "'planner'", "custom_reward_function.path", "examples/planner/planner.py"):
+        check_data_sources(["planner"])
 
 
 def test_built_in_scorers_take_no_reward_kwargs() -> None:
@@ -110,11 +110,11 @@ def test_a_module(path: str) -> None:
 @pytest.mark.parametrize("name", sorted(MOVED))
 def test_a_scorer_that_has_moved_says_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as error:
-        load_reward_function(f"grpo_dist.rewards.{name}", "compute_score", {})
+        load_reward_function(name, "compute_score", {})
     told, _, place = str(error.value).partition("; set custom_reward_function.path=")
-    assert told.startswith(f"custom_reward_function.path=grpo_dist.rewards.{name}: ")
+    assert told.startswith(f"custom_reward_function.path={name}: ")
     monkeypatch.chdir(Path(__file__).parents[2])
-    needed = {"budget": 1, "limit": 2} if name == "length_penalty" else {}
+    needed = {"budget": 1, "limit": 2} if name.endswith("length_penalty") else {}
     assert load_reward_function(place, "compute_score", needed).name == f"{place}:compute_score"
 
 
@@ -212,10 +212,6 @@ def test_what_a_function_reads_of_a_row(file: str, name: str, reward_kwargs: dic
 def test_every_built_in_scorer_says_whether_the_answer_is_right(data_source: str) -> None:
     """What dynamic sampling (recipe dapo) and validation go by, whatever the scale of the scores."""
     number = ("4", r"\boxed{4} #### 4", r"\boxed{5} #### 5")
-    plan, other = ([{"agent": name, "task": "plot it"}] for name in ("code", "search"))
-    special = {
-        "countdown": ({"target": 4, "numbers": [2, 2]}, "<answer>2 + 2</answer>", "<answer>2 - 2</answer>"),
-        "planner": (plan, json.dumps(plan), json.dumps(other)),
-    }
+    special = {"countdown": ({"target": 4, "numbers": [2, 2]}, "<answer>2 + 2</answer>", "<answer>2 - 2</answer>")}
     truth, *answers = special.get(data_source, number)
     assert [scored(answer, truth, data_source).extra["acc"] for answer in answers] == [1.0, 0.0]

@@ -11,7 +11,8 @@ from grpo_dist.algorithms.validation import majority_at_n, pred_ids
 from grpo_dist.rewards import load_reward_function
 from tests.rewards.scoring import scored
 
-MULTIPLE_CHOICE = str(Path(__file__).parents[2] / "examples" / "rewards" / "multiple_choice.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MULTIPLE_CHOICE, PLANNER = (str(EXAMPLES / name) for name in ("rewards/multiple_choice.py", "planner/planner.py"))
 PLAN = [{"agent": "search", "task": "find it"}]
 
 
@@ -26,7 +27,7 @@ PLAN = [{"agent": "search", "task": "find it"}]
         ("grpo_dist.tasks.worked_sums", "arithmetic", "7", "#### 7"),
         (MULTIPLE_CHOICE, "letters", "B", "Answer: B"),
         (None, "countdown", {"target": 7, "numbers": [3, 4]}, "<answer>3+4</answer>"),
-        (None, "planner", PLAN, str(PLAN).replace("'", '"')),
+        (PLANNER, "planner", PLAN, str(PLAN).replace("'", '"')),
         ("grpo_dist.rewards.exact_match", "texts", "7", "7"),
     ],
 )

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.output_lines import MOST_LINE_BYTES, OutputLines, PrintedLines, printing_to
+from grpo_dist.rewards.scorer import MOST_LINE_BYTES, OutputLines, PrintedLines, printing_to
 from tests.messages import refuses, says
 
 

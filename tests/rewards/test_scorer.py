@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.rewards.contract import RewardResult, RowNeeds
-from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds, Sample
 from grpo_dist.rewards.scorer import Scorer
 from tests.messages import refuses, says
 

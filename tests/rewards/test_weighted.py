@@ -5,8 +5,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, load_reward_function, score_response
-from grpo_dist.rewards.contract import RowNeeds
-from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
+from grpo_dist.rewards.contract import Failure, RowNeeds, Sample, score_group, takes_one
 from grpo_dist.rewards.weighted import GDPO_KEYS, GDPO_WEIGHTS, chosen_components
 from tests.messages import refuses, says
 

@@ -39,6 +39,11 @@ def test_wrong_arguments(arguments: list[str], words: list[str], capsys: pytest.
     says(capsys.readouterr().err, *words)
 
 
+def test_a_task_that_has_moved_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["planner", "--local_save_dir", "x"]) == 2
+    says(capsys.readouterr().err, "planner", "python examples/planner/planner_rows.py --local_save_dir x")
+
+
 @pytest.mark.parametrize("module", [["grpo_dist", "data"], ["grpo_dist.tasks.prepare"]])
 def test_as_a_module(module: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", *module, "countdown", "--local_save_dir", str(tmp_path)]

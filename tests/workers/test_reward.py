@@ -19,8 +19,7 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.rewards.contract import RewardResult
-from grpo_dist.rewards.forms import Sample
+from grpo_dist.rewards.contract import RewardResult, Sample
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.rollout.job import make_request
 from grpo_dist.workers.reward import RewardWorker

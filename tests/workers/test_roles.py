@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.errors import WorkerLost
 from grpo_dist.plan.commands import load_config
-from grpo_dist.rewards.output_lines import PrintedLines
+from grpo_dist.rewards.scorer import PrintedLines
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.roles import Roles
 

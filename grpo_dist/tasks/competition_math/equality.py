@@ -6,7 +6,7 @@ The math-verify library (https://github.com/huggingface/Math-Verify) reads and c
   it, and drops dots, primes and whatever looks like a unit at the end.
 - Numbers are compared exactly. The library rounds decimals to 6 places and takes differences below 1e-15 for 0; here
   they are fractions, and one of them is also right for a value that it rounds correctly (`_rounds`).
-- Its time limits are for seconds on the clock; here CPU time and memory are limited (grpo_dist/rewards/limits.py).
+- Its time limits are for seconds on the clock; here CPU time and memory are limited (`rewards.scorer.limited`).
 
 Nor does it tell R from r, 120_5 from 120_6, an angle in degrees from radians, and BAC from CAB, for it a product.
 """
@@ -26,7 +26,7 @@ from sympy.core.cache import clear_cache
 from sympy.core.evalf import PrecisionExhausted
 
 from grpo_dist.rewards.format import MINUS_SIGNS
-from grpo_dist.rewards.limits import TooCostly, limited
+from grpo_dist.rewards.scorer import TooCostly, limited
 from grpo_dist.tasks.competition_math.units import ANGLE, without_unit
 
 CPU_S = 5.0  # math-verify's own limit for each of reading and comparing

@@ -25,7 +25,7 @@ from grpo_dist.config.keys import as_text, flatten, resume_mark
 from grpo_dist.config.load import as_yaml, with_later_keys
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.data.columns import SOURCE_KEY
+from grpo_dist.data.prompts import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import command_of

@@ -25,7 +25,7 @@ import numpy as np
 
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.curriculum import Curriculum
+from grpo_dist.data.sampler import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError

@@ -15,10 +15,8 @@ from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids, read_model_config
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema_job import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
-from grpo_dist.data.chat_tokens import tokenize_chats
-from grpo_dist.data.columns import unread_notes
 from grpo_dist.data.conversations import padding_id
-from grpo_dist.data.preference_tokens import tokenize_preferences
+from grpo_dist.data.prompts import unread_notes
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.step_tokens import StepForm
 from grpo_dist.data.tokenize import check_token_ids, named_rows
@@ -32,6 +30,7 @@ from grpo_dist.data.training_rows import (
     load_preferences,
     training_batch,
 )
+from grpo_dist.data.training_tokens import tokenize_chats, tokenize_preferences
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
 from grpo_dist.errors import DataError
 from grpo_dist.protocol import DataProto

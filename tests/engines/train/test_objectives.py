@@ -16,9 +16,9 @@ from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.data import load_tokenizer
-from grpo_dist.data.preference_tokens import tokenize_preferences
 from grpo_dist.data.step_tokens import StepForm
 from grpo_dist.data.training_rows import Pair, training_batch
+from grpo_dist.data.training_tokens import tokenize_preferences
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import PairObjective

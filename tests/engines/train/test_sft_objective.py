@@ -16,8 +16,8 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import end_token_ids
 from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.data import load_tokenizer
-from grpo_dist.data.chat_tokens import tokenize_chats
 from grpo_dist.data.training_rows import Conversation, training_batch
+from grpo_dist.data.training_tokens import tokenize_chats
 from grpo_dist.engines.train.classifier import ValueForward
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine

@@ -10,7 +10,7 @@ import pytest
 from math_verify import grader, parse, verify
 from sympy import sympify
 
-from grpo_dist.rewards.forms import Sample
+from grpo_dist.rewards.contract import Sample
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.tasks.competition_math import equality
 from grpo_dist.tasks.competition_math.equality import same_value

@@ -1,6 +1,6 @@
 """The scorer of plans for a multi-agent system: a JSON list of steps, each `{"agent": ..., "task": ...}`.
 
-    custom_reward_function.path=grpo_dist.tasks.planner
+    custom_reward_function.path=examples/planner/planner.py
     custom_reward_function.reward_kwargs='{agents: [search, code, writer], tag: plan}'
 
 The response is compared with the plan in `ground_truth`, in parts from 0 to 1 that are also logged one by one:

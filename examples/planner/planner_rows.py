@@ -1,6 +1,6 @@
 """Generated requests for the planner: which agents are to do what, in which order.
 
-    grpo-dist data planner --local_save_dir data/planner [--size small]
+    python examples/planner/planner_rows.py --local_save_dir data/planner [--size small]
 
 A request names two to four steps in one of four forms, two of which name them in another order than they are done in:
 
@@ -15,13 +15,15 @@ scorer is planner.py's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_dist.data.conversion import Row, Written, check_sizes, verl_row, write_splits
-from grpo_dist.errors import DataError
+from grpo_dist.errors import DataError, GrpoDistError
 
 TAG = "plan"
 TRIES_PER_REQUEST = 50
@@ -221,3 +223,28 @@ def prepare(
         for plan, request in requests["sft"]
     ]
     return write_splits(rows, local_save_dir)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files. Returns the exit code: 0, or 2 for something the user can mend."""
+    parser = argparse.ArgumentParser(description="Rows that ask for a plan of what several agents are to do.")
+    parser.add_argument("--local_save_dir", required=True, help="folder to write to")
+    parser.add_argument("--size", choices=SIZES, default="full", help="of the requests (%(default)s)")
+    parser.add_argument("--train_size", type=int, default=8000, help="rows in train.parquet (%(default)s)")
+    parser.add_argument("--test_size", type=int, default=200, help="rows in test.parquet (%(default)s)")
+    parser.add_argument("--sft_size", type=int, default=2000, help="rows with answers, in sft.parquet (%(default)s)")
+    hasty = "share of answers with steps in the order in which they are named (%(default)s)"
+    parser.add_argument("--hasty_share", type=float, default=0.0, help=hasty)
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other rows (%(default)s)")
+    try:
+        written = prepare(**vars(parser.parse_args(arguments)))
+    except GrpoDistError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    for path, num_rows in written.items():
+        print(f"{path}: {num_rows:,} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Plans of {agent, task} steps: parts with values worked out by hand; requests, exact plans, the same for a seed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.data.training_rows import checked_rows, conversation_row
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.rewards import load_reward_function
+from grpo_dist.rewards.format import tag_contents
+from tests.examples.test_examples import EXAMPLES
+from tests.messages import refuses, says
+from tests.rewards.scoring import scored
+from tests.tasks.conftest import prompts_of
+
+FOLDER = EXAMPLES / "planner"
+SCORER = str(FOLDER / "planner.py")
+WEIGHTS, compute_score, token_f1, best_alignment = (
+    load_attribute(f"{SCORER}:{name}", key="path")
+    for name in ("WEIGHTS", "compute_score", "token_f1", "best_alignment")
+)
+FORMS, SIZES, TAG, draw_plan, draw_requests, main = (
+    load_attribute(f"{FOLDER / 'planner_rows.py'}:{name}", key="path")
+    for name in ("FORMS", "SIZES", "TAG", "draw_plan", "draw_requests", "main")
+)
+
+TRUTH = [
+    {"agent": "search", "task": "find the population of Kenya"},
+    {"agent": "code", "task": "plot it"},
+    {"agent": "writer", "task": "write the report"},
+]
+
+
+def score(plan: object, truth: object = TRUTH, extra_info: dict | None = None, **kwargs: object) -> dict[str, float]:
+    text = plan if isinstance(plan, str) else json.dumps(plan)
+    return compute_score("plans", text, truth, extra_info or {}, **kwargs)
+
+
+PERFECT = {"score": 1.0, **dict.fromkeys(WEIGHTS, 1.0), "acc": 1.0}
+NOTHING = {"score": 0.0, **dict.fromkeys(WEIGHTS, 0.0), "acc": 0.0}
+
+
+def test_the_truth_earns_one() -> None:
+    assert sum(WEIGHTS.values()) == pytest.approx(1.0)
+    assert score(TRUTH) == pytest.approx(PERFECT)
+    assert score(TRUTH, json.dumps(TRUTH)) == pytest.approx(PERFECT)  # as JSON text
+    assert score([{**step, "why": "extra fields are free"} for step in TRUTH]) == pytest.approx(PERFECT)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I plan:\n```json\n{}\n```\ndone",
+        "```\n{}\n```",
+        "Plan: {} and that is [all",
+        "```python\nprint([1])\n```\n```json\n{}\n```",
+        "```json\n[]\n```\nNo, better:\n```json\n{}\n```",
+    ],
+)
+def test_where_a_plan_may_stand(text: str) -> None:
+    assert score(text.replace("{}", json.dumps(TRUTH)))["score"] == pytest.approx(1.0)
+
+
+def test_in_a_tag() -> None:
+    text = f"<think>[1]</think><plan>{json.dumps(TRUTH)}</plan>[2]"
+    assert score(text, tag="plan")["score"] == pytest.approx(1.0)
+    assert score(text, tag="answer") == NOTHING
+    assert score(text) == NOTHING  # from the first [ to the last ] is no JSON
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no plan", "[", "]", "][", "[{]", "{'agent': 'a'}", "[" * 100_000, "null", "[NaN,]"]
+)
+def test_no_json_earns_nothing(text: str) -> None:
+    assert score(text) == NOTHING
+
+
+def test_an_empty_plan_is_only_json() -> None:
+    assert score([]) == {**NOTHING, "json": 1.0, "score": pytest.approx(0.1)}
+
+
+def test_swapped_steps() -> None:
+    found = score([TRUTH[1], TRUTH[0], TRUTH[2]])
+    assert found["order"] == pytest.approx(2 / 3)  # the longest common subsequence has two agents
+    assert found["tasks"] == pytest.approx(2 / 3)
+    assert (found["schema"], found["agents"], found["steps"], found["acc"]) == (1.0, 1.0, 1.0, 0.0)
+    assert found["score"] == pytest.approx(0.1 * 4 + 0.3 * 2 / 3 * 2)
+
+
+def test_a_missing_and_a_superfluous_step() -> None:
+    shorter = score(TRUTH[:2])
+    assert [shorter[part] for part in ("order", "tasks", "steps")] == pytest.approx([2 / 3] * 3)
+    longer = score([*TRUTH, TRUTH[0]])
+    assert [longer[part] for part in ("order", "tasks", "steps")] == pytest.approx([3 / 4] * 3)
+    assert longer["score"] == pytest.approx(0.3 + 0.7 * 3 / 4)
+    assert score(TRUTH * 50)["score"] < 0.4  # no gain from repetition
+
+
+def test_other_words_for_a_task() -> None:
+    found = score([TRUTH[0], {"agent": "code", "task": "Plot a chart"}, TRUTH[2]])
+    assert found["tasks"] == pytest.approx((1 + 0.4 + 1) / 3)  # 1 common of 3 and 2 words
+    assert (found["order"], found["acc"]) == (1.0, 0.0)
+
+
+def test_broken_steps() -> None:
+    found = score([TRUTH[0], {"agent": "code"}, "writer"])
+    assert (found["schema"], found["agents"], found["order"]) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert found["steps"] == 1.0
+    for bad in ({"agent": " ", "task": "t"}, {"agent": 1, "task": "t"}, [], None, {"agent": ["search"], "task": "t"}):
+        assert score([bad])["schema"] == 0.0
+
+
+def test_allowed_agents() -> None:
+    plan = [*TRUTH, {"agent": "lawyer", "task": "sue"}]
+    assert score(plan)["agents"] == 0.75  # those of the truth
+    assert score(plan, agents=["lawyer"])["agents"] == 0.25
+    assert score(plan, extra_info={"agents": ["search", "lawyer"]})["agents"] == 0.5
+    assert score(plan, extra_info={"agents": ["search"]}, agents=["code", "writer", "lawyer"])["agents"] == 0.75
+
+
+def test_weights() -> None:
+    plan = TRUTH[:2]
+    assert score(plan, weights={"order": 3.0})["score"] == pytest.approx(2.0)
+    assert score(plan, weights={"json": 1, "steps": 0.5})["score"] == pytest.approx(1 + 1 / 3)
+
+
+def test_token_f1() -> None:
+    assert token_f1("Plot it!", "plot IT") == 1.0
+    assert token_f1("a b c", "a") == 0.5
+    assert token_f1("a a a", "a") == 0.5
+    assert token_f1("", "a") == token_f1("b", "a") == 0.0
+
+
+def test_best_alignment_pairs_steps_in_order() -> None:
+    def same(a: tuple, b: tuple) -> float:
+        return float(a == b)
+
+    a, b, c = ("a", "1"), ("b", "1"), ("c", "1")
+    assert best_alignment([a, b, c], [a, b, c], same) == 3.0
+    assert best_alignment([c, a, b], [a, b, c], same) == 2.0
+    assert best_alignment([a, a, a], [a], same) == 1.0
+    assert best_alignment([], [a], same) == 0.0
+
+
+@pytest.mark.parametrize("truth", [None, [], "[]", "{", {}, [{"agent": "a"}], "4", [1]])
+def test_a_broken_truth_is_an_error(truth: object) -> None:
+    with refuses(ValueError, f"ground_truth {truth!r}", "agent", "task"):
+        score(TRUTH, truth)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"weights": {"ordre": 1}}, ["weights", "'ordre'", "json, schema"]),
+        ({"weights": {"order": "much"}}, ["weights.order='much'", "number"]),
+        ({"agents": "search"}, ["agents='search'", "list"]),
+        ({"agents": []}, ["agents", "list"]),
+    ],
+)
+def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) -> None:
+    with refuses(ConfigError, *words):
+        load_reward_function(SCORER, "compute_score", kwargs)
+
+
+def test_the_parts_become_metrics() -> None:
+    function = load_reward_function(SCORER, "compute_score", {"agents": ["search"]})
+    result = scored(json.dumps(TRUTH), TRUTH, function=function)
+    assert result.score == pytest.approx(0.9 + 0.1 / 3)
+    assert result.extra.keys() == {*WEIGHTS, "acc"}
+
+
+NUMBERS = {"train": 60, "test": 20, "sft": 40}
+
+
+def prepare(folder: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the files that the command writes."""
+    numbers = [f"--{split}_size={number}" for split, number in NUMBERS.items()]
+    assert main(["--local_save_dir", str(folder), *numbers, *options]) == 0
+    return {split: pq.read_table(folder / f"{split}.parquet").to_pylist() for split in NUMBERS}
+
+
+def request_of(row: dict[str, Any]) -> str:
+    return row["prompt"][-1]["content"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_right_plan_earns_all_and_another_does_not(size: str, tmp_path: Path) -> None:
+    """In the form that the answers have."""
+    rows = prepare(tmp_path, "--size", size)
+    answers = [row["completion"] for row in rows["sft"]]
+    assert all(tag_contents(answer, (TAG,)) for answer in answers)
+    for row in rows["train"]:
+        truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
+        found = compute_score(row["data_source"], f"<{TAG}>{json.dumps(truth)}</{TAG}>", truth, extra)
+        assert found == pytest.approx(dict.fromkeys(("score", *WEIGHTS, "acc"), 1.0))
+        assert compute_score(row["data_source"], answers[0], truth, extra)["acc"] == 0.0
+        assert {step["agent"] for step in truth} <= set(extra["agents"])
+        assert len(truth) in SIZES[size].steps
+        assert all(step["task"].lower() in request_of(row).lower() for step in truth)
+
+
+def test_no_plan_stands_in_two_rows(tmp_path: Path) -> None:
+    rows = prepare(tmp_path)
+    assert {split: len(found) for split, found in rows.items()} == NUMBERS
+    requests = [request_of(row) for split in NUMBERS for row in rows[split]]
+    assert len(set(requests)) == sum(NUMBERS.values())
+    truths = [str(row["reward_model"]["ground_truth"]) for split in ("train", "test") for row in rows[split]]
+    assert len(set(truths)) == len(truths)
+
+
+def test_the_seed_decides(tmp_path: Path) -> None:
+    assert prepare(tmp_path / "a") == prepare(tmp_path / "b")
+    assert prepare(tmp_path / "a")["train"] != prepare(tmp_path / "c", "--seed=1")["train"]
+
+
+def test_a_sentence_in_every_form() -> None:
+    """Steps are given in the order in which they are done."""
+    assert [form(("find tea", "sum rice", "note salt")) for form in FORMS] == [
+        "find tea, then sum rice, then note salt",
+        "after you find tea, sum rice, then note salt",
+        "before you note salt, find tea, then sum rice",
+        "sum rice, then note salt, but first find tea",
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_a_verb_belongs_to_one_agent(size: Any) -> None:
+    verbs = [verb for agent in size.agents.values() for verb in agent.verbs]
+    assert len(set(verbs)) == len(verbs)
+    rng = random.Random(0)
+    for _ in range(200):
+        plan = draw_plan(rng, size)
+        assert all(one[0] != other[0] for one, other in pairwise(plan))
+
+
+def test_the_system_message_names_the_agents_and_the_form(tmp_path: Path) -> None:
+    system = prepare(tmp_path)["test"][0]["prompt"][0]
+    assert system["role"] == "system"
+    says(system["content"], *SIZES["full"].agents, f"<{TAG}>", '[{"agent": "search", "task": "find')
+
+
+def test_both_trainers_read_the_files(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    prompts = prompts_of(tmp_path / "train.parquet")
+    assert len(prompts) == NUMBERS["train"]
+    assert prompts[0].ground_truth[0].keys() == {"agent", "task"}
+    check = functools.partial(conversation_row, messages_key="messages")
+    chats = checked_rows([str(tmp_path / "sft.parquet")], key="f", check=check)
+    assert [(chat.messages[-1]["role"], chat.trained) for chat in chats] == [("assistant", (2,))] * NUMBERS["sft"]
+
+
+def plan_in(row: dict[str, Any]) -> list[dict[str, str]]:
+    return json.loads(row["completion"].removeprefix(f"<{TAG}>").removesuffix(f"</{TAG}>"))
+
+
+def test_hasty_answers_keep_the_order_of_the_request(tmp_path: Path) -> None:
+    """A share of the answers alone: requests and right plans stay."""
+    right, half, hasty = (prepare(tmp_path / share, f"--hasty_share={share}") for share in ("0", "0.5", "1"))
+    assert right["train"] == half["train"] == hasty["train"]
+    assert [request_of(row) for row in right["sft"]] == [request_of(row) for row in hasty["sft"]]
+    for row in hasty["sft"]:
+        places = [request_of(row).lower().index(step["task"].lower()) for step in plan_in(row)]
+        assert places == sorted(places)
+    changed = [row["completion"] != other["completion"] for row, other in zip(right["sft"], hasty["sft"], strict=True)]
+    some = [row["completion"] != other["completion"] for row, other in zip(right["sft"], half["sft"], strict=True)]
+    assert 0 < sum(some) < sum(changed) < NUMBERS["sft"]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [*((f"--{name}_size=0", "at least 1") for name in NUMBERS), ("--hasty_share=1.5", "from 0 to 1")],
+)
+def test_impossible_numbers(option: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--local_save_dir", str(tmp_path), option]) == 2
+    says(capsys.readouterr().err, option, words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_requests_than_there_are() -> None:
+    with refuses(DataError, "--train_size", "20,000", "only 13,824"):
+        draw_requests(20_000, SIZES["small"], seed=0)
