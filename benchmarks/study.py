@@ -41,8 +41,7 @@ from typing import Any
 import yaml
 
 from benchmarks import curriculum, record
-from grpo_dist.checks.own_code import check_code
-from grpo_dist.checks.result import Checks
+from grpo_dist.checks.all_checks import Checks, check_code
 from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.plan.commands import GRPO

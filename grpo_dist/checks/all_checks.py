@@ -1,16 +1,18 @@
 """All checks of a job that are possible before Ray starts; `trainer.dry_run=true` ends after them.
 
-All of them run, so that one attempt reports everything that is wrong. Imports neither Ray nor vLLM.
+All of them run, so that one attempt reports everything that is wrong. Imports neither Ray nor vLLM. Of a running
+cluster only its address is checked; its resources are known only once Ray has connected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 from grpo_dist.assets import is_on_the_hub
 from grpo_dist.assets.model_folder import ModelFolder
-from grpo_dist.checks.machine import Machine, check_machine
 from grpo_dist.checks.models import (
     REWARD_MODEL,
     CheckedModel,
@@ -21,23 +23,70 @@ from grpo_dist.checks.models import (
     check_use,
     checked_models,
 )
-from grpo_dist.checks.own_code import check_code, try_sampler
-from grpo_dist.checks.result import Checks, Ready
+from grpo_dist.checks.own_code import import_reward, own_functions, resolve_names, try_sampler
 from grpo_dist.checks.run_folder import check_disk, check_resume
 from grpo_dist.config.problems import Problem, config_error, value_of
+from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.engines.vllm.installed import attention_problem
+from grpo_dist.engines.vllm.installed import attention_problem, build_problem
+from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import memory_estimate, memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
-from grpo_dist.plan.placement import slots
+from grpo_dist.plan.placement import Slot, slots
 from grpo_dist.plan.role_models import POLICY
 from grpo_dist.plan.roles import Role, optimizer_key, roles_of
 from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.rewards.contract import RowNeeds
+from grpo_dist.runtime.cluster import LOCAL, find_cluster
+from grpo_dist.sizes import GIB
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics
 from grpo_dist.trainer.record import check_run_dir
+
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True)
+class Ready(Generic[Data]):
+    """The result of the checks.
+
+    Attributes:
+        data: what the run trains on, with `identity`, and `counts` of its rows in a line.
+        steps: number of training steps.
+        notes: for the user.
+        again: whether the run starts its workers again, after one of them was lost.
+    """
+
+    data: Data
+    steps: int
+    notes: list[str]
+    again: bool = field(default=False, kw_only=True)
+
+
+class Checks:
+    """Collects the errors of the checks, each of which runs in its own `with` block."""
+
+    def __init__(self) -> None:
+        self.errors: list[GrpoDistError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if isinstance(error, GrpoDistError) and str(error) not in map(str, self.errors):
+            self.errors.append(error)
+        return isinstance(error, GrpoDistError)
+
+    def end(self) -> None:
+        """Raise all collected errors as one."""
+        if len(self.errors) == 1:
+            (error,) = self.errors
+            raise (error if isinstance(error, ConfigError) else ConfigError(str(error))) from None
+        if self.errors:
+            listed = "\n  ".join(str(error) for error in self.errors)
+            raise ConfigError(f"the run has {len(self.errors)} problems:\n  {listed}")
 
 
 def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) -> Ready[Any]:
@@ -146,3 +195,92 @@ def _check_together(
         if ready is not None and REWARD_MODEL in folders:
             prompts = [*ready.data.train, *ready.data.validation]
             check_conversations(config, policy, folders[REWARD_MODEL], prompts)
+
+
+def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -> RowNeeds:
+    """Import what the config names, and try its own estimators, losses and KL terms, each of which may be wrong.
+
+    Returns:
+        What the reward function reads of a row; nothing if it cannot be imported, since nobody knows then.
+    """
+    with checks:
+        resolve_names(config)
+        tell("functions and classes named in the config: all found")
+        for named, attempt in own_functions(config):
+            with checks:
+                attempt()
+                tell(f"{named}: tried on made-up numbers")
+    needs, custom = RowNeeds(ground_truth=False), config.custom_reward_function
+    with checks:
+        needs = import_reward(config)
+        paths = [config.reward_function] if custom.listed is None else [entry.get("path") for entry in custom.listed]
+        uncalled = " (found, not called; grpo-dist check-reward calls it on a few rows)" if custom.path else ""
+        named = ", ".join(path or "built-in, by data_source" for path in paths) + uncalled
+        tell(f"reward: {named if needs.asked else 'given by the agent loop'}")
+    return needs
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Machine:
+    """The machine or cluster that a run will use.
+
+    Attributes:
+        gpu_gib: memory of the smallest GPU, GiB; None: unknown, or there is no GPU.
+        host_gib: CPU memory, GiB; None: unknown.
+    """
+
+    description: str
+    gpu_gib: float | None
+    host_gib: float | None = None
+
+
+def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
+    """Find the Ray cluster, or on this machine the CPUs and GPUs that a local one would need.
+
+    Raises:
+        ConfigError: no cluster answers, there are too few CPUs or GPUs, or torch or vLLM is built for another device.
+    """
+    address = find_cluster(config.ray_kwargs.ray_init.address)
+    if address != LOCAL:
+        return Machine(f"the Ray cluster at {address}", config.cluster.gpu_memory_gib if config.num_gpus else None)
+    if problem := build_problem(config.device):
+        alone = "trainer.dry_run=config checks only the config"
+        raise ConfigError(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {problem}; {alone}")
+    gpus = gpu_memory_gib() if config.num_gpus else []
+    if config.num_gpus > len(gpus):
+        raise ConfigError(
+            f"trainer.nnodes={config.trainer.nnodes}, trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: this "
+            f"machine has {len(gpus)} GPUs, and the run would start Ray on it; set them to what it has (0: train on "
+            "CPU), or ray_kwargs.ray_init.address to a cluster; trainer.dry_run=config checks only the config"
+        )
+    _check_cpus(config, slots)
+    if not gpus:
+        return Machine(f"{logical_cpus()} CPUs, {memory_gib():.3g} GiB", None, memory_gib())
+    description = f"{len(gpus)} GPUs, {min(gpus):.3g} GiB each; {memory_gib():.3g} GiB of CPU memory"
+    return Machine(description, config.cluster.gpu_memory_gib or min(gpus), memory_gib())
+
+
+def gpu_memory_gib() -> list[float]:
+    """Memory of each GPU that this process may use, GiB."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
+
+
+def _check_cpus(config: JobConfig, slots: Sequence[Slot]) -> None:
+    """Check that the logical CPUs that all processes request exist: Ray would wait for them for ever."""
+    asked = config.ray_kwargs.ray_init.num_cpus
+    available = asked or logical_cpus()
+    slots = [slot for slot in slots if slot.required]
+    needed = sum(slot.num_cpus for slot in slots)
+    if needed > available + 1e-6:
+        seats = [seat for slot in slots for seat in slot.seats]
+        setting = f"cluster.num_cpus_per_worker={min(seat.num_cpus for seat in seats):g}"
+        sizes = "cluster.*, reward.num_workers" if any(seat.role == "reward" for seat in seats) else "cluster.*"
+        have = f"ray_kwargs.ray_init.num_cpus={asked}" if asked else f"this machine has {available}"
+        raise ConfigError(
+            f"{setting}: the processes of all roles request {needed:g} logical CPUs from Ray, but {have}; lower it, "
+            f"or the numbers of processes ({sizes})"
+        )

@@ -19,7 +19,6 @@ from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import read_rejections, read_weight_bounds
 from grpo_dist.algorithms.kl import KL, kl_penalty
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
-from grpo_dist.checks.result import Checks
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.sampler import CustomSampler, PromptSampler, load_sampler_class
@@ -35,29 +34,6 @@ GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a res
 _KL_IN_REWARD = "algorithm.kl_penalty"
 # What an estimator may need of each token, besides rewards, values and steps.
 _OF_TOKENS = ("entropies", "gradient_norms", "turn_states")
-
-
-def check_code(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -> RowNeeds:
-    """Import what the config names, and try its own estimators, losses and KL terms, each of which may be wrong.
-
-    Returns:
-        What the reward function reads of a row; nothing if it cannot be imported, since nobody knows then.
-    """
-    with checks:
-        resolve_names(config)
-        tell("functions and classes named in the config: all found")
-        for named, attempt in own_functions(config):
-            with checks:
-                attempt()
-                tell(f"{named}: tried on made-up numbers")
-    needs, custom = RowNeeds(ground_truth=False), config.custom_reward_function
-    with checks:
-        needs = import_reward(config)
-        paths = [config.reward_function] if custom.listed is None else [entry.get("path") for entry in custom.listed]
-        uncalled = " (found, not called; grpo-dist check-reward calls it on a few rows)" if custom.path else ""
-        named = ", ".join(path or "built-in, by data_source" for path in paths) + uncalled
-        tell(f"reward: {named if needs.asked else 'given by the agent loop'}")
-    return needs
 
 
 def resolve_names(config: RunConfig) -> None:

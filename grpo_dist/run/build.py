@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.checks.result import Ready
+from grpo_dist.checks.all_checks import Ready
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.settings import EngineSettings

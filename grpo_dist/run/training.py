@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from grpo_dist.checks.result import Ready
+from grpo_dist.checks.all_checks import Ready
 from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import (

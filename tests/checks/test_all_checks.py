@@ -16,7 +16,7 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.checks import all_checks
-from grpo_dist.checks.machine import Machine
+from grpo_dist.checks.all_checks import Machine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.main import main
 from grpo_dist.plan.commands import load_config

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_dist.checks import machine
-from grpo_dist.checks.machine import check_machine, gpu_memory_gib, memory_gib
+from grpo_dist.checks import all_checks
+from grpo_dist.checks.all_checks import check_machine, gpu_memory_gib, memory_gib
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import slots
@@ -47,7 +47,7 @@ def test_a_machine_without_gpus_gives_its_own_memory() -> None:
 
 
 def test_the_smallest_gpu_counts_and_the_key_goes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "logical_cpus", lambda: 8)
+    monkeypatch.setattr(all_checks, "logical_cpus", lambda: 8)
     gpus(monkeypatch, 80, 40, 80, 80)
     assert gpu_memory_gib() == [80, 40, 80, 80]
     assert check(*GPU4).gpu_gib == 40
@@ -56,7 +56,7 @@ def test_the_smallest_gpu_counts_and_the_key_goes_before_it(monkeypatch: pytest.
 
 
 def test_fewer_gpus_than_the_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "logical_cpus", lambda: 8)
+    monkeypatch.setattr(all_checks, "logical_cpus", lambda: 8)
     gpus(monkeypatch, 80, 80, 80)
     with pytest.raises(ConfigError) as caught:
         check(*GPU4)

@@ -12,8 +12,7 @@ import pytest
 import transformers
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.checks.all_checks import problems_of_model
-from grpo_dist.checks.machine import Machine
+from grpo_dist.checks.all_checks import Machine, problems_of_model
 from grpo_dist.checks.models import (
     CheckedModel,
     check_conversations,

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.assets.model_folder import FILE, read_usage
-from grpo_dist.checks.result import Checks
+from grpo_dist.checks.all_checks import Checks
 from grpo_dist.checks.run_folder import check_disk, check_resume, is_finished, nothing_to_train
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command

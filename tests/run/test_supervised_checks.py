@@ -12,8 +12,7 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.checks import all_checks
-from grpo_dist.checks.all_checks import check_all
-from grpo_dist.checks.machine import Machine
+from grpo_dist.checks.all_checks import Machine, check_all
 from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
 from grpo_dist.main import reward_model, sft

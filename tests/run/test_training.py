@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.checks.result import Ready
+from grpo_dist.checks.all_checks import Ready
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, DataLost, OutOfMemory, Terminated, WorkerLost
 from grpo_dist.plan.commands import load_config
