@@ -101,11 +101,7 @@ class DiskError(GrpoDistError):
 
 
 class RayLost(GrpoDistError):
-    """Ray itself is lost, so the run has ended at once.
-
-    Attributes:
-        checkpoint: the checkpoint from which the same command goes on; None: there is none.
-    """
+    """Ray itself is lost, so the run has ended at once."""
 
     exit_code = 3
     checkpoint: Path | None = None
@@ -119,8 +115,6 @@ class WorkerError(GrpoDistError):
     """A worker process failed.
 
     Args:
-        message: what happened, in one line.
-        rank: position of the worker in its group.
         node: host the worker ran on ("?" when it never started).
         remote_traceback: the traceback inside the worker, if it raised.
     """

@@ -57,9 +57,6 @@ class AgentLoop(ABC):
         """Check that the model's chat template has what the loop needs; called before the run starts.
 
         Args:
-            kwargs: `agent_kwargs`.
-            tokenizer: the model's.
-            template_kwargs: all variables of the chat template.
             ends: the tokens that end a turn.
 
         Raises:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from grpo_dist.assets.tokenizer import continued
+from grpo_dist.assets.model_folder import continued
 
 Message = Mapping[str, Any]
 
@@ -49,10 +49,6 @@ def behind_turn(
         calls: of tools, that the turn has made, as `tool_call` has them.
         ends: tokens that may end a turn.
         is_ended: whether the turn has such a token already; else the template's stands at the beginning.
-
-    Raises:
-        ValueError: the template ends turns with none of `ends`.
-        Exception: of the template's, which refuses the messages.
     """
     text = rendered(tokenizer, continued(messages, [_turn(calls), *added]), template_kwargs)
     start = text.find(MARK)

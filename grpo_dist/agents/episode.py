@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,8 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from grpo_dist.agents.chat_template import behind_turn
-from grpo_dist.agents.recording import Recording, derived_seed
-from grpo_dist.agents.token_tree import NO_VERSION, TokenRoutes, extend
-from grpo_dist.agents.turns import Turns, finite
-from grpo_dist.algorithms.advantage.agents import name_fault
+from grpo_dist.agents.recording import NO_VERSION, Recording, TokenRoutes, derived_seed, extend
+from grpo_dist.algorithms.advantage.inputs import agent_id, name_fault
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.plugins.registry import described
@@ -79,24 +78,61 @@ class Turn:
     truncated: bool
 
 
+class Turns:
+    """The turns of an episode, in the order in which they ended.
+
+    Attributes:
+        spans: of each turn its first token in the response, the one behind its last, and the agent's name. A turn that
+            found no room in the row has no tokens.
+        rewards: by the last token of their turn; of one without tokens by that of its agent's turn before it, and by
+            -1 where there is none: an estimator passes rewards on to what was sampled before them.
+    """
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int, str]] = []
+        self.rewards: dict[int, float] = {}
+
+    def reward(self, value: float, turn: int | None = None, agent_name: str | None = None) -> None:
+        """Add to the reward of a turn, the last one if none is named; `agent_name` counts that agent's alone."""
+        spans = [span for span in self.spans if agent_name in (None, span[2])]
+        if not spans or (turn is not None and not 0 <= turn < len(spans)):
+            asked = f"turn={turn}, agent_name={agent_name!r}"
+            raise IndexError(f"episode.add_step_reward({asked}): {len(spans)} turns were sampled that it could be for")
+        end, name = len(spans) if turn is None else turn + 1, spans[-1 if turn is None else turn][2]
+        place = max((end - 1 for first, end, whose in spans[:end] if end > first and whose == name), default=-1)
+        self.rewards[place] = self.rewards.get(place, 0.0) + finite("episode.add_step_reward", value)
+
+    def step_rewards(self, num_tokens: int) -> list[float]:
+        """Return the reward on each token; nan: none."""
+        return [self.rewards.get(token, math.nan) for token in range(num_tokens)]
+
+    def agent_ids(self, num_tokens: int) -> list[int]:
+        """Return the number of each token's agent (`agent_id`); 0: it was put in."""
+        ids = [0] * num_tokens
+        for first, end, name in self.spans:
+            ids[first:end] = [agent_id(name)] * (end - first)
+        return ids
+
+
+def finite(name: str, value: Any) -> float:
+    """Return a number that a loop has set."""
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name} = {described(value)}: must be a finite number")
+    return float(value)
+
+
 class Episode:
     """One episode; what an `AgentLoop` works with.
 
     Args:
         sampling: how to sample; `max_tokens` bounds the whole response, `seed` is that of the row's first episode.
-        max_model_len: most tokens of prompt and response.
         max_episode_len: most different tokens of all calls at the endpoint.
         max_turns: most turns; None: as many as there is room for.
-        template_kwargs: variables of the chat template, as the prompt was rendered with.
         attempt: how many attempts have failed before this one.
 
     Attributes:
-        row: what it starts from.
         index: which of the row's n episodes this is.
-        tokenizer: the model's.
         prompt_ids: the row's prompt; after `endpoint` that of the first call there.
-        template_kwargs: variables of the model's chat template.
-        num_turns: how often the policy was sampled.
         turns: which tokens each turn has sampled, and for which agent.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
         reward: what the episode has earned, for a loop to set; None: the reward function scores the response.
@@ -138,7 +174,7 @@ class Episode:
         self._open_endpoint: OpenEndpoint | None = None
         self._busy = False
 
-    def again(self) -> Episode:
+    def next_attempt(self) -> Episode:
         """Return this episode from its beginning, with its next seed, after a failure."""
         return Episode(
             self.row,
@@ -185,7 +221,6 @@ class Episode:
             The turn. With no room left it is empty and `truncated`, and so is the episode.
 
         Raises:
-            RuntimeError: another turn of the episode is being sampled.
             EpisodeEnded: it has had all its turns; for the runner, not for a loop to catch.
         """
         if self._busy or self._sample is None:
@@ -320,9 +355,6 @@ class Episode:
         Args:
             turn: which turn, from 0, in the order in which they ended; None: the last one.
             agent_name: count the turns of this agent only.
-
-        Raises:
-            IndexError: no such turn was sampled.
         """
         self.turns.reward(value, turn, agent_name)
 

@@ -81,7 +81,7 @@ class External(AgentLoop):
 
     @classmethod
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `AgentLoop.resolved`: `play` names a file by its whole path."""
+        """`agent_kwargs` in which `play` names a file by its whole path."""
         named = kwargs.get("play")
         if named is None:
             return kwargs

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_dist.agents.episode import Sample
 from grpo_dist.agents.recording import Recording
-from grpo_dist.algorithms.advantage.agents import name_fault
+from grpo_dist.algorithms.advantage.inputs import name_fault
 from grpo_dist.engines.base import AppSample, RequestRefused, Response
 from grpo_dist.engines.rendezvous import LOOPBACK
 
@@ -49,11 +49,7 @@ _ASKING: ContextVar[tuple[Session, str, str] | None] = ContextVar("asking", defa
 
 
 class Gateway:
-    """The server. Everything here runs on one event loop.
-
-    Args:
-        make_app: builds the OpenAI app over a function that samples.
-    """
+    """The server. Everything here runs on one event loop."""
 
     def __init__(self, make_app: Callable[[AppSample], Awaitable[Any]]) -> None:
         self._make_app = make_app

@@ -16,10 +16,10 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
 from grpo_dist.agents.episode import Endpoint, Episode, EpisodeEnded, Sample
@@ -31,6 +31,8 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError, GrpoDistError
 from grpo_dist.plugins.registry import traceback_tail
 from grpo_dist.redact import redact
+
+T = TypeVar("T")
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 TIMEOUT_KEY = f"{_AGENT}.timeout_s"
@@ -71,7 +73,6 @@ class EpisodeRunner:
     """One agent loop and the thread it runs on.
 
     Args:
-        settings: the section that names the loop.
         generate: the engine's; called on the event loop that calls `run`.
         gateway: the endpoint, on that event loop too; None: the engine has none.
     """
@@ -89,8 +90,7 @@ class EpisodeRunner:
     async def start(self) -> None:
         """Make the agent loop."""
         self._thread.start()
-        future = asyncio.run_coroutine_threadsafe(self._make(), self._events)
-        self._loop = await asyncio.wrap_future(future)
+        self._loop = await _on(self._events, self._make())
 
     async def run(
         self, episodes: Sequence[Episode], least: int | None = None, failed: list[AgentError] | None = None
@@ -98,7 +98,6 @@ class EpisodeRunner:
         """Run the episodes of a group side by side; the finished ones, in order.
 
         Args:
-            episodes: their first attempts.
             least: how many must finish; None, or above their number: all of them.
             failed: gets the attempts that have failed, but for the one that is raised.
 
@@ -112,8 +111,7 @@ class EpisodeRunner:
         here = asyncio.get_running_loop()
         spare = 0 if least is None else max(len(episodes) - least, 0)
         group = _Group(spare, [] if failed is None else failed)
-        running = self._run_all(episodes, here, group)
-        outcome = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(running, self._events))
+        outcome = _on(self._events, self._run_all(episodes, here, group))
         try:
             while not (await asyncio.wait({outcome}, timeout=self.settings.timeout_s))[0]:
                 await self._check_not_blocked()
@@ -180,7 +178,7 @@ class EpisodeRunner:
             if episode.attempt + 1 >= self.settings.max_attempts:
                 break
             group.failed.append(failed)
-            first, episode = first or failed, episode.again()
+            first, episode = first or failed, episode.next_attempt()
         same = str(first) == str(failed)
         before = "the same as at its first attempt" if same else f"At its first attempt:\n{first}"
         text = f"{failed}\n({before})" if first is not None else str(failed)
@@ -230,7 +228,7 @@ class EpisodeRunner:
             kind, problem = self._fault(episode)
         if problem:
             where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
-            raise AgentError(f"agent loop {self._name} ({where}): {problem}", kind)
+            raise AgentError(f"agent loop {self.settings.default_agent_loop} ({where}): {problem}", kind)
         return episode
 
     def _limit(self, name: str) -> str:
@@ -279,7 +277,7 @@ class EpisodeRunner:
                 limit.reschedule(None)
             under_way += 1
             try:
-                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request(prompt, sampling), engine))
+                return await _on(engine, request(prompt, sampling))
             finally:
                 under_way -= 1
                 if not under_way and not limit.expired():
@@ -298,30 +296,24 @@ class EpisodeRunner:
         async def sample_here(prompt: list[int], sampling: SamplingSettings) -> Response | None:
             if self._stopped:  # nobody would run it
                 return None
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sample(prompt, sampling), here))
+            return await _on(here, sample(prompt, sampling))
 
         session = Session(recording, sample_here)
         try:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(gateway.open(session), engine))
+            await _on(engine, gateway.open(session))
             yield Endpoint(f"{gateway.url}/v1", session.token)
         finally:  # whoever cancels the wait for it does not cancel the end of the session
-            closing = asyncio.run_coroutine_threadsafe(gateway.close(session), engine)
-            await asyncio.shield(asyncio.wrap_future(closing))
+            await asyncio.shield(_on(engine, gateway.close(session)))
 
     async def _check_not_blocked(self) -> None:
-        sign_of_life = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._events))
-        if (await asyncio.wait({sign_of_life}, timeout=self.settings.timeout_s))[0]:
+        if (await asyncio.wait({_on(self._events, asyncio.sleep(0))}, timeout=self.settings.timeout_s))[0]:
             return
         frame = sys._current_frames().get(self._thread.ident or 0)
         line = _last_line(traceback.extract_stack(frame), type(self._made))
         raise EngineError(
-            f"agent loop {self._name}: run() blocks its thread for more than {TIMEOUT_KEY}="
+            f"agent loop {self.settings.default_agent_loop}: run() blocks its thread for more than {TIMEOUT_KEY}="
             f"{self.settings.timeout_s:g} s{line}; await there, or use asyncio.to_thread"
         )
-
-    @property
-    def _name(self) -> str:
-        return self.settings.default_agent_loop
 
     @property
     def _made(self) -> AgentLoop:
@@ -331,6 +323,11 @@ class EpisodeRunner:
     def _line_of(self, error: BaseException) -> str:
         """Where an exception was raised, in the files of the user's class if it passes there."""
         return _last_line(traceback.extract_tb(error.__traceback__), type(self._made))
+
+
+def _on(events: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """What a coroutine gives on the event loop of another thread, to be awaited on this one's."""
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, events))
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:

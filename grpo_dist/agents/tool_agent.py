@@ -3,23 +3,172 @@
     actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
     actor_rollout_ref.rollout.agent.agent_kwargs={tools: ["tools.py:add"], tool_parser: hermes}
 
-The chat template tells the policy of the tools and renders their answers, and the model's parser finds the calls.
+Tools are told to the policy by their signatures and docstrings. The chat template renders them and their answers, and
+the model's parser finds the calls. Whatever goes wrong in a call is an answer to the policy, never an exception here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import json
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError, validate_call
 
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, rendered, tool_call
 from grpo_dist.agents.episode import Episode, Turn
-from grpo_dist.agents.tools import TOOLS_KEY, Toolbox, load_tools
+from grpo_dist.agents.runner import USER_ERRORS
 from grpo_dist.engines.base import ParseCalls, ToolCall
 from grpo_dist.engines.vllm.installed import parser_names
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import absolute
-from grpo_dist.plugins.registry import load_attribute
+from grpo_dist.plugins.registry import described, load_attribute
+
+TOOLS_KEY = f"{KWARGS_KEY}.tools"
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)  # what a JSON object can give
+_Outcome = tuple[Any, BaseException | None]  # what a function returns, and what it raises
+
+
+class Answer(NamedTuple):
+    """The answer to a call, as the policy reads it."""
+
+    text: str
+    is_error: bool
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call.
+
+    Attributes:
+        function: takes the arguments, checks their types and converts them.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    function: Callable[..., Any]
+
+    @classmethod
+    def load(cls, named: Any) -> Tool:
+        """The function that a name such as `path/to/file.py:function` stands for."""
+        if not isinstance(named, str):
+            raise ConfigError(f"{TOOLS_KEY}: name functions as path/to/file.py:NAME, not as {described(named)}")
+        from transformers.utils import get_json_schema
+
+        function = load_attribute(named, key=TOOLS_KEY)
+        if not inspect.isfunction(function):
+            raise ConfigError(f"{TOOLS_KEY}: {named} must be a function, is {described(function)}")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ConfigError(f"{TOOLS_KEY}: {named} yields values: a tool returns one; collect them in a list")
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind not in _NAMED:
+                raise ConfigError(
+                    f"{TOOLS_KEY}: {named}: calls name their arguments, and so cannot give {name!r}, which is "
+                    f"{parameter.kind.description}; take an ordinary argument, a list or dict for several values"
+                )
+        try:
+            return cls(function.__name__, get_json_schema(function), validate_call(function))
+        except Exception as error:  # noqa: BLE001 - of either library, of many kinds
+            raise ConfigError(
+                f"{TOOLS_KEY}: {named}: {error}\nA tool has type hints, and a docstring that says what it does and, "
+                "under `Args:`, what each argument is"
+            ) from None
+
+
+def load_tools(names: Any) -> dict[str, Tool]:
+    """The tools by name."""
+    if not isinstance(names, Sequence) or isinstance(names, str) or not names:
+        raise ConfigError(f"{TOOLS_KEY}={names!r}: must be a list of functions, such as [path/to/file.py:NAME]")
+    tools = [Tool.load(spec) for spec in names]
+    for tool in tools:
+        if [other.name for other in tools].count(tool.name) > 1:
+            raise ConfigError(f"{TOOLS_KEY}: two functions are called {tool.name!r}; rename one")
+    return {tool.name: tool for tool in tools}
+
+
+class Toolbox:
+    """Runs calls of tools; for many episodes at the same time.
+
+    Args:
+        most_characters: of an answer; what is longer is cut in the middle.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], most_characters: int, timeout_s: float) -> None:
+        self._tools, self._most, self._timeout_s = tools, most_characters, timeout_s
+
+    async def answers(self, calls: Sequence[ToolCall]) -> list[Answer]:
+        """Run calls side by side; their answers, in order."""
+        return list(await asyncio.gather(*map(self._answer, calls)))
+
+    async def _answer(self, call: ToolCall) -> Answer:
+        if not call.name:
+            return self._error("the call cannot be read; write it in the form that you were shown")
+        if (tool := self._tools.get(call.name)) is None:
+            return self._error(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+        try:
+            arguments = json.loads(call.arguments)
+        except (ValueError, RecursionError) as error:
+            return self._error(f"the arguments of {call.name} are not JSON: {error}")
+        if not isinstance(arguments, dict):
+            return self._error(f"the arguments of {call.name} are not a JSON object: {call.arguments}")
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                returned = await _returned(tool.function, arguments)
+            text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
+        except ValidationError as error:
+            faults = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+            return self._error(f"{call.name}: {'; '.join(faults)}")
+        except USER_ERRORS as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return self._error(f"{call.name} did not answer within {self._timeout_s:g} s")
+            return self._error(f"{type(error).__name__}: {error}")
+        return Answer(self._cut(text), False)
+
+    def _error(self, problem: str) -> Answer:
+        return Answer(self._cut(f"Error: {problem}"), True)
+
+    def _cut(self, text: str) -> str:
+        """The text without its middle, if it is too long."""
+        if len(text) <= self._most:
+            return text
+        head = (self._most + 1) // 2
+        left_out = len(text) - self._most
+        return f"{text[:head]}\n[{left_out} characters are left out here]\n{text[head + left_out :]}"
+
+
+async def _returned(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Return or raise as a function does. One that may block has a thread of its own, which no pool waits for."""
+    if inspect.iscoroutinefunction(function):
+        return await function(**arguments)
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[_Outcome] = loop.create_future()
+
+    def tell(result: _Outcome) -> None:
+        if not outcome.done():  # by the time limit
+            outcome.set_result(result)
+
+    def work() -> None:
+        result: _Outcome
+        try:
+            result = function(**arguments), None
+        except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
+            result = None, error
+        with contextlib.suppress(RuntimeError):  # the run is over, and its event loop closed
+            loop.call_soon_threadsafe(tell, result)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
+    returned, error = await outcome
+    if error is not None:
+        raise error
+    return returned
+
 
 PARSER_KEY = f"{KWARGS_KEY}.tool_parser"
 _LIMITS: Mapping[str, type[int] | type[float]] = {
@@ -66,7 +215,7 @@ class ToolAgent(AgentLoop):
 
     @classmethod
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `AgentLoop.resolved`: files have their whole paths."""
+        """`agent_kwargs` with whole paths of files."""
         load_tools(kwargs["tools"])
         parser, known = kwargs["tool_parser"], parser_names()
         if not isinstance(parser, str) or (":" not in parser and known and parser not in known):
@@ -81,14 +230,14 @@ class ToolAgent(AgentLoop):
 
     @classmethod
     def template_kwargs(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `AgentLoop.template_kwargs`: the tools' schemas."""
+        """The tools' schemas."""
         return {"tools": [dict(tool.schema) for tool in load_tools(kwargs["tools"]).values()]}
 
     @classmethod
     def check_template(
         cls, kwargs: Mapping[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[str]
     ) -> None:
-        """See `AgentLoop.check_template`: it tells of tools, and renders as many answers as a turn may have."""
+        """Check that the template tells of tools, and renders as many answers as a turn may have."""
         problem = "is not there"
         if tokenizer.chat_template:
             problem = _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends)

@@ -32,9 +32,6 @@ class Operation:
     """How far the outputs of an operation are apart.
 
     Attributes:
-        name: of the operation.
-        largest: difference of any token.
-        mean: difference over all tokens.
         rounding: the mean that rounding explains.
     """
 

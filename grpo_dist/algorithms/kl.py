@@ -12,22 +12,30 @@ joschu.net/blog/kl-approx.html), with d = log p - log q:
     unbiased_k3       rho k3           the gradient of the KL, also of what p_old sampled; rho = p / p_old
 
 or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...).
-Multiply by the mask before reducing. `KLController` holds the coefficient of the KL penalty in the reward, fixed or
-steered towards a target.
+Multiply by the mask before reducing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.custom_results import kl_fault
-from grpo_dist.algorithms.masking import bounded_log_ratio
+from grpo_dist.algorithms.masking import bounded_log_ratio, tensor_fault
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.plugins.registry import Registry
+from grpo_dist.plugins.registry import Fault, Registry
+
+
+def kl_fault(returned: Any, log_probs: Tensor, ref_log_probs: Tensor) -> Fault | None:
+    """Return what is wrong with a KL estimator's values. Where log-probs are not finite, it is not its fault."""
+    expected = f"a float tensor of shape {tuple(log_probs.shape)}, without nan and inf"
+    problem = tensor_fault(returned, log_probs.shape, log_probs.isfinite() & ref_log_probs.isfinite())
+    if not problem and log_probs.requires_grad and not returned.requires_grad:
+        return "numbers without a gradient", f"{expected}; compute them from log_probs"
+    return (problem, expected) if problem else None
+
 
 KL: Registry[Callable[..., Tensor]] = Registry(
     "KL estimator",
@@ -115,31 +123,3 @@ def kl_penalty(
 def _with_gradient_of_k2(value: Tensor, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     with_gradient = k2(log_probs, ref_log_probs)
     return value + with_gradient - with_gradient.detach()
-
-
-# One update changes the coefficient by at most this share of num_sequences / horizon.
-MAX_ERROR = 0.2
-
-
-@dataclass
-class KLController:
-    """Holds the coefficient; with a target, moves it after each batch.
-
-    coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon (arXiv 1909.08593, section 2.2; as verl's).
-
-    Attributes:
-        coef: the coefficient now. It is the whole state: checkpoint it.
-        target_kl: nats per token; None: the coefficient is fixed.
-        horizon: sequences over which a constant error of 1 would double the coefficient, were it not clipped.
-    """
-
-    coef: float
-    target_kl: float | None = None
-    horizon: float = 10_000
-
-    def update(self, kl: float, num_sequences: int) -> None:
-        """Take in a batch of `num_sequences` with mean KL `kl` (nats per token)."""
-        if self.target_kl is None:
-            return
-        error = min(max(kl / self.target_kl - 1, -MAX_ERROR), MAX_ERROR)
-        self.coef *= 1 + error * num_sequences / self.horizon

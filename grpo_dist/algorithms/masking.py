@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from grpo_dist.plugins.registry import described
 
 # Keeps whitening finite where all values are equal; verl's value.
 WHITEN_EPS = 1e-8
@@ -49,7 +53,6 @@ def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Te
     Args:
         logits: (..., V), any float type; the softmax runs in float32.
         token_ids: (...) int64.
-        temperature: the sampling temperature, > 0.
 
     Returns:
         (...) float32.
@@ -83,3 +86,20 @@ def binary_kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     rest, other_rest = -torch.expm1(log_probs), -torch.expm1(other_log_probs)
     own = log_probs.exp() * bounded_log_ratio(log_probs, other_log_probs)
     return own + rest * torch.log((rest + PROB_EPS) / (other_rest + PROB_EPS))
+
+
+def tensor_fault(value: Any, shape: torch.Size, where: Tensor | None = None) -> str:
+    """Say how a value differs from a float tensor of this shape with finite numbers; "" if it does not.
+
+    Args:
+        where: not 0 at the numbers that matter; None: all do.
+    """
+    if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
+        return described(value)
+    bad = ~value.detach().isfinite()
+    if where is not None:
+        bad &= where.bool()
+    if not bad.any():
+        return ""
+    first = tuple(bad.nonzero()[0].tolist())
+    return f"{value[first].item()} at {list(first)} ({int(bad.sum())} such numbers)"

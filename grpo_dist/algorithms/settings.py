@@ -77,14 +77,14 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """The loss of pairs, `algorithms.preference.pair_loss`. The two rows of a pair have the same uid."""
+    """The loss of pairs, `algorithms.supervised.pair_loss`. The two rows of a pair have the same uid."""
 
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
 
 @dataclass(frozen=True)
 class LabelSettings:
-    """The loss of labelled tokens, `algorithms.preference.label_loss`."""
+    """The loss of labelled tokens, `algorithms.supervised.label_loss`."""
 
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
@@ -98,12 +98,7 @@ class SFTSettings:
 
 @dataclass(frozen=True)
 class ValueSettings:
-    """The loss of a critic, `algorithms.value_loss.compute_value_loss`.
-
-    Attributes:
-        critic: the section `critic`, or any object with its names.
-        loss_scale_factor: constant length for seq-mean-token-sum-norm.
-    """
+    """The loss of a critic, `algorithms.value_loss.compute_value_loss`."""
 
     critic: Any
     loss_scale_factor: float | None = None

@@ -15,21 +15,21 @@ prompt_weights       1 / tokens of the prompt's responses, for loss_agg_mode pro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.advantage import ADVANTAGE, Groups, compute_advantage
-from grpo_dist.algorithms.advantage.agents import mean_scores
-from grpo_dist.algorithms.baselines import SCORES, score_metrics
+from grpo_dist.algorithms.advantage.inputs import mean_scores
+from grpo_dist.algorithms.controllers import SCORES, score_metrics
 from grpo_dist.algorithms.correction import compute_rollout_correction, second_moment_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import token_selection
-from grpo_dist.algorithms.turns import answers, turn_states
 from grpo_dist.plugins.names import SCORELESS_ADV_ESTIMATORS
 
 # Keeps the explained variance finite where all returns are equal; verl's value.
@@ -86,7 +86,7 @@ class TargetSettings:
         return ADVANTAGE.needs(self.adv_estimator)
 
     def with_agent_baselines(self, values: Mapping[int, float]) -> TargetSettings:
-        """The same with the baselines of agents (`algorithms.baselines`), if the estimator reads them."""
+        """The same with the baselines of agents (`AgentBaselines`), if the estimator reads them."""
         if "agent_baselines" not in self.needs:
             return self
         return replace(self, options={**self.options, "agent_baselines": dict(values)})
@@ -130,15 +130,12 @@ def compute_targets(
 
     Args:
         columns: (N, T) tensors: `settings.columns`. Without `predecessors` there are no branches.
-        settings: what to do.
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.
         scored: (N,) bool, whether the response has a score; None: all have one.
-        kl_coef: weight of the KL penalty in the reward.
         sources: (N,) numbers of data sources below 2^31; None: all are one.
         reward_baselines: (N,) scores of the greedy responses, for estimators that need them; nan counts as no score.
         reward_components: (N,) scores by name, nan where a response has none; the same.
-        generator: for selections at random.
 
     Returns:
         ((N, T) tensors by name as above, with `old_log_probs` where they are the sampler's; metrics).
@@ -313,3 +310,66 @@ def high_entropy(entropies: Tensor, mask: Tensor, share: float) -> Tensor:
         return mask
     threshold = values.sort(descending=True).values[max(1, round(len(values) * share)) - 1]
     return ((entropies >= threshold) & (mask > 0)).float()
+
+
+# --- turns of an episode --------------------------------------------------------------------------------------------
+# `sampled`, (N, T), is 1 on tokens that the policy has sampled. `predecessors`, (N, T), says which token each one
+# follows in a row with branches (protocol/sequences.py), -1 on padding; None: each follows the one right before.
+def turn_states(responses: Tensor, sampled: Tensor, predecessors: Tensor | None = None) -> Tensor:
+    """Number what an agent has been told before each of its turns, as gigpo compares them.
+
+    A turn is a run of sampled tokens of which each follows the one right before, up to where something else was sampled
+    too. What was put in before it is looked for on its own path, up to the turn before or into the prompt; what lies
+    further back is not compared.
+
+    Args:
+        responses: (N, T) int64 token ids.
+
+    Returns:
+        (N, T) int64, equal on turns before which the same tokens were put in, 0 off the turns; negative on the first
+        token of a turn that stands right behind another one.
+    """
+    states, known, tokens = torch.zeros_like(responses), dict[tuple[int, bytes], int](), responses.cpu().numpy()
+    for row, is_sampled, follows, run in _turn_rows(sampled, predecessors):
+        for start in np.unique(run[is_sampled]).tolist():
+            place, told = int(follows[start]), b""
+            while place >= 0 and not is_sampled[place]:
+                told = tokens[row, run[place] : place + 1].tobytes() + told
+                place = int(follows[run[place]])
+            state = known.setdefault((min(place, 0), told), len(known) + 1)
+            states[row, torch.from_numpy(is_sampled & (run == start))] = state
+            if start and is_sampled[start - 1]:
+                states[row, start] = -state
+    return states
+
+
+def answers(sampled: Tensor, predecessors: Tensor | None = None) -> Tensor:
+    """(N, T) float32: 1 on what was put in right behind the last token of a turn, up to the next turn; and on padding.
+
+    The prompt of a call is no answer, wherever in the row it stands: not what begins a row or a branch, nor what goes
+    on from within a turn, as where a history is written in another way.
+    """
+    out = torch.zeros(sampled.shape)
+    for row, is_sampled, follows, run in _turn_rows(sampled, predecessors):
+        put_in, before = ~is_sampled & (follows[run] >= 0), np.maximum(follows[run], 0)
+        goes_on = np.append(is_sampled[1:] & (follows[1:] == np.arange(len(follows) - 1)), False)
+        answer = put_in & (is_sampled & ~goes_on)[before]
+        while (more := answer | (put_in & answer[before])).sum() > answer.sum():
+            answer = more
+        out[row] = torch.from_numpy(answer)
+    return out
+
+
+def _turn_rows(
+    sampled: Tensor, predecessors: Tensor | None
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+    """Of each row its number, what was sampled, what each token follows, and where each one's run begins: (T,) each."""
+    place = np.arange(sampled.shape[1])
+    for row, is_sampled in enumerate((sampled > 0).cpu().numpy()):
+        follows = place - 1 if predecessors is None else predecessors[row].long().cpu().numpy()
+        branches = follows != place - 1
+        begins = branches | (is_sampled != np.roll(is_sampled, 1))
+        left = follows[branches & is_sampled & (follows >= 0)]  # behind these something else was sampled too
+        begins[left[is_sampled[left] & is_sampled[left + 1]] + 1] = True
+        begins[:1] = True
+        yield row, is_sampled, follows, np.maximum.accumulate(np.where(begins, place, 0))

@@ -27,7 +27,6 @@ def best_at_k(scores: np.ndarray, k: int) -> np.ndarray:
 
     Args:
         scores: (P, n) scores of n responses to each of P prompts.
-        k: size of the draw, 1..n.
 
     Returns:
         (P,) float64.

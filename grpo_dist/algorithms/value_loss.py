@@ -31,9 +31,6 @@ def compute_value_loss(
         response_mask: (N, T), 1 on the tokens that train.
         cliprange_value: how far a value may move.
         loss_agg_mode: see `aggregate`, as are the remaining arguments.
-        global_tokens: of the whole mini-batch.
-        global_sequences: of the whole mini-batch.
-        loss_scale_factor: for seq-mean-token-sum-norm.
 
     Returns:
         (loss, metrics): a float32 scalar; and `critic/vf_loss`, the same without gradient, which like it adds up over

@@ -28,11 +28,6 @@ def resolve_model_path(path: str, *, weights: bool = True, key: str = POLICY_KEY
 
     Args:
         path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub cache).
-        weights: whether to download the weights of a hub model too.
-        key: the config key that names the model, for messages.
-
-    Raises:
-        ConfigError: there is no such built-in model, or the download fails.
     """
     if path.startswith(BUILTIN):
         return _builtin_folder(path, key)

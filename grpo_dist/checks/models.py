@@ -11,9 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, resolve_model_path
-from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
-from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, read_model_config, text_config
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import (
+    ModelFolder,
+    check_base,
+    check_model_folder,
+    load_tokenizer,
+    read_adapter_folder,
+    read_model_config,
+    text_config,
+)
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_roles import ADAPTER_KEY
@@ -54,12 +60,7 @@ def checked_models(config: JobConfig) -> list[CheckedModel]:
 
 
 def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
-    """Find a model's folder, download it if it is a hub model, and check its files; with `weights` those of these too.
-
-    Raises:
-        ConfigError: there is no such model.
-        DataError: a file is missing, damaged or inconsistent with the others.
-    """
+    """Find a model's folder, download it if it is a hub model, and check its files; with `weights` the largest too."""
     settings = row.settings
     folder = resolve_model_path(settings.path, weights=weights, key=settings.key)
     trust = settings.model.trust_remote_code or settings.num_labels > 0
@@ -113,7 +114,7 @@ def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
 def _check_causal(row: CheckedModel, model: ModelFolder) -> None:
     """Check that a model has an output layer, by its weights, and where these are not here by its config.json."""
     if row.settings.num_labels:  # its output layer becomes a head
-        from grpo_dist.engines.train.classifier import check_family  # slow, and other runs do without
+        from grpo_dist.engines.train.model_loading import check_family  # slow, and other runs do without
 
         check_family(read_model_config(model.folder, row.model.setting), row.model.setting)
     architectures = [str(name) for name in model.config.get("architectures") or ()]
@@ -133,12 +134,8 @@ def check_classifier(row: CheckedModel, model: ModelFolder) -> str:
 
     Returns:
         Where the head comes from, in a few words, if there are two ways; else "".
-
-    Raises:
-        ConfigError: it is another kind of model.
-        DataError: its config.json cannot be read.
     """
-    from grpo_dist.engines.train.classifier import check_family, check_head  # slow, and other runs do without
+    from grpo_dist.engines.train.model_loading import check_family, check_head  # slow, and other runs do without
 
     read, may_be_new = read_model_config(model.folder, row.model.setting), row.settings.new_head_seed is not None
     check_family(read, row.model.setting)

@@ -21,8 +21,7 @@ from torch import Tensor
 from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, first_difference, operation
 from grpo_dist.algorithms.kl import k3
 from grpo_dist.assets import expanded
-from grpo_dist.assets.model_folder import some
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer, some
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, check_output, command_parser, write_output
 from grpo_dist.cli.replay import policy_engine
 from grpo_dist.cli.trained import (

@@ -21,7 +21,7 @@ import numpy as np
 
 from grpo_dist.algorithms.validation import interval, judged, normal_interval, pred_ids, statistics
 from grpo_dist.assets import expanded
-from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER
 from grpo_dist.checks.own_code import start_scorer
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
 from grpo_dist.cli.trained import AGENT_KEY, Answers, TrainedModel, asking, base_of, find_trained, sampling_of

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.algorithms.baselines import AgentBaselines
+from grpo_dist.algorithms.controllers import AgentBaselines
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.assets import expanded, resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 
 from grpo_dist.assets import BUILTIN, POLICY_KEY, expanded, resolve_model_path
-from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
-from grpo_dist.assets.model_folder import FILE, Usage, read_usage
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_tokenizer, read_usage
 from grpo_dist.cli.check_reward import sample_of
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment

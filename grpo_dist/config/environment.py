@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from grpo_dist.assets import expanded, is_folder
-from grpo_dist.assets.adapter_folder import read_adapter_folder
+from grpo_dist.assets.model_folder import read_adapter_folder
 from grpo_dist.config.problems import Problem, shown
 from grpo_dist.config.schema_roles import ADAPTER_KEY
 from grpo_dist.errors import ConfigError, DataError

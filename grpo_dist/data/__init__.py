@@ -1,6 +1,6 @@
 """Prompts: rows in verl's schema, token ids, and a resumable sampler. Knows no Ray."""
 
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.data.files import read_rows
 from grpo_dist.data.prompts import Prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.assets.tokenizer import continued
+from grpo_dist.assets.model_folder import continued
 from grpo_dist.errors import DataError
 from grpo_dist.redact import redact
 

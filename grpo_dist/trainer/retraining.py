@@ -17,8 +17,7 @@ import numpy as np
 
 from grpo_dist.algorithms.settings import LabelSettings
 from grpo_dist.assets import REWARD_MODEL_KEY, resolve_model_path
-from grpo_dist.assets.model_folder import read_model_config
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer, read_model_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.conversations import padding_id
 from grpo_dist.data.step_tokens import step_form

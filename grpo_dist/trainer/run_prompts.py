@@ -11,13 +11,11 @@ from typing import Any
 
 from grpo_dist.agents import load_agent_loop
 from grpo_dist.agents.base import KEY as AGENT_KEY
-from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import ModelFolder, end_token_ids, load_tokenizer
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_roles import AgentConfig
-from grpo_dist.data.pass_rates import PassRateCurriculum
 from grpo_dist.data.prompts import NO_DATA_SOURCE, SOURCE, Prompt, add_system_prompt, load_prompts, unread_notes
-from grpo_dist.data.sampler import CustomSampler, PromptSampler
+from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum, PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import CodeName, absolute

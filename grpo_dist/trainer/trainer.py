@@ -21,9 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_dist.algorithms.baselines import AgentBaselines
-from grpo_dist.algorithms.entropy import EntropyController
-from grpo_dist.algorithms.kl import KLController
+from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import RunConfig

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.agents.token_tree import NO_VERSION
+from grpo_dist.agents.recording import NO_VERSION
 from grpo_dist.algorithms.validation import judged, statistics
 from grpo_dist.config.schema import RunConfig, TrainerConfig
 from grpo_dist.data.tokenize import TokenizedPrompt

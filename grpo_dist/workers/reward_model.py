@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from grpo_dist.algorithms.settings import TrainingSettings
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.config.schema_models import ProcessRewardConfig, RewardModelConfig
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token

@@ -29,9 +29,9 @@ import torch
 
 from grpo_dist.agents.episode import Episode, Row
 from grpo_dist.agents.gateway import Gateway
+from grpo_dist.agents.recording import NO_VERSION
 from grpo_dist.agents.runner import EpisodeRunner
-from grpo_dist.agents.token_tree import NO_VERSION
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import AgentError, EngineError, GrpoDistError, WeightSyncError, WorkerError

@@ -125,7 +125,7 @@ class ResponseScorer(Process):
             ConfigError: the function cannot be imported.
             RewardError: importing it hangs, or ends its process.
         """
-        from grpo_dist.assets.tokenizer import load_tokenizer
+        from grpo_dist.assets.model_folder import load_tokenizer
         from grpo_dist.rewards.scorer import Scorer
 
         torch.set_num_threads(1)

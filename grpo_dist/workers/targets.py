@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.agreement import apart
-from grpo_dist.algorithms.correction import compute_rollout_correction
-from grpo_dist.algorithms.mismatch import mismatch_by_cause
+from grpo_dist.algorithms.correction import compute_rollout_correction, mismatch_by_cause
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA, SOURCE, columns_for

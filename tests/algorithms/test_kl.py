@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import kl_penalty
-from grpo_dist.algorithms.kl import KLController
+from grpo_dist.algorithms.controllers import KLController
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases
 from tests.messages import refuses

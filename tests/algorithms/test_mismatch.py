@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_dist.algorithms.correction import compute_rollout_correction
-from grpo_dist.algorithms.mismatch import mismatch_by_cause
+from grpo_dist.algorithms.correction import compute_rollout_correction, mismatch_by_cause
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 ROLLOUT = torch.full((2, 4), -1.0)

@@ -86,7 +86,7 @@ SIGNATURES = {
     "grpo_dist.agents:Episode.append": ["self", "text"],
     "grpo_dist.agents:Episode.append_tokens": ["self", "token_ids"],
     "grpo_dist.algorithms.advantage.outcome:grpo": ["batch", "config"],
-    "grpo_dist.algorithms.policy_loss.clipped:clipped_surrogate": ["batch", "config"],
+    "grpo_dist.algorithms.policy_loss:clipped_surrogate": ["batch", "config"],
     "grpo_dist.algorithms.kl:k3": ["log_probs", "ref_log_probs"],
     "grpo_dist.tasks.gsm8k:compute_score": [
         "data_source",

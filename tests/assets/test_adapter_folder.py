@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from grpo_dist.assets.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_base, read_adapter_folder
+from grpo_dist.assets.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_base, read_adapter_folder
 from grpo_dist.errors import DataError
 from tests.adapters import write_adapter
 from tests.messages import refuses
@@ -29,7 +29,7 @@ def test_a_good_adapter(tmp_path: Path) -> None:
 
 def test_it_loads_neither_torch_nor_peft(tmp_path: Path) -> None:
     code = (
-        "import sys; from grpo_dist.assets.adapter_folder import read_adapter_folder as read;"
+        "import sys; from grpo_dist.assets.model_folder import read_adapter_folder as read;"
         f"read({str(write_adapter(tmp_path))!r}, 'x'); print(sorted({{'torch', 'peft', 'ray'}} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
-from grpo_dist.assets.model_folder import FILE, read_usage
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, read_usage
 from grpo_dist.checks.all_checks import Checks
 from grpo_dist.checks.run_folder import check_disk, check_resume, is_finished, nothing_to_train
 from grpo_dist.config.command import AnyCommand

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from tests.engines.fakes import FakeRolloutEngine

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import Usage, check_model_folder
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import Usage, check_model_folder, load_tokenizer
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.evaluate import Figures, compared, figures
 from grpo_dist.cli.trained import Answers

@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import Usage
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import Usage, load_tokenizer
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.serve import check_host, ready, split
 from grpo_dist.cli.trained import engine_for, find_trained

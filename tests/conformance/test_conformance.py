@@ -106,7 +106,7 @@ def test_a_loss_that_ignores_the_mask_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_lost_upper_clip_range_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_dist.algorithms.policy_loss.clipped.clip_range", lambda config: (0.2, 0.2))
+    monkeypatch.setattr("grpo_dist.algorithms.policy_loss.clip_range", lambda config: (0.2, 0.2))
     differ = {
         result.group
         for result in check.check(check.answers_of(adapter), of("policy_loss"))

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.data import Prompt, PromptSampler
-from grpo_dist.data.pass_rates import PassRateCurriculum
-from grpo_dist.data.sampler import CustomSampler
+from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum
 from grpo_dist.errors import DataError
 from tests.messages import refuses
 

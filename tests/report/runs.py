@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.tracking.rollouts import write_tokens

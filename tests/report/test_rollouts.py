@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.report.rollouts import TokenTexts, chosen_steps, load_token_texts, read_step
 from tests.report.runs import TINY, write_run, write_step
 

@@ -12,8 +12,7 @@ import pytest
 from grpo_dist.agents import ToolAgent
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import PromptSampler, load_tokenizer
-from grpo_dist.data.pass_rates import PassRateCurriculum
-from grpo_dist.data.sampler import CustomSampler
+from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.rewards.contract import RowNeeds

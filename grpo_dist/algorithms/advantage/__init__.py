@@ -5,7 +5,7 @@
     returns.py  the rewards that follow a token: reinforce_plus_plus(_baseline), remax, distill, gae,
                 optimal_token_baseline; those of steps and turns: grpo_process, gigpo
 
-Call them through `compute_advantage`. inputs.py has their one signature and the statistics of a group, agents.py the
+Call them through `compute_advantage`. inputs.py has their one signature, the statistics of a group, and the
 sequences of the agents of an episode.
 """
 
@@ -20,8 +20,14 @@ from torch import Tensor
 
 # The imports fill the registry.
 from grpo_dist.algorithms.advantage import outcome, returns  # noqa: F401
-from grpo_dist.algorithms.advantage.agents import AgentSequences, baseline_keys
-from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, STD_EPS, AdvantageInputs, Groups
+from grpo_dist.algorithms.advantage.inputs import (
+    ADVANTAGE,
+    STD_EPS,
+    AdvantageInputs,
+    AgentSequences,
+    Groups,
+    baseline_keys,
+)
 from grpo_dist.errors import BatchError
 
 __all__ = ["ADVANTAGE", "DEFAULTS", "STD_EPS", "AdvantageInputs", "Groups", "compute_advantage"]
@@ -61,12 +67,12 @@ def compute_advantage(
         token_level_rewards: (N, T) floats; an outcome reward sits on the last response token.
         response_mask: (N, T), 1 on the tokens that train.
         index: group of each sequence, N hashable entries (`uid`).
-        agent_ids: (N, T), of `agents.agent_id`, 0 on tokens of no agent: each agent's tokens are a sequence of their
+        agent_ids: (N, T), of `agent_id`, 0 on tokens of no agent: each agent's tokens are a sequence of their
             own, which is compared with those of `AgentSequences.groups`.
         values: (N, T), a critic's values (gae).
         entropies: (N, T), of the policy before the update, nats (rl_zvp).
         gradient_norms: (N, T), 1 - 2 p + sum p^2 of the policy before the update (optimal_token_baseline).
-        turn_states: (N, T), of `turns.turn_states` (gigpo).
+        turn_states: (N, T), of `targets.turn_states` (gigpo).
         reward_baselines: (N,), scores of the greedy responses (remax).
         step_mask: (N, T), 1 on the last token of each step (grpo_process).
         reward_components: scores (N,) by name, nan where a response has none (gdpo).

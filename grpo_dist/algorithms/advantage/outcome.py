@@ -114,11 +114,11 @@ def a2po(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Ten
 
 @ADVANTAGE.register("rae", needs=("agent_baselines",))
 def rae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Score - b(agent), where b is a moving average of the agent's scores in earlier steps (`algorithms.baselines`).
+    """Score - b(agent), where b is a moving average of the agent's scores in earlier steps (`AgentBaselines`).
 
     Role-conditioned advantage estimation, SPIRAL (arXiv 2506.24119): in games that one agent wins and the other loses
     a group's mean says nothing. As in the paper an agent has one b for each game, which is the data source.
-    `agent_baselines` has b by `agents.baseline_keys`, of `sources`, (N,) numbers of the responses' data sources; those
+    `agent_baselines` has b by `baseline_keys`, of `sources`, (N,) numbers of the responses' data sources; those
     that are not there are 0. Agents are sequences of their own with `agent_ids`.
     """
     known = config.get("agent_baselines", {})

@@ -106,7 +106,7 @@ def gigpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Te
 
     GiGPO (arXiv 2505.10978): a turn's return is the sum of gamma^k times the rewards of the turns that follow it in the
     row, whichever branch they are in, and it is normalised, as the scores are, over the turns of the group's responses
-    before which the environment had said the same (`turns.turn_states`); one without another has 0. A reward behind a
+    before which the environment had said the same (`targets.turn_states`); one without another has 0. A reward behind a
     turn is that turn's.
     """
     states = batch.need("turn_states", "turn_states", "compares turns from the same state").long()

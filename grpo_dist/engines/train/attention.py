@@ -2,16 +2,26 @@
 SDPA.
 
 A token sees the tokens before it that belong to its own segment, or to its prompt's.
+
+transformers lets a model's attention be replaced by a function, and tells nobody what the function leaves out. So what
+the model's own code asks of one is read from its source: without memory it cannot be tried. A model whose attention
+takes more than the functions here do, or is not asked for through that interface, keeps its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import ast
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -19,8 +29,6 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.compiled import compiled_whole
-from grpo_dist.engines.train.own_attention import OWN, SINKS, keywords, why_own, windows_of
 from grpo_dist.engines.train.segment_attention import (
     BATCHED_TOKENS,
     padded_attention_forward,
@@ -35,6 +43,13 @@ FLEX = "grpo_dist_flex"
 FLASH = "flash_attention_2"
 PADDED = "grpo_dist_padded"
 SEGMENTS = "grpo_dist_segments"
+OWN = "eager"  # what transformers calls a model's own code
+_INTERFACE, _WINDOW_MASK = "ALL_ATTENTION_FUNCTIONS", "create_sliding_window_causal_mask"
+SINKS, WINDOW = "s_aux", "sliding_window"
+# Keywords that our attention functions take, and those that say nothing here: of dropout, of kernels that are not used.
+_TAKEN = {"scaling", SINKS, WINDOW}
+_IDLE = {"attention_mask", "dropout", "is_causal", "output_attentions", "position_ids"}
+_IDLE |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 # FlexAttention works on blocks of so many tokens.
 FLEX_BLOCK = 128
 # Its gradients are compared on so many tokens with those of SDPA; the largest difference that rounding explains,
@@ -59,10 +74,7 @@ def why_padded(model: Any) -> str:
 def check_split(config: Any, settings: ModelSettings, padded: str = "") -> None:
     """Check that a model, by its config, can split its sequences over `settings.sequence_parallel_size` ranks.
 
-    Args:
-        config: the model's.
-        settings: that it is loaded by.
-        padded: of `why_padded`, where the model is built.
+    `padded` is what `why_padded` says, where the model is built.
 
     Raises:
         ConfigError: its heads do not split, or it takes padded sequences only, which stay whole.
@@ -112,7 +124,6 @@ def sees(
 
     Args:
         segments: (2, B, L), see `MicroBatch`.
-        position_ids: (B, L), for a window.
         window: of how many positions, its own the last, a token sees; 0: of all.
     """
     own, last = segments.unbind(0)
@@ -133,17 +144,10 @@ def dense_mask(segments: Tensor) -> Tensor:
 
 
 def block_mask(segments: Tensor, position_ids: Tensor | None = None, window: int = 0) -> BlockMask:
-    """Return the mask of `dense_mask` in the form of FlexAttention, within a window as `sees` has it."""
+    """The mask of `dense_mask` in the form of FlexAttention, within a window as `sees` has it."""
     _, batch, length = segments.shape
-    return _kernel(create_block_mask, segments.device.type)(
-        sees(segments, position_ids, window),
-        batch,
-        None,
-        length,
-        length,
-        device=str(segments.device),
-        BLOCK_SIZE=FLEX_BLOCK,
-    )
+    make, visible = _kernel(create_block_mask, segments.device.type), sees(segments, position_ids, window)
+    return make(visible, batch, None, length, length, device=str(segments.device), BLOCK_SIZE=FLEX_BLOCK)
 
 
 def attention_inputs(
@@ -157,10 +161,7 @@ def attention_inputs(
 
     Args:
         segments: (2, B, L), see `MicroBatch`.
-        position_ids: (B, L).
-        implementation: of `attention_implementation`.
         batched_tokens: segments on CPU up to this long are batched.
-        windows: of `windows_of` the model.
     """
     if segments is None:
         return {}
@@ -181,12 +182,8 @@ def varlen_inputs(position_ids: Tensor) -> dict[str, Any]:
     ends = torch.tensor([position_ids.shape[1]], dtype=torch.int32, device=position_ids.device)
     cumulative = torch.cat([starts, ends])
     longest = int(cumulative.diff().max())
-    return {
-        "cu_seq_lens_q": cumulative,
-        "cu_seq_lens_k": cumulative,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    lengths = {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}
+    return lengths | {"max_length_q": longest, "max_length_k": longest}
 
 
 def flex_attention_forward(
@@ -235,9 +232,7 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
     Its kernels are compiled when they are first called, those of the backward pass apart from the forward pass.
 
     Args:
-        config: the model's, for the heads.
         segments: (2, B, L) of a micro-batch, of which the beginning of the first row is tried.
-        dtype: that the model computes in.
     """
     text = getattr(config, "text_config", config)
     heads: int = text.num_attention_heads
@@ -267,6 +262,28 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
     return "" if off <= GRADIENT_TOLERANCE[dtype] else f"gradients of its attention are off by {off:.2g} of their size"
 
 
+def compiled_whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function as a whole: it stops where it would go on uncompiled.
+
+    Uncompiled, FlexAttention computes all pairs of tokens, masked or not: time and memory would explode unseen.
+    """
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, **options)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise ConfigError(
+                f"actor_rollout_ref.model.use_remove_padding=true: {function.__name__} was compiled "
+                f"{torch._dynamo.config.recompile_limit} times for ever new shapes, and would be slow from now on; set "
+                "it to false (padded sequences under SDPA), or install flash-attn and set "
+                "actor_rollout_ref.actor.use_prefix_grouper=false. TORCH_LOGS=recompiles shows what changed"
+            ) from error
+
+    return run
+
+
 @cache
 def _kernel(function: Callable[..., Any], device: str) -> Any:
     return compiled_whole(function) if device == "cuda" else function
@@ -275,3 +292,85 @@ def _kernel(function: Callable[..., Any], device: str) -> Any:
 def _register(name: str, forward: Callable[..., Any]) -> None:
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+# --- a model's own attention ----------------------------------------------------------------------------------------
+def why_own(model: Any) -> str:
+    """Why a model, perhaps without memory, keeps its own attention; "" if ours take all that it passes."""
+    replaced, own = [], {}
+    kinds: dict[str, Any] = {f"{name}.": type(module) for name, module in model.named_modules()}
+    for name, kind in kinds.items():
+        if keywords_of(kind) is not None:
+            replaced.append(name)
+        elif kind.__name__.endswith("Attention"):
+            own[name] = kind.__name__
+    outside = sorted({own[name] for name in own if not any(n.startswith(name) or name.startswith(n) for n in replaced)})
+    if outside or not replaced:
+        return f"its attention{f' ({names})' if (names := ', '.join(outside)) else ''} is all its own code"
+    more = sorted(keywords(model) - _TAKEN - _IDLE)
+    return f"its attention takes {', '.join(more)}" if more else ""
+
+
+def keywords(model: Any) -> frozenset[str]:
+    """The keywords that a model's layers pass to attention functions."""
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    return frozenset().union(*(keywords_of(kind) or () for kind in kinds))
+
+
+def windows_of(model: Any) -> frozenset[int]:
+    """The sliding windows, in tokens, that a model passes to attention functions and that its own masks keep."""
+    modules = {kind.__module__ for kind in type(model).__mro__ if _written_as(kind)}
+    if WINDOW not in keywords(model) or not any(_WINDOW_MASK in vars(sys.modules[module]) for module in modules):
+        return frozenset()
+    holders = (model.config.get_text_config(), *model.modules())
+    sizes = {getattr(holder, WINDOW, None) for holder in holders}
+    return frozenset(size for size in sizes if type(size) is int and size > 0)
+
+
+@cache
+def keywords_of(kind: type[Any]) -> frozenset[str] | None:
+    """The keywords that a module of this class passes to attention functions; None: it calls none."""
+    found: set[str] = set()
+    calls = False
+    for node in (node for part in kind.__mro__ if (written := _written_as(part)) for node in ast.walk(written)):
+        calls = calls or (isinstance(node, ast.Name) and node.id == _INTERFACE)
+        if isinstance(node, ast.Call) and "interface" in ast.unparse(node.func).rpartition(".")[2]:
+            found.update(keyword.arg for keyword in node.keywords if keyword.arg)
+    return frozenset(found) if calls else None
+
+
+def _written_as(kind: type[Any]) -> ast.ClassDef | None:
+    """The source of a class of a model's code; None where there is none, or it is a library's."""
+    of_library = kind.__module__.startswith(
+        ("torch.", "builtins", "transformers.modeling", "transformers.integrations")
+    )
+    return None if of_library else _classes(kind.__module__).get(kind.__name__)
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return {}
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+@contextlib.contextmanager
+def own_code(model: Any) -> Iterator[None]:
+    """Within the block a model's attention and experts are computed by its own code."""
+    kept = take_own_code(model)
+    try:
+        yield
+    finally:
+        for config, attention, experts in kept:
+            config._attn_implementation, config._experts_implementation = attention, experts
+
+
+def take_own_code(model: Any) -> list[tuple[Any, str, str]]:
+    """Have a model's attention and experts computed by its own code; returns each config with what it had."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    kept = [(each, each._attn_implementation, each._experts_implementation) for each in configs.values()]
+    for config, _, _ in kept:
+        config._attn_implementation = config._experts_implementation = OWN
+    return kept

@@ -116,11 +116,7 @@ class ShardWriter:
         self._running: Future[dict[str, FileDigest]] | None = None
 
     def begin_save(self, state: dict[str, Any], folder: Path) -> None:
-        """Copy `state` and this rank's random states to CPU memory, and begin to write them into `folder`. Collective.
-
-        Raises:
-            CheckpointError: the checkpoint before is still being written.
-        """
+        """Copy `state` and this rank's random states to CPU memory, and begin to write them to `folder`. Collective."""
         if self._running is not None and not self._running.done():
             raise CheckpointError(f"{folder}: the checkpoint before it is still being written")
         # `_write` flushes the files; and what is on CPU need not be copied ahead
@@ -129,11 +125,7 @@ class ShardWriter:
         self._running = self._thread.submit(self._write, writer, copies, states, folder)
 
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        """The files that this rank has written since `begin_save`, flushed to disk; None while it writes.
-
-        Raises:
-            CheckpointError: they cannot be written.
-        """
+        """The files that this rank has written since `begin_save`, flushed to disk; None while it writes."""
         assert self._running is not None, "begin_save comes first"
         if not (wait or self._running.done()):
             return None

@@ -21,11 +21,7 @@ class FileDigest:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """Read a file and digest it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read a file and digest it."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32))
         return FileDigest(stream.tell(), digest.hexdigest())
@@ -37,11 +33,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def require_room(folder: Path, num_bytes: float) -> None:
-    """Check that so much may be written, before it is.
-
-    Raises:
-        OSError: ENOSPC: the disk has less.
-    """
+    """Check that so much may be written, before it is."""
     free = free_bytes(folder)
     if free < num_bytes:
         text = f"{num_bytes / GIB:.3g} GiB are needed, and {free / GIB:.3g} GiB are free"
@@ -49,11 +41,7 @@ def require_room(folder: Path, num_bytes: float) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a folder, or a link or file in its place, if there is one; what a link leads to is another's, and stays.
-
-    Raises:
-        OSError: it cannot be deleted.
-    """
+    """Delete a folder, or a link or file in its place, if there is one; what a link leads to is another's and stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

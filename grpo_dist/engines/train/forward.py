@@ -5,8 +5,9 @@ Methods that run the model are collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,16 +19,26 @@ from grpo_dist.engines.train.attention import (
     GRADIENT_TOLERANCE,
     attention_inputs,
     flex_backward_fault,
+    own_code,
+    take_own_code,
     why_padded,
+    windows_of,
 )
-from grpo_dist.engines.train.compiled import Compiler, gradient_norms
-from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead, exact_kl_error
-from grpo_dist.engines.train.logits import TopTokens
+from grpo_dist.engines.train.lm_head import (
+    Compiler,
+    HeadRequest,
+    HeadValues,
+    ReferenceHead,
+    ResponseHead,
+    TopTokens,
+    exact_kl_error,
+)
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
-from grpo_dist.engines.train.own_attention import own_code, take_own_code, windows_of
+from grpo_dist.engines.train.model_loading import HEAD
 from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
+from grpo_dist.engines.train.sharded_tensors import local_shard
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
@@ -60,8 +71,6 @@ class PolicyForward:
     Args:
         model: in which `ResponseHead.install` was tried.
         layout: the wanted one: padded, packed or shared.
-        temperature: logits are divided by it.
-        compute_dtype: of the forward pass, for the tolerance of the check.
         sequence_group: ranks that split the tokens of packed and shared micro-batches; padded ones stay whole.
 
     Attributes:
@@ -120,28 +129,28 @@ class PolicyForward:
         self,
         micro_batch: MicroBatch,
         *,
-        entropies: bool = False,
-        hidden_states: bool = False,
         reference: ReferenceHead | None = None,
         reference_states: Tensor | None = None,
-        gradient_norms: bool = False,
         top: tuple[Tensor, Tensor] | None = None,
+        **asked: bool,
     ) -> HeadValues:
-        """Log-probs of the M response tokens, and what else is asked for; see `HeadRequest`."""
+        """Log-probs of the M response tokens, and what of `HeadRequest` is asked for: columns are given by rows."""
         group = self.group_of(micro_batch)
         numbers, predictors = group.own(micro_batch.predictors, micro_batch.input_ids.shape[1])
         if reference_states is not None and reference is not None:
             reference_states = _at_tokens(reference_states, micro_batch.slots[numbers], reference.weight.shape[1])
+        told = None
+        if top is not None:
+            ids, of_top = (_at_tokens(column, micro_batch.slots[numbers], 1) for column in top)
+            told = TopTokens(ids.long(), of_top / self.temperature)
         request = HeadRequest(
             predictors,
             micro_batch.targets[numbers],
             self.temperature,
-            entropies,
-            hidden_states,
-            reference,
-            reference_states,
-            gradient_norms,
-            None if top is None else self._top_tokens(*top, micro_batch.slots[numbers]),
+            reference=reference,
+            reference_states=reference_states,
+            top=told,
+            **asked,
         )
         if self.head is None:
             values = self._plain(micro_batch, request)
@@ -150,9 +159,6 @@ class PolicyForward:
                 values = self._run(micro_batch).logits
         count = len(micro_batch.targets)
         return HeadValues._make(None if part is None else group.whole(part, numbers, count) for part in values)
-
-    def _top_tokens(self, ids: Tensor, log_probs: Tensor, slots: Tensor) -> TopTokens:
-        return TopTokens(_at_tokens(ids, slots, 1).long(), _at_tokens(log_probs, slots, 1) / self.temperature)
 
     def group_of(self, micro_batch: MicroBatch) -> SequenceGroup:
         """The ranks that split the tokens of a micro-batch."""
@@ -188,7 +194,7 @@ class PolicyForward:
         if request.gradient_norms:
             p = torch.softmax(logits.float() / self.temperature, -1)
             norms = 1 - 2 * log_probs.exp() + p.square().sum(-1)
-        return HeadValues(log_probs, entropies, None, None, norms)
+        return HeadValues(log_probs, entropies=entropies, gradient_norms=norms)
 
     # --- check -------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -395,3 +401,63 @@ def _sample_rows(data: DataProto) -> DataProto:
     cut = {name: [row[:limit] for row, limit in zip(part[name].rows(), limits, strict=True)] for name in own}
     columns = {name: Ragged.from_rows(values, part[name].values.dtype) for name, values in cut.items()}
     return DataProto({**part.batch, **columns})
+
+
+class Values(NamedTuple):
+    """(M,) float32 values of the M response tokens: the head's output at the token before each of them; of a head with
+    two outputs, bad and good, the log odds of good: the second less the first.
+    """
+
+    values: Tensor
+
+
+class ValueForward(PolicyForward):
+    """Runs a token classifier over micro-batches, in the layouts of a policy. Takes the arguments of `PolicyForward`.
+
+    The value of a response token is read at the token that precedes it: what the model says of the state in which the
+    token is chosen, as verl's critic. Who wants the value at a sequence's last token appends one more token to it.
+    """
+
+    computes, unit = "values", " of their size"
+    without_head = ""
+
+    def __call__(self, micro_batch: MicroBatch, **options: Any) -> Values:  # type: ignore[override]
+        """The values of the response tokens; `options` are those of a policy, which has more to say."""
+        logits = self._at_predictors(micro_batch, self._run(micro_batch).logits)
+        return Values(logits[:, 0] if logits.shape[-1] == 1 else logits[:, 1] - logits[:, 0])
+
+    def _at_predictors(self, micro_batch: MicroBatch, outputs: Tensor) -> Tensor:
+        """(M, ...) float32 of the model's outputs at this rank's tokens, (B, L, ...)."""
+        group = self.group_of(micro_batch)
+        numbers, predictors = group.own(micro_batch.predictors, micro_batch.input_ids.shape[1])
+        return group.whole(outputs.flatten(0, 1)[predictors].float(), numbers, len(micro_batch.targets))
+
+    def scale(self, alone: Tensor) -> float:
+        """Values have no unit: a reward model may give scores around 20, whose rounding is as much larger."""
+        return max(1.0, alone.abs().mean().item())
+
+    def compared(self, micro_batch: MicroBatch) -> Tensor:
+        """The values of a head that is drawn for the check.
+
+        The model's own may be near 0, as a critic's is at first: it would hide any difference between its inputs.
+        """
+        inputs: list[Tensor] = []
+        with getattr(self.model, HEAD).register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
+            self._run(micro_batch)
+        states = self._at_predictors(micro_batch, inputs[0])
+        drawn = torch.randn(states.shape[1], generator=torch.Generator().manual_seed(0))
+        return states @ (drawn / math.sqrt(states.shape[1])).to(states.device)
+
+    def compared_alone(self, row: MicroBatch, tokens: int = CHECKED_TOKENS) -> Tensor:
+        """The same values at the last tokens of a padded sequence."""
+        return self.compared(row)[-tokens:]
+
+
+def gradient_norms(model: Any) -> torch.Tensor:
+    """Return the norm of the gradient of each parameter that trains, of this rank's shards, float32."""
+    norms = [
+        torch.linalg.vector_norm(local_shard(gradient).float())
+        for gradient in (parameter.grad for parameter in model.parameters() if parameter.requires_grad)
+        if gradient is not None
+    ]
+    return torch.stack(norms) if norms else torch.zeros(0)

@@ -6,32 +6,37 @@ does not depend on micro-batches, layout or the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.algorithms.settings import TrainingSettings
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER, Usage
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.classifier import ValueForward
-from grpo_dist.engines.train.forward import PolicyForward
+from grpo_dist.engines.train import model_loading
+from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, num_bytes, training_state
+from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.engines.train.forward import PolicyForward, ValueForward
 from grpo_dist.engines.train.fsdp_model import gradient_sync, load_sharded_model
-from grpo_dist.engines.train.fsdp_weights import FSDPWeights
-from grpo_dist.engines.train.lm_head import ReferenceHead
-from grpo_dist.engines.train.lora import adapters_off
+from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
+from grpo_dist.engines.train.lm_head import ReferenceHead, copy_output_layer
+from grpo_dist.engines.train.lora import adapters_off, full_factors, full_parameters
 from grpo_dist.engines.train.memory_errors import remedied, within_memory
-from grpo_dist.engines.train.micro_batch import MicroBatch
+from grpo_dist.engines.train.micro_batch import MicroBatch, response_tokens
 from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.objectives import OBJECTIVES, Loss, Objective, read_metrics
 from grpo_dist.engines.train.optimizer import Offload, build_optimizer
-from grpo_dist.engines.train.sharded_tensors import local_shard, whole
-from grpo_dist.engines.train.token_runs import response_tokens
+from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard, whole
 from grpo_dist.engines.train.ulysses import SequenceGroup
 from grpo_dist.errors import ConfigError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, merge_metrics
@@ -39,19 +44,15 @@ from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, merge_metrics
 NOT_TAKEN = "the optimizer step was not taken"
 
 
-class FSDPEngine(FSDPWeights):
+class FSDPEngine:
     """A causal LM, or a backbone with a linear head, sharded over the default process group: one rank of it.
 
     It computes log-probs (a linear head: values) and, if it is given an optimizer, trains. All ranks call every method
     together, each with its own rows (a rank may have none).
 
     Args:
-        model: what to load and how to shard it.
-        device: "cpu" or "cuda".
         temperature: the sampling temperature; logits are divided by it before every softmax.
-        optimizer: the config's section; None for a frozen model (the reference).
         total_steps: optimizer steps of the whole run, at whose end the schedule ends.
-        grad_clip: largest gradient norm.
 
     Attributes:
         reference_head: the reference's output layer, which the exact KL needs; None: the loss has no such KL.
@@ -68,6 +69,9 @@ class FSDPEngine(FSDPWeights):
         grad_clip: float = float("inf"),
     ) -> None:
         self.settings, self.device, self.grad_clip = model, torch.device(device), grad_clip
+        self.optimizer: Any = None  # of a frozen model; likewise the schedule
+        self.schedule: Any = None
+        self._writer: ShardWriter | None = None
         self.model: Any = load_sharded_model(model, device, frozen=optimizer is None)
         self.reference_head: ReferenceHead | None = None
         forward = ValueForward if model.num_labels else PolicyForward
@@ -100,8 +104,10 @@ class FSDPEngine(FSDPWeights):
     # --- log-probs ---------------------------------------------------------------------------------------------
     def compute_log_probs(self, data: DataProto, *, micro_batch_size: int, max_token_len: int | None = None) -> Ragged:
         """Log-probs of the response tokens, in nats, at the sampling temperature; see `compute_columns`."""
-        limits = {"micro_batch_size": micro_batch_size, "max_token_len": max_token_len}
-        return self.compute_columns(data, ("log_probs",), **limits)["log_probs"]  # type: ignore[arg-type]
+        columns = self.compute_columns(
+            data, ("log_probs",), micro_batch_size=micro_batch_size, max_token_len=max_token_len
+        )
+        return columns["log_probs"]
 
     @torch.no_grad()
     def compute_columns(
@@ -167,8 +173,6 @@ class FSDPEngine(FSDPWeights):
                 missing, and for pairs there is `uid`, with both rows of a pair on the same rank.
             micro_batch_size: sequences per forward and backward pass, where there is no token budget. A pair stays
                 whole.
-            objective: the loss.
-            max_token_len: tokens per forward and backward pass; None: no token budget.
 
         Returns:
             The metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
@@ -221,9 +225,6 @@ class FSDPEngine(FSDPWeights):
         """The metrics of an objective on this rank's rows, to be merged over ranks, without a step.
 
         Takes the arguments of `train_mini_batch`.
-
-        Raises:
-            TrainingDiverged: on all ranks, if any rank's loss is not finite.
         """
         judged = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
         data, counts, plan = self._begin(judged, data, micro_batch_size, max_token_len)
@@ -233,6 +234,67 @@ class FSDPEngine(FSDPWeights):
             with within_memory(f"the forward pass of {_describe(micro_batch, i, plan)}"):
                 losses.append(judged(micro_batch, counts))
         return self._finite_metrics(losses, data, plan, "the model is as before")
+
+    # --- weights -----------------------------------------------------------------------------------------------
+    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
+        """Within the block the weights, and with `optimizer` its states, are on the device (`Offload.on_device`)."""
+        return self.offload.on_device(optimizer=optimizer, reads=reads)
+
+    def full_parameters(
+        self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The whole weights on `device`, tensor by tensor, with LoRA's factors merged; dtype is torch's name.
+
+        With `as_in_files` they have the names and the form of the model's files, as rollout engines load them, not
+        those of the model. Ranks that drop the tensors leave it out, since it holds some of them for a while.
+        """
+        head = DTYPES[self.settings.head_dtype] if self.settings.head_dtype else None
+        tensors = full_parameters(self.model, getattr(torch, dtype), device, head_dtype=head)
+        return model_loading.as_in_files(self.model, tensors, device) if as_in_files else tensors
+
+    def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """Yield LoRA's whole factors one by one, under the names of adapters in peft's form."""
+        return full_factors(self.model, getattr(torch, dtype), device)
+
+    @torch.no_grad()
+    def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """Move the weights towards those of another `full_parameters`: w = share * other + (1 - share) * w."""
+        free_gathered(self.model)
+        own = dict(self.model.named_parameters())
+        for name, tensor in tensors:
+            parameter = own[name]
+            other = tensor.to(self.device, parameter.dtype)
+            if isinstance(parameter, DTensor):
+                other = distribute_tensor(other, parameter.device_mesh, parameter.placements)
+            parameter.mul_(1 - share).add_(other, alpha=share)
+
+    def output_layer(self, device: str) -> ReferenceHead:
+        """A copy of the output layer in the type that it is multiplied in, for another engine's `reference_head`."""
+        return copy_output_layer(self.model, device, DTYPES[self.settings.head_dtype or self.settings.compute_dtype])
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors that the ranks together write into a checkpoint. Not collective."""
+        return num_bytes(self.model, self.optimizer)
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy the weights and, if it trains, optimizer, schedule and random states, and begin to write them."""
+        self._writer = self._writer or ShardWriter()
+        self._writer.begin_save(training_state(self.model, self.optimizer, self.schedule), folder)
+
+    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """The files that this rank has written since, flushed to disk; None while it writes."""
+        assert self._writer is not None, "begin_save comes first"
+        return self._writer.finished(wait=wait)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read what `begin_save` wrote, on any number of ranks."""
+        load_training_state(folder, self.model, self.optimizer, self.schedule)
+
+    def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
+        """Write a Hugging Face folder; LoRA's factors come beside it, and first: once it is there, all is written."""
+        if self.settings.lora is not None:
+            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype, usage)
+        export_hf_model(self.model, self.settings, folder, dtype, usage)
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _accumulate(

@@ -21,8 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from grpo_dist.engines.rendezvous import world_limit
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import check_split, why_padded
-from grpo_dist.engines.train.compiled import Compiler
-from grpo_dist.engines.train.lm_head import ResponseHead, head_modules, join_float32_head
+from grpo_dist.engines.train.lm_head import Compiler, ResponseHead, head_modules, join_float32_head
 from grpo_dist.engines.train.lora import add_lora, draw_factors, load_factors, lora_hidden
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
@@ -38,9 +37,6 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
     `fsdp_size` below the number of ranks each group of that many ranks holds a copy of the model (hybrid sharding).
     Weights that do not train are left as they are where each rank holds all of them in the type of its passes: FSDP2
     would hold them twice, as shards and as gathered weights.
-
-    Raises:
-        DataError: the model cannot be loaded.
     """
     unloaded = build_model(settings, device, num_shards(settings))
     model = unloaded.model
@@ -62,12 +58,7 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
 
 
 def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
-    """Build what a rank of so many trains, without memory: what is wrong with model and settings shows here.
-
-    Raises:
-        ConfigError: LoRA, gradient checkpointing, splitting sequences or recorded experts do not fit the model.
-        DataError: there is no usable model at the path.
-    """
+    """Build what a rank of so many trains, without memory: what is wrong with model and settings shows here."""
     unloaded = open_model(settings, device, shards)
     model = unloaded.model
     check_split(model.config, settings, why_padded(model))
@@ -185,10 +176,6 @@ def hold_longrope_factors(model: Any, max_model_len: int) -> None:
     transformers takes the long factors for a whole micro-batch as soon as one of its positions is beyond the original
     length, so that a sequence's log-probs would depend on its company. vLLM takes them for all sequences if its
     `max_model_len` is beyond it, and so does this: trainer and sampler are the same model.
-
-    Args:
-        model: a loaded causal LM; left as it is if it has no such embedding.
-        max_model_len: most tokens of prompt and response.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) != "longrope":

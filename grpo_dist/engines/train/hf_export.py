@@ -21,14 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_dist.assets import is_on_the_hub
-from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS
-from grpo_dist.assets.model_folder import Usage
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, Usage, load_tokenizer
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
-from grpo_dist.engines.train.hf_names import as_in_files
 from grpo_dist.engines.train.lora import full_factors, full_parameters, lora_layers
-from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.engines.train.model_loading import DTYPES, as_in_files
 from grpo_dist.errors import CheckpointError
 from grpo_dist.sizes import EXPORT_FILE_BYTES
 
@@ -43,16 +40,11 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at the last token that is
     not `pad_token_id` of config.json: where it was trained, since that is kept (see `_set_padding`).
 
-    See `write_folder`. Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop
+    Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop
     each tensor.
 
     Args:
         model: a policy, whose LoRA factors are merged, or a model with a linear head.
-        dtype: of the weights in the files: "fp32" or "bf16".
-        usage: what the folder says of itself; None: nothing.
-
-    Raises:
-        CheckpointError: on every rank: the files cannot be written.
     """
     tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
@@ -182,11 +174,7 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
-    """Write adapter_config.json and adapter_model.safetensors. Collective; takes the arguments of `export_hf_model`.
-
-    Raises:
-        CheckpointError: on every rank: the files cannot be written.
-    """
+    """Write adapter_config.json and adapter_model.safetensors. Collective; takes the arguments of `export_hf_model`."""
     factors = full_factors(model, DTYPES[dtype])
 
     def write(temporary: Path) -> None:

@@ -17,6 +17,7 @@ logits), and the actor keeps a frozen copy of the reference's output layer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +29,38 @@ from torch import Tensor, nn
 
 from grpo_dist.assets import POLICY_SECTION
 from grpo_dist.engines.float32_products import float32_products
-from grpo_dist.engines.train.compiled import Compiler
-from grpo_dist.engines.train.logits import TokenValues, TopTokens, logits_gradient, token_values
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CHUNK_LOGITS
 
 # Config entries with which a model does more to its hidden states than one matrix product.
 CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class Compiler:
+    """Compiles functions of a model, and runs them compiled while it is on.
+
+    What it compiles is that of the layers between the points where FSDP2 gathers their weights, so the hooks that do
+    this stay outside. All layers of a model share one graph for each of training, passes without gradients, and
+    recomputation.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does as `function`, whose tensors may have other sizes in each call.
+
+        What changes is found out when it changes: told that everything may, the compiler would take the numbers in
+        modules that FSDP2 manages, such as the size of a head, for changing ones, and FlexAttention needs to know them.
+        """
+        compiled = torch.compile(function)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if self.on else function)(*args, **kwargs)
+
+        return run
 
 
 @dataclass(frozen=True)
@@ -59,8 +84,6 @@ class HeadRequest:
     Attributes:
         predictors: (M,) int64, which of the B * L tokens predicts each.
         targets: (M,) int64, the response tokens.
-        entropies: whether to compute entropies.
-        hidden_states: whether to return the predictors' hidden states, detached.
         reference: the reference's output layer, for the exact KL, or None.
         reference_states: (M, H'), the reference's hidden states, or None.
         top: what a teacher tells of its likeliest tokens, in the place of the reference; the KL is over these alone.
@@ -79,24 +102,50 @@ class HeadRequest:
 
 
 class HeadValues(NamedTuple):
-    """(M,) float32 log-probs, entropies and exact KL, in nats, (M, H) hidden states, and (M,) float32 squared norms of
-    the log-probs' gradients and probability of a teacher's tokens; None if not asked for.
+    """Of M response tokens float32 log-probs, entropies and exact KL, in nats, (M, H) hidden states, the squared norms
+    of the log-prob's gradients, the probability of a teacher's tokens, and the logsumexp; None if not asked for.
     """
 
     log_probs: Tensor
-    entropies: Tensor | None
-    exact_kl: Tensor | None
-    hidden_states: Tensor | None
+    entropies: Tensor | None = None
+    exact_kl: Tensor | None = None
+    hidden_states: Tensor | None = None
     gradient_norms: Tensor | None = None
     mass: Tensor | None = None
+    sums: Tensor | None = None
+
+    def part(self, tokens: slice) -> HeadValues:
+        """The values of some tokens."""
+        return HeadValues._make(None if values is None else values[tokens] for values in self)
 
     def float(self) -> HeadValues:
-        """Some models change the form of their logits (Mamba, OPT)."""
+        """Some models change the form of their logits (Mamba, OPT); these stay as they are."""
         return self
 
     def contiguous(self) -> HeadValues:
-        """See `float`."""
+        """Some models make their logits contiguous; there is nothing to do."""
         return self
+
+
+class TopTokens(NamedTuple):
+    """What a teacher tells of its likeliest tokens: ids (tokens, K) int64, and (tokens, K) float32 log-probs over the
+    temperature.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+    def part(self, tokens: slice) -> TopTokens:
+        """Return those at some tokens."""
+        return TopTokens(self.ids[tokens], self.log_probs[tokens])
+
+    def compared(self, scaled: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the policy's log-probs among these tokens, (tokens, K), and these less the teacher's among them.
+
+        Both are of distributions over the K tokens alone. `scaled` are the policy's logits over the temperature.
+        """
+        own = torch.log_softmax(scaled.gather(1, self.ids), -1)
+        return own, own - torch.log_softmax(self.log_probs, -1)
 
 
 class ResponseHead(nn.Linear):
@@ -172,6 +221,87 @@ def why_not_linear(model: Any) -> str:
     return "" if type(layer) in (nn.Linear, ResponseHead) else f"its output layer is a {type(layer).__name__}"
 
 
+def token_values(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    reference: Tensor | None,
+    *,
+    entropies: bool,
+    gradient_norms: bool = False,
+    top: TopTokens | None = None,
+) -> HeadValues:
+    """Return the values of tokens.
+
+    Args:
+        logits: (tokens, V); left as they are.
+        reference: (tokens, V) logits of the reference; None: no KL.
+        gradient_norms: whether to compute 1 - 2 p_y + sum p^2, which is |d log p_y / d logits|^2 at temperature 1.
+        top: in the place of `reference`: the KL is over these tokens alone, as if there were no others.
+    """
+    scaled, column = _scaled(logits, temperature), targets.unsqueeze(1)
+    log_p = torch.log_softmax(scaled, -1)
+    log_probs = log_p.gather(1, column).squeeze(1)
+    sums = scaled.gather(1, column).squeeze(1) - log_probs
+    entropy = kl = norms = None
+    if entropies or gradient_norms or reference is not None:
+        p = log_p.exp()
+        if gradient_norms:
+            norms = 1 - 2 * log_probs.exp() + p.square().sum(1)
+        if entropies:
+            entropy = -(p * log_p).sum(1)
+        if reference is not None:
+            kl = (p * log_p.sub_(torch.log_softmax(_scaled(reference, temperature), -1))).sum(1)
+    mass = None
+    if top is not None:
+        own, difference = top.compared(scaled)
+        kl, mass = (own.exp() * difference).sum(1), log_p.gather(1, top.ids).exp().sum(1)
+    return HeadValues(log_probs, entropy, kl, None, norms, mass, sums)
+
+
+def logits_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    reference: Tensor | None,
+    values: HeadValues,
+    gradients: HeadValues,
+    top: TopTokens | None = None,
+) -> Tensor:
+    """Return the (tokens, V) gradient of logits divided by the temperature, in their type.
+
+    Args:
+        logits: (tokens, V); overwritten if they are float32.
+        values: of `token_values`.
+    """
+    assert values.sums is not None
+    of_top = None
+    if top is not None and gradients.exact_kl is not None and values.exact_kl is not None:
+        own, difference = top.compared(_scaled(logits, temperature))
+        of_top = own.exp() * (difference - values.exact_kl.unsqueeze(1)) * gradients.exact_kl.unsqueeze(1)
+    log_p = _scaled(logits, temperature).sub_(values.sums.unsqueeze(1))
+    p = log_p.exp() if gradients.entropies is not None or reference is not None else log_p.exp_()
+    factor = -gradients.log_probs.unsqueeze(1)
+    if gradients.entropies is not None and values.entropies is not None:
+        factor = factor - gradients.entropies.unsqueeze(1) * (log_p + values.entropies.unsqueeze(1))
+    if reference is not None and gradients.exact_kl is not None and values.exact_kl is not None:
+        log_p.sub_(torch.log_softmax(_scaled(reference, temperature), -1)).sub_(values.exact_kl.unsqueeze(1))
+        factor = factor + log_p.mul_(gradients.exact_kl.unsqueeze(1))
+    grad = p.mul_(factor)
+    if torch.compiler.is_compiling():  # in one pass with all the rest
+        is_target = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
+        grad = torch.where(is_target, grad + gradients.log_probs.unsqueeze(1), grad)
+    else:
+        grad.scatter_add_(1, targets.unsqueeze(1), gradients.log_probs.unsqueeze(1))
+    if top is not None and of_top is not None:
+        grad.scatter_add_(1, top.ids, of_top)
+    return grad.to(logits.dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    return logits.float() if temperature == 1 else logits.float() / temperature
+
+
 def response_values(
     hidden: Tensor,
     weight: Tensor,
@@ -185,7 +315,6 @@ def response_values(
     Args:
         hidden: (B, L, H).
         weight: (V, H).
-        bias: (V,) or None.
         chunk_tokens: tokens whose logits exist at once; None: by `CHUNK_LOGITS`.
         compiler: of what is computed from logits; None: nothing is compiled.
     """
@@ -193,8 +322,8 @@ def response_values(
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_LOGITS[hidden.device.type] // len(weight))
     used = compiler if compiler is not None and compiler.on else None
-    log_probs, entropies, kl, *rest = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
-    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None, *rest)
+    log_probs, entropies, kl, norms, mass = _ChunkedHead.apply(states, weight, bias, request, chunk_tokens, used)
+    return HeadValues(log_probs, entropies, kl, states.detach() if request.hidden_states else None, norms, mass)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -217,7 +346,7 @@ class _ChunkedHead(torch.autograd.Function):
             reference = _reference_logits(request, part, len(weight), compiler)
             top = None if request.top is None else request.top.part(part)
             parts.append(compute(logits, request.targets[part], temperature, reference, top=top, **asked))
-        values = TokenValues._make(None if of[0] is None else torch.cat(of) for of in zip(*parts, strict=True))
+        values = HeadValues._make(None if of[0] is None else torch.cat(of) for of in zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias, *values)
         ctx.request, ctx.chunk_tokens, ctx.compiler = request, chunk_tokens, compiler
         ctx.last_logits = logits if any(ctx.needs_input_grad) else None
@@ -228,7 +357,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (states, weight, bias, *saved), request, compiler = ctx.saved_tensors, ctx.request, ctx.compiler
-        values, gradients = TokenValues._make(saved), TokenValues(grads[0], None, *grads[1:3])
+        values, gradients = HeadValues._make(saved), HeadValues(*grads[:3])
         compute, temperature = _used(logits_gradient, compiler), _yet_to_divide_by(request, compiler)
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from grpo_dist.assets import POLICY_SECTION, expanded
-from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder
-from grpo_dist.assets.model_folder import some
+from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder, some
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.train.router_replay import routers_of
-from grpo_dist.engines.train.sharded_tensors import free_gathered, place, whole
+from grpo_dist.engines.train.sharded_tensors import free_gathered, replace_tensor, whole
 from grpo_dist.errors import ConfigError, DataError
 
 ADAPTER = "default"  # peft's name of the first adapter
@@ -35,12 +34,6 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
 
     `draw_factors` or `load_factors` fills them. The targets are linear layers. What a model holds
     otherwise, such as the experts and the router of a layer, stays frozen.
-
-    Args:
-        model: on the meta device.
-        lora: the section with LoRA's keys.
-        section: its key, for messages.
-        dtype: of the factors.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -151,7 +144,7 @@ def draw_factors(model: nn.Module) -> None:
         nn.init.zeros_(second.weight)
         for factor, drawn in (("lora_A", first), ("lora_B", second)):
             old = getattr(layer, factor)[ADAPTER].weight
-            place(
+            replace_tensor(
                 model,
                 f"{name}.{factor}.{ADAPTER}.weight",
                 drawn.weight.detach().to(old.device_mesh.device_type, old.dtype),
@@ -173,7 +166,7 @@ def load_factors(model: nn.Module, lora: LoraSection, section: str) -> None:
                 )
             if not torch.isfinite(value).all():
                 raise DataError(f"{setting}: nan or infinity in {name}; the file is damaged")
-            place(model, parameter, value.to(old.device_mesh.device_type, old.dtype))
+            replace_tensor(model, parameter, value.to(old.device_mesh.device_type, old.dtype))
 
 
 def factors(model: nn.Module) -> Iterator[tuple[str, str]]:

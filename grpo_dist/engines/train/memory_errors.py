@@ -13,11 +13,7 @@ from grpo_dist.errors import OutOfMemory
 
 @contextmanager
 def within_memory(what: str) -> Iterator[None]:
-    """Turn torch's error of a full GPU, raised in the block, into one that names what did not fit.
-
-    Raises:
-        OutOfMemory: the GPU is full; `remedied` adds what to do.
-    """
+    """Turn torch's error of a full GPU, raised in the block, into one that names what did not fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -32,9 +28,6 @@ def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[No
     Args:
         remedy: a sentence without the full stop.
         setting: a key and its value, if half of the value takes about half of the memory.
-
-    Raises:
-        OutOfMemory: raised in the block.
     """
     try:
         yield

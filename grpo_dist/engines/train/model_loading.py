@@ -7,6 +7,13 @@ runs on the files' headers, to find tensors that are missing, superfluous or of 
 
 Some conversions of transformers cut or join tensors along their rows, and are wrong if they see some of the rows only.
 For models that need one, rank 0 loads the whole model and distributes it tensor by tensor.
+
+`as_in_files` undoes the conversions: exported folders have, and vLLM loads, the names and the form of the files.
+
+Models with a linear head (reward models, process reward models, critics) are saved as `...ForSequenceClassification`,
+which computes the head at every token and keeps the last one, or as `...ForTokenClassification`, which keeps all. Here
+every one is the latter: its outputs at all tokens are a tensor (B, L, num_labels), small enough to keep, and a caller
+picks the tokens that it means.
 """
 
 from __future__ import annotations
@@ -14,7 +21,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,21 +33,28 @@ import torch.distributed as dist
 import transformers
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo
 from transformers.utils import logging as library
 
-from grpo_dist.assets.model_folder import read_header, some, weight_files
+from grpo_dist.assets.model_folder import EMBEDDINGS, read_header, some, weight_files
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.attention import attention_implementation
-from grpo_dist.engines.train.classifier import OUTPUT_LAYER, judging_head, new_head, token_classifier
-from grpo_dist.engines.train.hf_names import lost_names
-from grpo_dist.engines.train.own_attention import OWN
-from grpo_dist.engines.train.sharded_tensors import local_shard, place
+from grpo_dist.engines.train.attention import OWN, attention_implementation
+from grpo_dist.engines.train.lora import merged_names
+from grpo_dist.engines.train.sharded_tensors import local_shard, replace_tensor
 from grpo_dist.errors import ConfigError, DataError
 
+HEAD = "score"  # the linear layer of a classifier
+OUTPUT_LAYER = "lm_head"  # of a causal LM
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Conversions that rank by rank give each rank its rows of the result: the first stacks tensors, and each rank leaves
 # out those that it does not hold; the second joins them along another axis than the rows.
@@ -49,11 +65,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """A model without memory, and where its weights are.
+    """A model without memory, on the meta device in eval mode, and where its weights are.
 
     Attributes:
-        model: on the meta device, in eval mode.
-        settings: what it was built from.
         conversions: transformers' renamings and conversions that these files need.
         whole_because: why its files cannot be read in slices; "" where they can.
         new_head: weights of the head that are in no file of that name.
@@ -98,9 +112,6 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
     """Fill a model that has been sharded, and that has its layers under their own names. Collective.
 
     Buffers that are in no file, such as the factors of rotary embeddings, are computed by the model's own code.
-
-    Raises:
-        DataError: on every rank: a weight is no number, or two that the config ties are different.
     """
     model, settings = unloaded.model, unloaded.settings
     with _refusing(settings):
@@ -158,11 +169,7 @@ def _hold_head_in_float32(model: Any) -> None:
 
 
 def read_config(settings: ModelSettings) -> Any:
-    """The model's config.json, with the entries that the run changes.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """The model's config.json, with the entries that the run changes."""
     with _refusing(settings):
         trust = settings.model.trust_remote_code
         config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=trust)
@@ -254,7 +261,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
                 if whole
                 else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             )
-            place(model, name, source)
+            replace_tensor(model, name, source)
             model.get_parameter_or_buffer(name)._is_hf_initialized = True  # else transformers would draw it anew
             filled.add(name)
     report = LoadStateDictInfo(names - filled, set(), set(), [], {}, set())  # what is tied is not there twice
@@ -309,3 +316,126 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
     dist.all_gather_object(bad_of_ranks, bad)
     if names := sorted({name for of_rank in bad_of_ranks for name in of_rank}):
         raise DataError(f"{settings.setting}: nan or infinity in the weights: {some(names)}; the file is damaged")
+
+
+# --- back to the form of the files -----------------------------------------------------------------------------------
+def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors as its files had them: transformers' renamings and conversions are undone.
+
+    Args:
+        tensors: all of its parameters by name. Those that form one tensor of a file are held until all have come.
+        device: of the tensors; the buffers that are in the files are copied to it, and come last.
+    """
+    back = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
+    renamings = [step for step in back if isinstance(step, WeightRenaming)]
+    others = [step for step in back if not isinstance(step, WeightRenaming)]
+
+    def group_of(name: str) -> str:
+        return rename_source_key(name, renamings, others, reverse=True)[0]
+
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    buffers = [(name, buffer.to(device)) for name, buffer in model.named_buffers() if name not in computed]
+    members = Counter(group_of(name) for name in (*merged_names(model), *(name for name, _ in buffers)))
+    held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for source in (tensors, buffers):
+        for name, tensor in source:
+            group = group_of(name)
+            held[group][name] = tensor
+            if len(held[group]) == members[group]:
+                yield from revert_weight_conversion(model, held.pop(group)).items()
+
+
+def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
+    """Tensors that `as_in_files` would give a name or a shape that the files do not have."""
+    prefix = f"{model.base_model_prefix}."  # files of a model without its head lack it, which loading allows for
+    shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in files.items()}
+    given = as_in_files(model, model.named_parameters(), "meta")
+    return sorted(name for name, tensor in given if shapes.get(name.removeprefix(prefix)) != tensor.shape)
+
+
+# --- linear heads ----------------------------------------------------------------------------------------------------
+def check_head(shapes: Mapping[str, Sequence[int]], *, num_labels: int, setting: str) -> None:
+    """Check that a folder has a linear head of so many outputs, by the shapes of the weights in its files."""
+    if f"{HEAD}.weight" not in shapes:
+        raise ConfigError(
+            f"{setting}: its files have no {HEAD}.weight, so it is no sequence or token classifier; use a reward "
+            "model, or train one"
+        )
+    if (outputs := shapes[f"{HEAD}.weight"][0]) != num_labels:
+        raise ConfigError(
+            f"{setting}: its head {HEAD}.weight has {outputs} outputs, and {num_labels} is needed; use another model"
+        )
+
+
+def check_family(config: Any, setting: str) -> type[Any]:
+    """The family's class for sequence classification, by the model's config; `setting` names the folder in messages."""
+    known: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+    if known is None or GenericForSequenceClassification not in known.__bases__:
+        raise ConfigError(
+            f"{setting}: model_type={config.model_type} has no classifier that is a backbone with a linear head; use a "
+            "model of another family, such as Qwen3, Llama or Gemma"
+        )
+    return known
+
+
+def token_classifier(config: Any, settings: ModelSettings, shapes: Mapping[str, Sequence[int]]) -> type[Any]:
+    """The class of a model with `settings.num_labels` outputs at every token.
+
+    Families without a token classifier of their own (Gemma 3, OLMo 2) get one of transformers' general parts. `config`
+    is given the number of labels, whether the head has a bias, and the name of the class that will load an export.
+    """
+    setting = settings.setting
+    if settings.lora is not None:
+        raise ConfigError(
+            f"{setting}: lora_rank={settings.lora.lora_rank}: a model with a linear head is trained whole, since "
+            "LoRA's factors would leave the head as it is; set lora_rank=0"
+        )
+    check_head(shapes, num_labels=settings.num_labels, setting=setting)
+    known = check_family(config, setting)
+    config.num_labels = settings.num_labels
+    config.token_classification_bias = f"{HEAD}.bias" in shapes
+    if not any(name.endswith("ForTokenClassification") for name in config.architectures or ()):
+        config.architectures = [known.__name__]
+    bases = [GenericForTokenClassification if b is GenericForSequenceClassification else b for b in known.__bases__]
+    return type(known.__name__.replace("Sequence", "Token"), tuple(bases), {"__module__": known.__module__})
+
+
+def judging_head(config: Any, settings: ModelSettings, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The head of a causal LM that judges by its next token: two rows of its output layer, bad and good, by name.
+
+    Math-Shepherd (arXiv 2312.08935) reads the logits of two tokens alone; two outputs are what is left of the layer.
+    """
+    setting, text = settings.setting, config.get_text_config()
+    layer = OUTPUT_LAYER if f"{OUTPUT_LAYER}.weight" in tensors else EMBEDDINGS[0].removesuffix(".weight")
+    if f"{layer}.weight" not in tensors or f"{HEAD}.weight" in tensors:
+        raise ConfigError(
+            f"{setting}: its files have no output layer (lm_head.weight), so it is no causal LM that judges steps by "
+            "its next token; set reward_model.process.good=null and bad=null"
+        )
+    if getattr(text, "final_logit_softcapping", None):
+        raise ConfigError(
+            f"{setting}: final_logit_softcapping={text.final_logit_softcapping}: its logits are no linear function, so "
+            "they cannot become a head; use a model of another family"
+        )
+    assert settings.judging_tokens is not None
+    return {
+        f"{HEAD}.{part}": torch.cat([tensors[f"{layer}.{part}"][i : i + 1] for i in settings.judging_tokens])
+        for part in ("weight", "bias")
+        if f"{layer}.{part}" in tensors
+    }
+
+
+def new_head(config: Any, settings: ModelSettings, names: Collection[str]) -> dict[str, Tensor]:
+    """The weights of a new head, by name; {} where the files have a head, or `settings` ask for no new one.
+
+    They are normal. Those of a reward model have the standard deviation 1 / sqrt(hidden_size + 1), as in "Learning to
+    summarize from human feedback" (arXiv 2009.01325), whose reward models InstructGPT and TRL's examples follow: the
+    first scores then differ by about 1. As values of a critic these would be noise as large as the returns, so with
+    `small_new_head` it is 1 / (hidden_size + 1), as in OpenRLHF. They come from a random generator of their own, so any
+    number of ranks draws the same ones.
+    """
+    if not settings.num_labels or settings.new_head_seed is None or f"{HEAD}.weight" in names:
+        return {}
+    hidden = config.get_text_config().hidden_size
+    drawn = torch.randn(settings.num_labels, hidden, generator=torch.Generator().manual_seed(settings.new_head_seed))
+    return {f"{HEAD}.weight": drawn / (hidden + 1 if settings.small_new_head else math.sqrt(hidden + 1))}

@@ -27,8 +27,7 @@ from grpo_dist.algorithms.settings import (
 )
 from grpo_dist.algorithms.supervised import label_loss, pair_loss, supervised_loss
 from grpo_dist.algorithms.value_loss import compute_value_loss
-from grpo_dist.engines.train.classifier import ValueForward, Values
-from grpo_dist.engines.train.forward import PolicyForward
+from grpo_dist.engines.train.forward import PolicyForward, ValueForward, Values
 from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import BatchError

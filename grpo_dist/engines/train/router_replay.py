@@ -28,10 +28,6 @@ _CHECKED_TOKENS = 16
 class RouterReplay:
     """The routers of a model, which take recorded experts once they are set.
 
-    Args:
-        model: perhaps without memory.
-        setting: its key and value, for messages.
-
     Raises:
         ConfigError: the model has no routers, or these weigh experts by another rule.
     """

@@ -38,7 +38,6 @@ class Run(NamedTuple):
 
     Attributes:
         start: the number of the first one among the B * L tokens.
-        length: how many.
         seen: numbers of the runs that its tokens see besides their own; None: padding, which sees nothing.
     """
 
@@ -112,7 +111,6 @@ def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS, window
     Args:
         segments: (2, B, L), see `MicroBatch`.
         batched_tokens: longer ones are alone.
-        windows: sliding windows of layers.
     """
     runs = segment_runs(segments)
     prompts = [sum(runs[number].length for number in run.seen or ()) for run in runs]
@@ -149,9 +147,6 @@ def segment_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over segments, SDPA without them; in the form transformers calls: (B, heads, L, D) tensors.
-
-    Args:
-        s_aux: see `padded_attention_forward`.
 
     Returns:
         ((B, L, heads, D), None); zeros on padding.

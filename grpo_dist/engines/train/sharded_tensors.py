@@ -34,7 +34,7 @@ def in_numbers(tensor: Tensor) -> Tensor:
     return DTensor(numbers, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else numbers
 
 
-def place(model: nn.Module, name: str, value: Tensor) -> None:
+def replace_tensor(model: nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter or buffer by a tensor of rank 0, of which each rank gets its part. Collective.
 
     Args:

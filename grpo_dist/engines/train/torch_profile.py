@@ -40,11 +40,7 @@ class TorchProfile:
             self._profile.stop()
 
     def write(self, path: Path) -> None:
-        """Stop, and write the trace as gzip'ed JSON in Chrome's format, whole or not at all.
-
-        Raises:
-            EngineError: it cannot be written.
-        """
+        """Stop, and write the trace as gzip'ed JSON in Chrome's format, whole or not at all."""
         temporary = path.with_name(f".{path.name}")
         try:
             self._stop()

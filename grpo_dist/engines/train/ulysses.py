@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
 from grpo_dist.engines.rendezvous import world_limit
-from grpo_dist.engines.train.own_attention import SINKS
 
 
 class SequenceGroup:
@@ -31,11 +30,6 @@ class SequenceGroup:
 
     Args:
         size: ranks of a group. Every rank makes the group at the same time.
-        device: where the tokens are: "cpu" or "cuda".
-
-    Attributes:
-        group: the process group; None: there is one rank.
-        rank: this rank's number in its group.
     """
 
     def __init__(self, size: int = 1, device: str = "cpu") -> None:
@@ -54,7 +48,6 @@ class SequenceGroup:
 
         Args:
             predictors: (M,) int64, which of the B * L tokens predicts each response token.
-            length: L.
 
         Returns:
             (their numbers among the M; which of the B * L / size tokens of the slice predicts each).
@@ -109,8 +102,8 @@ def over_heads(attend: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple
         if sequence_group is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
         kwargs.pop("position_ids", None)  # those of the slice
-        if kwargs.get(SINKS) is not None:
-            kwargs[SINKS] = kwargs[SINKS].chunk(sequence_group.size)[sequence_group.rank]
+        if kwargs.get("s_aux") is not None:  # a sink for each head
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(sequence_group.size)[sequence_group.rank]
         shares = (sequence_group.heads(x) for x in (query, key, value))
         out, weights = attend(module, *shares, attention_mask, **kwargs)  # (B, L, heads / size, D)
         return sequence_group.exchange(out), weights

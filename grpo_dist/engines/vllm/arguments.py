@@ -20,8 +20,7 @@ from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import supports_lora
 
-from grpo_dist.assets.model_folder import read_header, weight_files
-from grpo_dist.assets.tokenizer import is_read_as_it_is, load_tokenizer
+from grpo_dist.assets.model_folder import is_read_as_it_is, load_tokenizer, read_header, weight_files
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.starting import KNOWN_VERSION, knows_internals

@@ -29,8 +29,8 @@ from grpo_dist.data.prompts import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import command_of
-from grpo_dist.plugins.function_files import DIGEST
 from grpo_dist.plugins.names import parse_code
+from grpo_dist.plugins.registry import DIGEST
 from grpo_dist.redact import lacks_secret, names_a_secret
 from grpo_dist.trainer.checkpoint.folder import CONFIG, RunState
 

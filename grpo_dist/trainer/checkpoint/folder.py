@@ -56,7 +56,7 @@ class RunState:
         sampler: position in the order of the rows.
         kl_coef: coefficient of the KL controller.
         entropy: state of the entropy controller.
-        baselines: of agents, by the number of their name (algorithms/baselines.py).
+        baselines: of agents, by the number of their name (algorithms/controllers.py).
         ledger: prompts that were drawn but not trained on.
         prompts: number and fingerprint of the training rows, to which the positions in `ledger` refer.
         code: digests of the Python files that the config names, by config key.

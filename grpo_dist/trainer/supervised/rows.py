@@ -12,8 +12,7 @@ import numpy as np
 
 from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
 from grpo_dist.assets import TRAINED_MODEL_KEY
-from grpo_dist.assets.model_folder import ModelFolder, end_token_ids, read_model_config
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import ModelFolder, end_token_ids, load_tokenizer, read_model_config
 from grpo_dist.config.schema_job import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.data.conversations import padding_id
 from grpo_dist.data.prompts import unread_notes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import compute_advantage
-from grpo_dist.algorithms.advantage.agents import ATTEMPTS, AgentSequences, agent_id, mean_scores, name_fault
+from grpo_dist.algorithms.advantage.inputs import ATTEMPTS, AgentSequences, agent_id, mean_scores, name_fault
 
 # Three episodes of one prompt: the agent a in all of them, b in two; 0 is put in.
 A, B = agent_id("a"), agent_id("b")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from grpo_dist.algorithms import compute_advantage
-from grpo_dist.algorithms.turns import turn_states
+from grpo_dist.algorithms.targets import turn_states
 
 
 def test_the_optimal_token_baseline_by_hand() -> None:

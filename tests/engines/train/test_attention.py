@@ -25,8 +25,8 @@ from grpo_dist.engines.train.attention import (
     sees,
     varlen_inputs,
     why_padded,
+    windows_of,
 )
-from grpo_dist.engines.train.own_attention import windows_of
 from tests.messages import says
 from tests.models import without_memory
 

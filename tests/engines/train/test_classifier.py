@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import model_loading
-from grpo_dist.engines.train.classifier import ValueForward
+from grpo_dist.engines.train.forward import ValueForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.errors import ConfigError, DataError

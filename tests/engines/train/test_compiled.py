@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from grpo_dist.engines.train.compiled import compiled_whole
+from grpo_dist.engines.train.attention import compiled_whole
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import metric_values

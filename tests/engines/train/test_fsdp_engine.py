@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import DataError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from tests.messages import says
-from tests.models import objective, random_batch, trainable_engine
+from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import model_settings
 
@@ -324,3 +325,30 @@ def test_numbers_are_read_after_the_last_pass(random_models: dict[str, str]) -> 
     first, last = events.index("backward"), len(events) - events[::-1].index("backward")
     assert events[first:last] == ["backward"] * 4
     assert events[last:]
+
+
+SETTINGS = model_settings("", compute_dtype="bf16")
+
+
+def master_weights(rank: int, path: str) -> dict[str, list[str]]:
+    """Names of weights that are not the fp32 ones after a forward-only pass, frozen and trained."""
+    ranks, rows = torch.distributed.get_world_size(), random_batch(num_groups=2, n=2)
+    frozen = FSDPEngine(replace(SETTINGS, path=path), device="cpu", temperature=1.0)
+    trained = trainable_engine(path, dtype="bf16")
+    trained.train_mini_batch(rows.index(np.arange(4)[rank::ranks]), micro_batch_size=1, objective=objective())
+    found = {}
+    for name, engine in (("frozen", frozen), ("trained", trained)):
+        before = {key: tensor.clone() for key, tensor in engine.full_parameters("float32")}
+        engine.compute_log_probs(rows, micro_batch_size=2)
+        after = dict(engine.full_parameters("float32"))
+        found[name] = [key for key, tensor in before.items() if not torch.equal(tensor, after[key])]
+        rounded = [key for key, tensor in before.items() if torch.equal(tensor, tensor.bfloat16().float())]
+        assert not any(key.endswith("q_proj.weight") for key in rounded), "bf16 would show"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.deep
+def test_a_forward_pass_in_bf16_leaves_no_rounded_copies_behind(ranks: int, tmp_path: Path) -> None:
+    for found in run_ranks(ranks, master_weights, random_qwen3(tmp_path)):
+        assert found == {"frozen": [], "trained": []}

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_dist.engines.train.hf_names import as_in_files, lost_names
+from grpo_dist.engines.train.model_loading import as_in_files, lost_names
 from tests.models import EXPERTS, random_model
 
 DEEPSEEK = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}

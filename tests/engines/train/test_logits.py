@@ -9,7 +9,7 @@ import torch
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.train.logits import TokenValues, TopTokens, logits_gradient, token_values
+from grpo_dist.engines.train.lm_head import HeadValues, TopTokens, logits_gradient, token_values
 
 M, V, TEMPERATURE = 5, 37, 0.7
 TERMS = [(False, False), (True, False), (False, True), (True, True)]
@@ -38,7 +38,7 @@ def computed(entropies: bool, kl: bool, dtype: torch.dtype, compute: Any = lambd
     logits, reference, targets, upstream = inputs()
     logits, other = logits.to(dtype), reference.to(dtype) if kl else None
     values = compute(token_values)(logits, targets, TEMPERATURE, other, entropies=entropies)
-    gradients = TokenValues(upstream[0], None, upstream[1] if entropies else None, upstream[2] if kl else None)
+    gradients = HeadValues(upstream[0], upstream[1] if entropies else None, upstream[2] if kl else None)
     return values, compute(logits_gradient)(logits, targets, TEMPERATURE, other, values, gradients)
 
 
@@ -69,7 +69,7 @@ def test_a_kl_over_the_tokens_that_a_teacher_tells() -> None:
     torch.testing.assert_close(values.exact_kl, expected.detach(), rtol=1e-5, atol=1e-5)
     mass = torch.softmax(scaled, -1).gather(1, top.ids).sum(1)
     torch.testing.assert_close(values.mass, mass.detach(), rtol=1e-5, atol=1e-6)
-    upstreams = TokenValues(upstream[0], None, None, upstream[2])
+    upstreams = HeadValues(upstream[0], None, upstream[2])
     found = logits_gradient(logits, targets, TEMPERATURE, None, values, upstreams, top)
     torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
 
@@ -97,7 +97,7 @@ def test_compiled_they_are_the_same(dtype: torch.dtype) -> None:
 
 
 def test_values_of_some_tokens() -> None:
-    values = TokenValues(torch.arange(4.0), None, torch.arange(4.0) + 10)
+    values = HeadValues(torch.arange(4.0), torch.arange(4.0) + 10)
     part = values.part(slice(1, 3))
     assert part.log_probs.tolist() == [1, 2]
     assert part.sums is None

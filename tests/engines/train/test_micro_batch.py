@@ -1,11 +1,17 @@
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from grpo_dist.engines.train.attention import dense_mask, varlen_inputs
-from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
+from grpo_dist.engines.train.micro_batch import MicroBatch, Run, cut_into_pieces, make_micro_batch
 from grpo_dist.errors import BatchError
-from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol import DataProto, Ragged, metric_values
 from tests.messages import refuses
+from tests.models import branching_batch, objective, trainable_engine
+from tests.ranks import run_ranks
 
 
 def three_rows() -> DataProto:
@@ -131,3 +137,149 @@ def test_no_rows_give_one_masked_sequence(layout: str) -> None:
 def test_a_missing_column_is_named() -> None:
     with refuses(BatchError, "'old_log_probs'"):
         make_micro_batch(three_rows(), ("old_log_probs",), padding_id=0)
+
+
+N = 3
+
+
+def tree() -> DataProto:
+    """A prompt 11 12 13 of two rows. The first: 21 22, 23 behind 21, 24 behind 11, and 25 26, which begin anew."""
+    return DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([[11, 12, 13]] * 2, torch.int32),
+            "responses": Ragged.from_rows([[21, 22, 23, 24, 25, 26], [31]], torch.int32),
+            "predecessors": Ragged.from_rows([[-1, 0, 0, -3, -4, 4], [-1]], torch.int32),
+            "response_mask": Ragged.from_rows([[1, 1, 1, 1, 0, 1], [1]], torch.int8),
+        }
+    )
+
+
+def test_runs_on_paper() -> None:
+    [piece] = cut_into_pieces(tree(), "shared")
+    assert piece == [
+        Run(0, True, 0, 1, -1),
+        Run(0, True, 1, 3, 0),
+        Run(0, False, 0, 1, 1),
+        Run(0, False, 1, 2, 2),
+        Run(0, False, 2, 3, 2),
+        Run(1, False, 0, 1, 1),
+        Run(0, False, 3, 4, 0),
+        Run(0, False, 4, 6, -1),
+    ]
+    paths = [
+        [token for run in path for token in (run.in_prompt, run.start, run.end)]
+        for path in cut_into_pieces(tree(), "padded")
+    ]
+    prompt = [True, 0, 1, True, 1, 3]
+    assert paths == [
+        [*prompt, False, 0, 1, False, 1, 2],
+        [*prompt, False, 0, 1, False, 2, 3],
+        [True, 0, 1, False, 3, 4],
+        [False, 4, 6],
+        [True, 0, 3, False, 0, 1],
+    ]
+
+
+def test_a_tree_on_paper() -> None:
+    """Each token is there once, sees what it follows, and is predicted by it; the new beginning by nothing."""
+    batch = make_micro_batch(tree(), (), 0, layout="shared")
+    tokens = [11, 12, 13, 21, 22, 23, 31, 24, 25, 26]
+    assert batch.input_ids.tolist() == [tokens]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 4, 3, 1, 0, 1]]
+    assert batch.segments is not None
+    sees = {
+        token: [other for other, seen in zip(tokens, row, strict=True) if seen]
+        for token, row in zip(tokens, dense_mask(batch.segments)[0, 0].tolist(), strict=True)
+    }
+    assert sees[22] == [11, 12, 13, 21, 22]
+    assert sees[23] == [11, 12, 13, 21, 23]
+    assert sees[31] == [11, 12, 13, 31]
+    assert sees[24] == [11, 24]
+    assert sees[26] == [25, 26]
+    predicted = dict(zip(batch.targets.tolist(), batch.input_ids[0, batch.predictors].tolist(), strict=True))
+    del predicted[25]
+    assert predicted == {21: 13, 22: 21, 23: 21, 24: 11, 26: 25, 31: 13}
+
+
+def as_lines(data: DataProto) -> tuple[DataProto, list[tuple[int, list[int]]]]:
+    """Each token of a response at the end of a row of its own, without branches; and which tokens a row has."""
+    prompts, responses, follows = (data[name].rows() for name in ("prompts", "responses", "predecessors"))
+    texts, places = [], []
+    for i, (prompt, response, before) in enumerate(zip(prompts, responses, follows, strict=True)):
+        for place in range(len(response)):
+            path = [place]
+            while (at := int(before[path[0]])) >= 0:
+                path.insert(0, at)
+            start = prompt[: len(prompt) + at + 1].tolist()
+            texts.append((start, response[path].tolist()))
+            places.append((i, place))
+    kept = [(text, place) for text, place in zip(texts, places, strict=True) if text[0]]
+    columns = {
+        "prompts": Ragged.from_rows([prompt for (prompt, _), _ in kept], torch.int32),
+        "responses": Ragged.from_rows([response for (_, response), _ in kept], torch.int32),
+        "response_mask": Ragged.from_rows([[1] * len(response) for (_, response), _ in kept], torch.int8),
+    }
+    return DataProto.from_dict(columns), [place for _, place in kept]
+
+
+def log_probs(rank: int, path: str, layout: str) -> dict[str, Any]:
+    engine = trainable_engine(path, layout=layout)
+    data = branching_batch(num_groups=2, n=N)
+    lines, places = as_lines(data)
+    computed = engine.compute_log_probs(data, micro_batch_size=4).rows()
+    alone = engine.compute_log_probs(lines, micro_batch_size=20).rows()
+    return {
+        "report": engine.report,
+        "computed": np.array([float(computed[row][place]) for row, place in places]),
+        "alone": np.array([float(row[-1]) for row in alone]),
+    }
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_log_probs_are_those_of_each_text_alone(random_models: dict[str, str], layout: str) -> None:
+    [found] = run_ranks(1, log_probs, random_models["tied"], layout)
+    assert layout in found["report"]
+    np.testing.assert_allclose(found["computed"], found["alone"], atol=1e-5)
+    assert len(found["alone"]) > 50
+
+
+def steps(rank: int, path: str, layout: str, size: int, loss_agg_mode: str, loss_mode: str) -> dict[str, Any]:
+    """The weights and the loss after two optimizer steps."""
+    engine = trainable_engine(path, layout=layout, gradient_checkpointing=True)
+    data = branching_batch(num_groups=4, n=N)
+    rows = np.array_split(np.random.default_rng(3).permutation(len(data)), dist.get_world_size())[rank]
+    masks = {"kl_loss_type": "unbiased_k3", "off_policy_threshold": 1.0} if loss_mode == "gspo" else {}
+    settings = objective(loss_agg_mode=loss_agg_mode, loss_mode=loss_mode, **masks)
+    results = [
+        engine.train_mini_batch(data.index(np.sort(rows)), micro_batch_size=size, objective=settings) for _ in range(2)
+    ]
+    weights = np.concatenate([tensor.numpy().ravel() for _, tensor in engine.full_parameters("float32")])
+    return {"weights": weights, "metrics": [metric_values(result.metrics) for result in results]}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("loss_agg_mode", "loss_mode"), [("token-mean", "vanilla"), ("seq-mean-token-mean", "gspo")])
+def test_an_update_is_the_same_however_the_rows_lie(
+    random_models: dict[str, str], loss_agg_mode: str, loss_mode: str
+) -> None:
+    """Test number one: an episode of several branches is one sequence, in any layout, micro-batch and rank."""
+    modes = (loss_agg_mode, loss_mode)
+    [expected] = run_ranks(1, steps, random_models["tied"], "padded", 1, *modes)
+    for ranks, layout, size in ((1, "shared", 12), (1, "packed", 5), (2, "shared", 3)):
+        found = run_ranks(ranks, steps, random_models["tied"], layout, size, *modes)
+        for number, metrics in enumerate(expected["metrics"]):
+            norms = [each["metrics"][number]["actor/grad_norm"] for each in found]
+            assert norms == pytest.approx([metrics["actor/grad_norm"]] * ranks, rel=1e-4)
+        loss = sum(each["metrics"][0]["actor/loss"] for each in found)
+        assert loss == pytest.approx(expected["metrics"][0]["actor/loss"], rel=1e-5)
+        # AdamW makes a step of whatever gradient: where it is all but 0, rounding decides
+        off = np.abs(found[0]["weights"] - expected["weights"])
+        assert np.quantile(off, 0.999) < 3e-5
+
+
+def test_the_cost_of_an_update_is_the_number_of_different_tokens() -> None:
+    data = branching_batch(num_groups=1, n=N)
+    tokens = int(data["prompts"].lengths[0]) + 18 * N
+    assert make_micro_batch(data, (), 0, layout="shared", row_width=200).input_ids.shape == (1, tokens)
+    padded = make_micro_batch(data, (), 0, layout="padded")
+    assert padded.input_ids.numel() > 2 * tokens

@@ -18,8 +18,7 @@ from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.data import load_tokenizer
 from grpo_dist.data.training_rows import Conversation, training_batch
 from grpo_dist.data.training_tokens import tokenize_chats
-from grpo_dist.engines.train.classifier import ValueForward
-from grpo_dist.engines.train.forward import PolicyForward
+from grpo_dist.engines.train.forward import PolicyForward, ValueForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import SFTObjective
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values

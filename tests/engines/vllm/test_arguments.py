@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers.models.auto import tokenization_auto
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_traces, tokenizer_args
 from grpo_dist.engines.vllm.starting import quiet_environment

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.algorithms.baselines import AgentBaselines
-from grpo_dist.algorithms.entropy import EntropyController
-from grpo_dist.algorithms.kl import KLController
+from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import load_config

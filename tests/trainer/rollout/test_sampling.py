@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_dist.data.pass_rates import PassRateCurriculum
-from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.sampler import PassRateCurriculum, PromptSampler
 from grpo_dist.errors import DataError, DataLost, GrpoDistError
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.trainer.rollout.job import RolloutJob

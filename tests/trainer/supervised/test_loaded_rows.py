@@ -10,8 +10,7 @@ import pytest
 
 from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, SFTSettings
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
-from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.model_folder import ModelFolder, check_model_folder, load_tokenizer
 from grpo_dist.config.load import load_command
 from grpo_dist.data.tokenize import MOST_ROWS_NAMED
 from grpo_dist.errors import DataError
