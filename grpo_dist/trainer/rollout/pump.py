@@ -42,7 +42,7 @@ LEAST_EPISODES = 100
 # The reward model: from a batch, and the messages of each prompt by uid, to numbers of each response by name.
 ModelScores = Callable[[DataProtoRef, Mapping[str, Sequence[Mapping[str, Any]]]], Awaitable[Mapping[str, np.ndarray]]]
 # What a pass of it says of each group: numbers by name, one for each response.
-ModelPass = Mapping[int, Mapping[str, np.ndarray]]
+ModelNumbers = Mapping[int, Mapping[str, np.ndarray]]
 
 # A reward process may have to start its scorer before the first response, while others start beside it.
 SCORER_START_S = 180.0
@@ -130,7 +130,7 @@ class RolloutPump:
         i: int,
         generated: asyncio.Event,
         first: bool,
-        model_pass: asyncio.Task[ModelPass] | None,
+        model_pass: asyncio.Task[ModelNumbers] | None,
     ) -> None:
         """One group: prompt, responses, scores."""
         request, failed = job.requests[i], job.failed_attempts[i]
@@ -177,11 +177,11 @@ class RolloutPump:
 
     def _model_passes(
         self, job: RolloutJob, generated: Sequence[asyncio.Event], finished: Collection[int], count: int
-    ) -> dict[int, asyncio.Task[ModelPass]]:
+    ) -> dict[int, asyncio.Task[ModelNumbers]]:
         """The pass of the reward model in which each group is scored; shares that are finished need none."""
         if self.model_scores is None or not generated:
             return {}
-        passes: dict[int, asyncio.Task[ModelPass]] = {}
+        passes: dict[int, asyncio.Task[ModelNumbers]] = {}
         for share in np.array_split(np.arange(len(generated)), min(count, len(generated))):
             if not set(share.tolist()) <= set(finished):
                 task = self.spawn(self._model_pass(job, share.tolist(), generated))
@@ -189,7 +189,7 @@ class RolloutPump:
                 job.passes.append(task)
         return passes
 
-    async def _model_pass(self, job: RolloutJob, share: list[int], generated: Sequence[asyncio.Event]) -> ModelPass:
+    async def _model_pass(self, job: RolloutJob, share: list[int], generated: Sequence[asyncio.Event]) -> ModelNumbers:
         """Scores of the reward model for a share of a job's groups, once each of them is generated or cancelled."""
         assert self.model_scores is not None
         await self._generated(job, share, generated)
