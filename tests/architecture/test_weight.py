@@ -27,16 +27,15 @@ NAMES = {
     "vllm outside engines/vllm": (r"(?i)vllm", "engines/vllm/"),
     "placement( and resolved_* outside plan": (r"\bplacement\(|\bresolved_\w+", "plan/"),
 }
-# Raised last for `optim.override_optimizer_config` (84 lines of engines, checks, config and plan), and for the check of
-# `trainer.health`, which went from trainer to config (148).
+# Raised last for the check of `trainer.health`, which went from trainer to config.
 MOST = {
     "lines beside the rooms": 1443,
     "lines of agents": 2365,
     "lines of algorithms": 3099,
     "lines of assets": 570,
-    "lines of checks": 957,
+    "lines of checks": 948,
     "lines of cli": 2414,
-    "lines of config": 3431,
+    "lines of config": 3396,
     "lines of data": 2499,
     "lines of engines": 9128,
     "lines of plan": 3070,
@@ -51,7 +50,7 @@ MOST = {
     "lines of tracking": 1624,
     "lines of trainer": 5730,
     "files": 312,
-    "lines of tests": 69352,
+    "lines of tests": 69310,
     "files that name defer_grad_sync": 4,
     "files that name enable_activation_offload": 7,
     "files that name entropy_coeff": 7,
