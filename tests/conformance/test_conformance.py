@@ -112,7 +112,8 @@ def test_a_lost_upper_clip_range_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         for result in check.check(check.answers_of(adapter), of("policy_loss"))
         if result.status == "differs"
     }
-    assert differ == {f"policy_loss/{name}" for name in ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov")}
+    ranges = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+    assert differ == {f"policy_loss/{name}" for name in ranges}
     assert clip_range({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}) == (0.1, 0.3)
 
 
