@@ -32,7 +32,7 @@ from grpo_dist.config.run_code import (
     require_trust,
 )
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_health import HealthConfig
+from grpo_dist.config.schema_health import HealthConfig, HealthMonitor
 from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError, DataError, GrpoDistError
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
@@ -52,12 +52,11 @@ from grpo_dist.trainer.checkpoint.folder import (
     STATE,
     checkpoints,
     last_checkpoint,
+    others,
     own_checkpoints,
     read_state,
     step_of,
 )
-from grpo_dist.trainer.checkpoint.identity import others
-from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.record import EXPORTED
 
 Row = Mapping[str, float]

@@ -94,7 +94,7 @@ def policy_settings(model: ModelSettings, **changes: Any) -> RankSettings:
         forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
         collective_timeout_s=240.0,
         seed=1,
-        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
+        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None),
     )
     return replace(plain, **changes)
 

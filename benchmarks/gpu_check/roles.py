@@ -67,7 +67,7 @@ def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Roles]]
 
     from grpo_dist.plan.plan import make_plan
     from grpo_dist.run.build import spawn_roles, start_roles
-    from grpo_dist.runtime.connection import connect
+    from grpo_dist.runtime.nodes import connect
 
     connect(address, None)
     started = time.perf_counter()

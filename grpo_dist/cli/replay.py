@@ -39,8 +39,7 @@ from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import METRICS
-from grpo_dist.trainer.checkpoint.folder import own_checkpoints
-from grpo_dist.trainer.checkpoint.identity import others
+from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
 from grpo_dist.trainer.loop import mini_batches
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts, template_kwargs, total_steps, training_rows

@@ -57,10 +57,9 @@ from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
-from grpo_dist.trainer.checkpoint.folder import checkpoints, step_of
-from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run
+from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_model_of_run, step_of
 from grpo_dist.trainer.checkpoint.manifest import damage
-from grpo_dist.trainer.model_usage import exported_usage, model_usage
+from grpo_dist.trainer.loop import exported_usage, model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import overlong_note, read_prompts

@@ -11,6 +11,7 @@ from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     DecayRate,
+    Entries,
     HeadDtypeName,
     Names,
     NonNegativeFloat,
@@ -116,6 +117,13 @@ class AdamWConfig(Section):
     lr: PositiveFloat
     weight_decay: NonNegativeFloat
     betas: Annotated[tuple[DecayRate, DecayRate], Pair]
+    override_optimizer_config: Entries | None
+
+    @field_validator("override_optimizer_config")
+    def _names_no_key(cls, entries: Entries | None) -> Entries | None:
+        if keys := [name for name in entries or () if name in cls.model_fields]:
+            raise ValueError(f"{', '.join(keys)} has a key of its own beside this one; set that")
+        return entries
 
 
 class OptimConfig(AdamWConfig):

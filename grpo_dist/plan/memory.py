@@ -19,7 +19,7 @@ from grpo_dist.config.schema_roles import Device
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.role_models import Model, Pass, engine_dtype, lora_of, weight_transport
-from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, roles_of
+from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, optimizer_key, reshards, roles_of
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB, STATE_BYTES
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
@@ -230,7 +230,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
     fsdp = value_of(config, row.fsdp)
-    optim = getattr(value_of(config, row.section), "optim", getattr(config, "optim", None))
+    optim = value_of(config, key) if (key := optimizer_key(config, row)) else None
     ranks, lora = placement(config).world_sizes[row.name], lora_of(config, model)
     sends = row.name == roles_of(config)[0].name
     factors = 0 if lora is None else shape.lora_parameters(lora)

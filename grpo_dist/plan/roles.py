@@ -228,6 +228,14 @@ def layers_key(config: JobConfig, row: Role) -> str:
     return next((limits.updates for limits in (*row.passes(config), *row.own_passes(config)) if limits.updates), "")
 
 
+def optimizer_key(config: JobConfig, row: Role) -> str:
+    """Return the key of the section of a row's optimizer; "": it has none."""
+    for key in filter(None, (row.section, layers_key(config, row))):
+        if hasattr(value_of(config, key), "optim"):
+            return f"{key}.optim"
+    return "optim" if hasattr(config, "optim") else ""
+
+
 def reshards(config: JobConfig, row: Role) -> bool:
     """Tell if a row's ranks free gathered weights after each layer; where nothing trains, as those of the first row."""
     held, first = (value_of(config, one.fsdp) for one in (row, roles_of(config)[0]))

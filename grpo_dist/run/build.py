@@ -27,15 +27,12 @@ from grpo_dist.plan.placement import Placement, slots
 from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.plan.roles import models_of, roles_of
 from grpo_dist.plugins.registry import load_attribute
-from grpo_dist.runtime.connection import is_own
 from grpo_dist.runtime.event_loop import TimeLimits, blocking, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.runtime.node_questions import check_shared
-from grpo_dist.runtime.nodes import Nodes, RestartBudget
-from grpo_dist.runtime.process import Address, shared_environment
+from grpo_dist.runtime.nodes import Nodes, RestartBudget, is_own
+from grpo_dist.runtime.process import Address, check_shared, shared_environment
 from grpo_dist.runtime.resources import nodes_of, release, reserve
-from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
-from grpo_dist.trainer.checkpoint.resume import Resumed, find_resumed, load_checkpoint
+from grpo_dist.trainer.checkpoint.saver import Group, Resumed, find_resumed, load_checkpoint, read_finished
 from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say

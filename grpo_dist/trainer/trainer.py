@@ -19,25 +19,27 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
+from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_health import HealthMonitor
 from grpo_dist.errors import AgentError
 from grpo_dist.plan.plan import Plan
 from grpo_dist.plan.roles import ModelPass, passes_of
 from grpo_dist.protocol import metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
+from grpo_dist.tracking.base import format_samples
 from grpo_dist.tracking.metric_names import require_metrics
-from grpo_dist.tracking.samples import format_samples
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
-from grpo_dist.trainer.checkpoint.resume import Resumed
-from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
-from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.health import HealthMonitor, first_agreement
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver, FinishedGroups, Group, Resumed
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches, stage
 from grpo_dist.trainer.metrics import (
     batch_metrics,
+    first_agreement,
     mismatch_causes,
     num_devices,
     performance_metrics,
@@ -52,6 +54,56 @@ from grpo_dist.trainer.run_prompts import Prompts, new_sampler
 from grpo_dist.trainer.validation import SampleLog, Validation
 from grpo_dist.workers.rollout import GroupRequest
 from grpo_dist.workers.weight_transport import weight_transport
+
+
+@dataclass
+class Controllers:
+    """Coefficient of the KL penalty in the reward, weight of the entropy bonus, and the baselines of agents."""
+
+    kl: KLController
+    entropy: EntropyController
+    baselines: AgentBaselines
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Controllers:
+        """Return those of a run that begins."""
+        kl, actor = config.algorithm.kl_ctrl, config.actor_rollout_ref.actor
+        return cls(
+            KLController(kl.kl_coef, kl.target_kl if kl.type == "adaptive" else None, kl.horizon),
+            EntropyController(actor.entropy_coeff, actor.entropy_target, actor.entropy_delta),
+            AgentBaselines(config.algorithm.rae_decay),
+        )
+
+    def targets(self, settings: TargetSettings) -> TargetSettings:
+        """Return the settings of the coming step's targets."""
+        return settings.with_agent_baselines(self.baselines.values)
+
+    def objective(self, settings: ObjectiveSettings) -> tuple[ObjectiveSettings, dict[str, float]]:
+        """Return the settings of the coming step's loss, and metrics."""
+        if self.entropy.target is None:
+            return settings, {}
+        weight = self.entropy.weight
+        return settings.with_entropy_coeff(weight), {"actor/entropy_coeff": weight}
+
+    def after_targets(self, metrics: Mapping[str, float], num_sequences: int) -> dict[str, float]:
+        """Take in the metrics of a step's targets; returns what the targets were made with, as metrics."""
+        used = self.baselines.metrics()
+        if "actor/reward_kl_penalty" in metrics:
+            self.kl.update(metrics["actor/reward_kl_penalty"], num_sequences)
+        self.baselines.update(metrics)
+        return used
+
+    def state(self) -> dict[str, Any]:
+        """Return these fields of `RunState`."""
+        baselines = {str(role): value for role, value in self.baselines.values.items()}
+        return {"kl_coef": self.kl.coef, "entropy": self.entropy.state_dict(), "baselines": baselines}
+
+    def load(self, state: RunState) -> None:
+        """Go on where `state` was taken; what does not move stays the config's."""
+        if self.kl.target_kl is not None:
+            self.kl.coef = state.kl_coef
+        self.entropy.load_state_dict(state.entropy)
+        self.baselines.values = {int(role): value for role, value in state.baselines.items()}
 
 
 @dataclass

@@ -218,7 +218,7 @@ def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
 
 
 def test_columns_are_those_that_are_read() -> None:
-    """Beside scores, mask and the sampler's log-probs, which all read."""
+    assert TargetSettings("grpo").columns[:3] == ("token_level_scores", "response_mask", "rollout_log_probs")
     assert TargetSettings("grpo").columns[3:] == ("old_log_probs",)
     assert TargetSettings("gigpo").columns[3:] == ("old_log_probs", "responses", "predecessors")
     assert TargetSettings("optimal_token_baseline").columns[3:] == ("old_log_probs", "old_gradient_norms")

@@ -27,7 +27,7 @@ from grpo_dist.runs import Recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, own_checkpoints, publish_checkpoint
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
-from grpo_dist.trainer.model_usage import exported_usage
+from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import write_config
 from tests.cli.test_export import TINY, checkpoint
 from tests.messages import refuses, says

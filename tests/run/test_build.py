@@ -22,8 +22,7 @@ from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address
-from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.trainer.trainer import Controllers, GRPOTrainer
 from grpo_dist.workers.roles import Roles
 
 TAKEN = Footprint(27.5, 20.25)

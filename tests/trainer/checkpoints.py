@@ -21,7 +21,7 @@ from grpo_dist.trainer.checkpoint.folder import (
     publish_checkpoint,
 )
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, write_manifest
-from grpo_dist.trainer.model_usage import exported_usage
+from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import EXPORTED, make_run_dir, write_config
 
 

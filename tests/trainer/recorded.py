@@ -8,8 +8,8 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.plan import Plan
 from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import Tracker, Trackers
-from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.tracking.summary import Progress
+from grpo_dist.trainer.checkpoint.saver import find_resumed
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.trainer import GRPOTrainer

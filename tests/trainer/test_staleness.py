@@ -25,7 +25,7 @@ from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.checkpoint.folder import read_state
-from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.trainer.checkpoint.saver import find_resumed
 from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer

@@ -20,9 +20,8 @@ from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, last_checkpoint, publish_checkpoint
-from grpo_dist.trainer.checkpoint.resume import find_resumed
-from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.trainer.checkpoint.saver import find_resumed
+from grpo_dist.trainer.trainer import Controllers, GRPOTrainer
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.roles import Roles
 from tests.messages import refuses

@@ -23,10 +23,10 @@ from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.tracking.base import Trackers
-from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.summary import Progress
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
-from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.trainer.checkpoint.saver import find_resumed
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.supervised.rows import total_steps
 from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
