@@ -11,11 +11,11 @@ from torch import Tensor
 from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
 from grpo_dist.data.tokenize import TokenizedPrompt
-from grpo_dist.engines.settings import PassLimits, SamplingSettings
+from grpo_dist.engines.settings import PassLimits, RankSettings, SamplingSettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.workers.gang import Gang, PolicySettings, PolicyWorker
+from grpo_dist.workers.gang import Gang, PolicyWorker
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from tests.worker_settings import model_settings, policy_settings
 
@@ -92,7 +92,7 @@ def _sample(engine: WorkerGroup, prompts: Sequence[TokenizedPrompt]) -> DataProt
     return DataProtoRef.concat([call.handle(label) for call, label in zip(calls, labels, strict=True)])
 
 
-def _policy_settings(path: str, threads: int, dtype: str, head: str | None) -> PolicySettings:
+def _policy_settings(path: str, threads: int, dtype: str, head: str | None) -> RankSettings:
     model = model_settings(path, compute_dtype=dtype, head_dtype=head)
     forward, columns = PassLimits("actor_rollout_ref.rollout.log_prob_", 8), ("ref_log_probs",)
     return policy_settings(model, num_threads=threads, forward=forward, columns=columns, optimizer=None)

@@ -94,7 +94,7 @@ def _serve(rank: int, count: int, port: int, model: str, pipe: Connection) -> No
     store = torch.distributed.TCPStore(LOOPBACK, port)
     init_process_group(device="cpu", rank=rank, world_size=count, store=store, timeout_s=TIMEOUT_S)
     settings = model_settings(model)
-    schedule = AdamWConfig(lr=1e-6, weight_decay=0.0, betas=(0.9, 0.999))
+    schedule = AdamWConfig(lr=1e-6, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None)
     engine = FSDPEngine(settings, device="cpu", temperature=1.0, optimizer=schedule)
     for parameter in engine.model.parameters():
         means = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}

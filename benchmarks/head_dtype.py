@@ -66,7 +66,7 @@ def main() -> None:
     """Print a table."""
     address = prepare("local")  # before the others import Ray
     from benchmarks import record
-    from grpo_dist.runtime.connection import connect
+    from grpo_dist.runtime.nodes import connect
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", help="of other models")

@@ -163,7 +163,7 @@ def _engine(path: str, ranks: int, compiled: bool) -> FSDPEngine:
     )
     built = fsdp_model.build_model(settings, "cuda", ranks).model
     fsdp_model.shard(built, settings, "cuda")
-    optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999))
+    optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999), override_optimizer_config=None)
     with mock.patch.object(fsdp_engine, "load_sharded_model", return_value=built):
         engine = FSDPEngine(settings, device="cuda", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
     engine.device = engine.forward.device = META

@@ -25,7 +25,7 @@ def main() -> None:
     """Measure, print and write."""
     address = prepare("local")  # before the others import Ray
     from benchmarks import agreement, control_plane, record, throughput, weight_sync, workload
-    from grpo_dist.runtime.connection import connect
+    from grpo_dist.runtime.nodes import connect
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/rollout.json"))

@@ -89,7 +89,9 @@ def engine(
         layout=layout,
         optimizer_offload=optimizer_offload,
     )
-    optimizer = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999)) if trains else None
+    optimizer = (
+        AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999), override_optimizer_config=None) if trains else None
+    )
     return FSDPEngine(settings, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
 
 
@@ -178,4 +180,4 @@ def _high_water_mib() -> float:
 def _first_rows(data: DataProto) -> list[int]:
     from grpo_dist.engines.train.micro_batch_plan import group_rows
 
-    return np.unique(group_rows(data["prompts"]), return_index=True)[1].tolist()
+    return np.unique(group_rows(data), return_index=True)[1].tolist()

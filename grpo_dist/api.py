@@ -25,7 +25,7 @@ from grpo_dist.config.load import load_command, run_folder
 from grpo_dist.errors import ConfigError, DataError, RewardError
 from grpo_dist.main import changed_keys, dry_run
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.plan.plan import format_summary
+from grpo_dist.plan.text import format_summary
 from grpo_dist.plugins.registry import function_name, write_function
 from grpo_dist.terminal import quiet_libraries
 from grpo_dist.tracking.jsonl import METRICS, read_metrics

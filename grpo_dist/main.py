@@ -22,8 +22,8 @@ from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError, require_current_folder
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
-from grpo_dist.plan.plan import format_plan, format_summary
 from grpo_dist.plan.roles import table_of
+from grpo_dist.plan.text import format_plan, format_summary
 from grpo_dist.redact import redact_text, without_environment
 from grpo_dist.terminal import as_typed, quiet_libraries, show
 

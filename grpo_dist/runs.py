@@ -6,6 +6,7 @@ A folder is read whatever its run was started with; code that it names is run on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,10 +32,11 @@ from grpo_dist.config.run_code import (
     require_trust,
 )
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_health import HealthConfig
+from grpo_dist.config.schema_health import HealthConfig, HealthMonitor
 from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError, DataError, GrpoDistError
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
+from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.plan.rules import engine_of
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
@@ -50,12 +52,11 @@ from grpo_dist.trainer.checkpoint.folder import (
     STATE,
     checkpoints,
     last_checkpoint,
+    others,
     own_checkpoints,
     read_state,
     step_of,
 )
-from grpo_dist.trainer.checkpoint.identity import others
-from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.record import EXPORTED
 
 Row = Mapping[str, float]
@@ -118,7 +119,7 @@ def read_run(folder: Path) -> RunFolder:
         alarms = find_alarms(rows, trainer.get("health"))
     if "actor_rollout_ref" in config and any(name.startswith(metric_names.IDLE) for row in rows for name in row):
         with noting(problems, "which role waited is left out"):
-            waited = who_waited(rows, saved_values(read_config(folder), GRPO))
+            waited = who_waited(rows, make_plan(saved_values(read_config(folder), GRPO)))
     title = "/".join(names) or folder.name
     return RunFolder(folder, title, rows, config, alarms, recorded_steps(folder), problems, waited)
 
@@ -175,6 +176,11 @@ class Recorded:
     data: DataProto
     metrics: Mapping[str, float]
 
+    @functools.cached_property
+    def plan(self) -> Plan[RunConfig]:
+        """The plan of the run; its training steps are known only if the config says how many there are."""
+        return make_plan(self.config, self.config.trainer.total_training_steps or 0)
+
     @property
     def sampled(self) -> DataProto:
         """The batch before its targets: with the mask of the tokens that were sampled, of which the run may have left
@@ -189,7 +195,7 @@ class Recorded:
     @property
     def only_critic_learned(self) -> bool:
         """Tell whether the policy stood still in the step, since the critic was not warm yet."""
-        return self.config.needs_critic and self.step <= self.config.trainer.critic_warmup
+        return bool(self.plan.config.critic.enable) and self.step <= self.config.trainer.critic_warmup
 
 
 def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, trust: bool = False) -> Recorded:

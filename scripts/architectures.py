@@ -210,7 +210,7 @@ def by_its_own_code(own: Any) -> Tensor:
 
 def _judged(folder: str, own: Any, expected: Tensor, layout: str) -> str:
     config = load_config([f"actor_rollout_ref.model.path={folder}"])[0]
-    optimizer = AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
+    optimizer = AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None)
     data = sequences()
     try:
         row = checked_models(config)[0]

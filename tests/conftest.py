@@ -78,7 +78,7 @@ def local_ray() -> Iterator[None]:
     """A local Ray cluster with two logical CPUs."""
     import ray
 
-    from grpo_dist.runtime.connection import connect
+    from grpo_dist.runtime.nodes import connect
 
     connect(prepare("local"), 2)
     yield

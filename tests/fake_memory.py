@@ -39,7 +39,7 @@ GIB = 2**30
 # Where DTensor asks for the shape of a result: the tracker would count these tensors, which are of the whole size.
 _SHAPES = "_propagate_tensor_meta_non_cached"
 MOVE_STATES = "grpo_dist.engines.train.optimizer.move_states"
-OPTIMIZER = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999))
+OPTIMIZER = AdamWConfig(lr=1e-6, weight_decay=0.01, betas=(0.9, 0.999), override_optimizer_config=None)
 
 
 class _KernelMemory(torch.autograd.Function):

@@ -17,10 +17,8 @@ from typing import Any
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.memory import RoleMemory, memory_estimate
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto
-from grpo_dist.trainer.settings import rank_settings
 from tests.fake_memory import fake_engine, peak_of_pass, peak_of_update, sequences
 
 
@@ -140,9 +138,8 @@ def planned(cell: Cell, config: RunConfig) -> RoleMemory:
 
 def measured(cell: Cell, config: RunConfig) -> dict[str, float]:
     """What the tracker sees, in GiB: two micro-batches of an update, or a pass of the reference."""
-    place = placement(config)
     trains = cell.role == "actor"
-    settings = rank_settings(config, ROLES[cell.role], place, 10)
+    settings = make_plan(config, 10).ranks(cell.role)
     with fake_engine(MODELS[cell.model], settings.model, cell.ranks, trains=trains) as engine:
         if not trains:
             size, budget = settings.forward.micro_batch_size, settings.forward.max_token_len

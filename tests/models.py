@@ -192,6 +192,7 @@ def scheduled(*, warmup: int = 2, lr: float = 1e-2, **changes: object) -> OptimC
         "lr": lr,
         "weight_decay": 0.01,
         "betas": (0.9, 0.999),
+        "override_optimizer_config": None,
         "lr_warmup_steps": warmup,
         "lr_warmup_steps_ratio": 0.0,
         "lr_scheduler_type": "cosine",
@@ -222,7 +223,7 @@ def trainable_engine(
         lora=lora,
         **sharding,
     )
-    optimizer = AdamWConfig(lr=lr, weight_decay=0.01, betas=(0.9, 0.999))
+    optimizer = AdamWConfig(lr=lr, weight_decay=0.01, betas=(0.9, 0.999), override_optimizer_config=None)
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)
 
 

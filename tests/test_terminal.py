@@ -13,8 +13,8 @@ from grpo_dist.cli.entry import main
 from grpo_dist.cli.generate import side_by_side
 from grpo_dist.errors import DataError
 from grpo_dist.terminal import as_typed, json_line, printable, show
-from grpo_dist.tracking.console import Progress
-from grpo_dist.tracking.samples import format_samples
+from grpo_dist.tracking.base import format_samples
+from grpo_dist.tracking.summary import Progress
 
 EVIL = [
     "\x1b[2J",

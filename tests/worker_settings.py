@@ -19,9 +19,8 @@ from grpo_dist.config.schema_roles import (
     PolicyLossConfig,
     RolloutConfig,
 )
-from grpo_dist.engines.settings import EngineSettings, ModelSettings, PassLimits
+from grpo_dist.engines.settings import EngineSettings, ModelSettings, PassLimits, RankSettings
 from grpo_dist.plan.commands import load_config
-from grpo_dist.workers.gang import PolicySettings
 
 
 @functools.cache
@@ -83,9 +82,9 @@ def changed_model(settings: ModelSettings, **changes: Any) -> ModelSettings:
     return replace(settings, **({"model": model, "layers": model, "fsdp_config": shards} | own))
 
 
-def policy_settings(model: ModelSettings, **changes: Any) -> PolicySettings:
+def policy_settings(model: ModelSettings, **changes: Any) -> RankSettings:
     """An actor's rank on the CPU, in passes of 4 sequences; changes are of fields."""
-    plain = PolicySettings(
+    plain = RankSettings(
         model=model,
         device="cpu",
         num_threads=1,
@@ -94,12 +93,12 @@ def policy_settings(model: ModelSettings, **changes: Any) -> PolicySettings:
         forward=PassLimits("actor_rollout_ref.rollout.log_prob_", 4),
         collective_timeout_s=240.0,
         seed=1,
-        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999)),
+        optimizer=AdamWConfig(lr=1e-2, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None),
     )
     return replace(plain, **changes)
 
 
-def changed_sizes(settings: PolicySettings, *, forward: int = 0, update: int = 0, **changes: Any) -> PolicySettings:
+def changed_sizes(settings: RankSettings, *, forward: int = 0, update: int = 0, **changes: Any) -> RankSettings:
     """The settings of ranks with other numbers of sequences in their passes; 0: as they are."""
     sizes = {name: size for name, size in (("forward", forward), ("update", update)) if size}
     limits = {name: replace(getattr(settings, name), micro_batch_size=size) for name, size in sizes.items()}

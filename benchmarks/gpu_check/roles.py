@@ -65,31 +65,32 @@ def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Roles]]
     address = prepare("local")  # before Ray is imported
     import ray
 
+    from grpo_dist.plan.plan import make_plan
     from grpo_dist.run.build import spawn_roles, start_roles
-    from grpo_dist.runtime.connection import connect
+    from grpo_dist.runtime.nodes import connect
 
     connect(address, None)
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
-        ready = spawn_roles(config, stack)
-        start_roles(config, ready, 1)
+        plan = make_plan(config, 1)
+        ready = spawn_roles(plan, stack)
+        start_roles(plan, ready)
         work.found.note("from the first process to all roles ready", time.perf_counter() - started, "s")
         yield config, ready
 
 
 def _sync(work: Work, config: RunConfig, started: Roles) -> None:
     from benchmarks.gpu_check.weights import num_bytes
-    from grpo_dist.plan.placement import placement
+    from grpo_dist.plan.plan import make_plan
     from grpo_dist.runtime.event_loop import run
-    from grpo_dist.trainer.settings import engine_settings
     from grpo_dist.workers.weight_transport import weight_transport
 
-    place = placement(config)
-    settings = engine_settings(config, place, 0)
+    plan = make_plan(config)
+    settings = plan.engine(0)
     way = weight_transport(
         settings.weight_transport,
-        workers_per_engine=place.tensor_parallel,
+        workers_per_engine=plan.place.tensor_parallel,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
     )
     actor, times = started.actor.workers, []

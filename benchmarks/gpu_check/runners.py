@@ -88,13 +88,12 @@ def side(store: dist.TCPStore, rank: int, *, device: str, scale: str, folder: st
     makes that engine fail.
     """
     from benchmarks.throughput import Load, Offline
-    from grpo_dist.plan.placement import placement
-    from grpo_dist.trainer.settings import engine_settings
+    from grpo_dist.plan.plan import make_plan
 
     work = Work(device, SCALES[scale], Path(folder), Findings(holds=False))
     config = run_config(work)
     load = Load(*astuple(work.scale.rollout))
-    settings = engine_settings(config, placement(config), 0)
+    settings = make_plan(config).engine(0)
     if rank == 0:
         offline = Offline(settings, load)
         store.wait(["imported"])  # or that would disturb the measurement

@@ -1,13 +1,84 @@
-"""What a model is trained for: the settings of each loss, under verl's names."""
+"""What a batch is prepared with and a model is trained for: targets and losses, under verl's names. Loads no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 # Columns of what a teacher tells of its likeliest tokens.
 TOP_IDS, TOP_LOG_PROBS = "ref_top_ids", "ref_top_log_probs"
+GRADIENT_NORMS = "old_gradient_norms"
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """The settings by which a batch is prepared for the update, under verl's names.
+
+    Attributes:
+        adv_estimator: the advantage estimator.
+        options: its options (norm_adv_by_std_in_grpo, gamma, ...).
+        kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
+        rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
+        m2_threshold: of `algorithms.correction.second_moment_mask`; None: no such mask.
+        old_log_probs_from: whose log-probs are the old ones. "actor": the actor's, computed before the update.
+            "rollout": the sampler's; corrections, if any, are the objective's. "update": those of the update to come,
+            so that nothing here may need them.
+        mask_truncated: responses that were cut at their longest length do not train.
+        mask_equal_groups: groups in which the scores alone give no token an advantage do not train.
+        top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
+        loss_mode: the policy loss, which may select tokens; `loss_options` are its options.
+        by_prompt: whether the loss is a mean over prompts.
+        observations: whether the loss has a term of the tokens that answer the policy's turns.
+        has_values: whether values are a column; else those of an estimator that needs them are 0.
+        by_agent: whether the tokens of each agent are compared as a sequence of their own.
+    """
+
+    adv_estimator: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kl_penalty: str | None = None
+    rollout_correction: Mapping[str, Any] = field(default_factory=dict)
+    m2_threshold: float | None = None
+    old_log_probs_from: Literal["actor", "rollout", "update"] = "actor"
+    mask_truncated: bool = False
+    mask_equal_groups: bool = False
+    top_entropy_quantile: float = 1.0
+    loss_mode: str = "vanilla"
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    by_prompt: bool = False
+    observations: bool = False
+    has_values: bool = False
+    by_agent: bool = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Return what the advantage estimator needs besides the rewards."""
+        from grpo_dist.algorithms.advantage import ADVANTAGE  # torch, which plans do without
+
+        return ADVANTAGE.needs(self.adv_estimator)
+
+    def with_agent_baselines(self, values: Mapping[int, float]) -> TargetSettings:
+        """The same with the baselines of agents (`AgentBaselines`), if the estimator reads them."""
+        if "agent_baselines" not in self.needs:
+            return self
+        return replace(self, options={**self.options, "agent_baselines": dict(values)})
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns that `compute_targets` reads."""
+        optional = {
+            "old_log_probs": self.old_log_probs_from == "actor",
+            "ref_log_probs": self.kl_penalty is not None,
+            "old_entropies": self.top_entropy_quantile < 1 or "entropies" in self.needs,
+            GRADIENT_NORMS: "gradient_norms" in self.needs,
+            "responses": "turn_states" in self.needs,
+            "predecessors": "turn_states" in self.needs or self.observations,
+            "step_mask": "step_mask" in self.needs,
+            "values": self.has_values,
+            "agent_ids": self.by_agent,
+        }
+        always = ("token_level_scores", "response_mask", "rollout_log_probs")
+        return (*always, *(name for name, wanted in optional.items() if wanted))
 
 
 @dataclass(frozen=True)
@@ -98,9 +169,9 @@ class SFTSettings:
 
 @dataclass(frozen=True)
 class ValueSettings:
-    """The loss of a critic, `algorithms.value_loss.compute_value_loss`."""
+    """The loss of a critic, `algorithms.value_loss.compute_value_loss`; `section` is any object with its names."""
 
-    critic: Any
+    section: Any
     loss_scale_factor: float | None = None
     columns: ClassVar[tuple[str, ...]] = ("values", "returns")
 

@@ -16,97 +16,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.advantage import ADVANTAGE, Groups, compute_advantage
+from grpo_dist.algorithms.advantage import Groups, compute_advantage
 from grpo_dist.algorithms.advantage.inputs import mean_scores
 from grpo_dist.algorithms.controllers import SCORES, score_metrics
 from grpo_dist.algorithms.correction import compute_rollout_correction, second_moment_mask
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import token_selection
+from grpo_dist.algorithms.settings import GRADIENT_NORMS, TargetSettings
 from grpo_dist.plugins.names import SCORELESS_ADV_ESTIMATORS
 
 # Keeps the explained variance finite where all returns are equal; verl's value.
 EXPLAINED_EPS = 1e-5
-_NORMS = "old_gradient_norms"
 # An advantage of less than this share of a response's scores is rounding: means are taken in float64.
 ROUNDING = 1e-12
-
-
-@dataclass(frozen=True)
-class TargetSettings:
-    """The settings by which a batch is prepared for the update, under verl's names.
-
-    Attributes:
-        adv_estimator: the advantage estimator.
-        options: its options (norm_adv_by_std_in_grpo, gamma, ...).
-        kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
-        rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
-        m2_threshold: of `algorithms.correction.second_moment_mask`; None: no such mask.
-        old_log_probs_from: whose log-probs are the old ones. "actor": the actor's, computed before the update.
-            "rollout": the sampler's; corrections, if any, are the objective's. "update": those of the update to come,
-            so that nothing here may need them.
-        mask_truncated: responses that were cut at their longest length do not train.
-        mask_equal_groups: groups in which the scores alone give no token an advantage do not train.
-        top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
-        loss_mode: the policy loss, which may select tokens.
-        loss_options: its options.
-        by_prompt: whether the loss is a mean over prompts.
-        observations: whether the loss has a term of the tokens that answer the policy's turns.
-        critic: whether there is one, whose `values` are a column; else the values of an estimator that needs them are
-            0.
-        by_agent: whether the tokens of each agent are compared as a sequence of their own.
-    """
-
-    adv_estimator: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    kl_penalty: str | None = None
-    rollout_correction: Mapping[str, Any] = field(default_factory=dict)
-    m2_threshold: float | None = None
-    old_log_probs_from: Literal["actor", "rollout", "update"] = "actor"
-    mask_truncated: bool = False
-    mask_equal_groups: bool = False
-    top_entropy_quantile: float = 1.0
-    loss_mode: str = "vanilla"
-    loss_options: Mapping[str, Any] = field(default_factory=dict)
-    by_prompt: bool = False
-    observations: bool = False
-    critic: bool = False
-    by_agent: bool = False
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Return what the advantage estimator needs besides the rewards."""
-        return ADVANTAGE.needs(self.adv_estimator)
-
-    def with_agent_baselines(self, values: Mapping[int, float]) -> TargetSettings:
-        """The same with the baselines of agents (`AgentBaselines`), if the estimator reads them."""
-        if "agent_baselines" not in self.needs:
-            return self
-        return replace(self, options={**self.options, "agent_baselines": dict(values)})
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Per-token columns that `compute_targets` reads."""
-        optional = {
-            "old_log_probs": self.old_log_probs_from == "actor",
-            "ref_log_probs": self.kl_penalty is not None,
-            "old_entropies": self.top_entropy_quantile < 1 or "entropies" in self.needs,
-            _NORMS: "gradient_norms" in self.needs,
-            "responses": "turn_states" in self.needs,
-            "predecessors": "turn_states" in self.needs or self.observations,
-            "step_mask": "step_mask" in self.needs,
-            "values": self.critic,
-            "agent_ids": self.by_agent,
-        }
-        always = ("token_level_scores", "response_mask", "rollout_log_probs")
-        return (*always, *(name for name, wanted in optional.items() if wanted))
 
 
 def compute_targets(
@@ -186,7 +115,7 @@ def _targets(
     if settings.mask_truncated:
         mask = mask * (1 - truncated.float()).unsqueeze(-1)
     if settings.mask_equal_groups:
-        plain = estimate(token_level_rewards=rewards, response_mask=mask, gradient_norms=columns.get(_NORMS))
+        plain = estimate(token_level_rewards=rewards, response_mask=mask, gradient_norms=columns.get(GRADIENT_NORMS))
         mask = mask * _teaches(plain[0], rewards, index)
     weights: Tensor | None = None
     metrics: dict[str, float] = {}
@@ -201,7 +130,7 @@ def _targets(
         rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)
         metrics |= _mean_of_responses("actor/reward_kl_penalty", kl, mask)
         metrics["actor/reward_kl_penalty_coeff"] = kl_coef
-    norms = columns.get(_NORMS)
+    norms = columns.get(GRADIENT_NORMS)
     weighted = norms if norms is None or weights is None else norms * weights.square()
     advantages, returns = estimate(token_level_rewards=rewards, response_mask=mask, gradient_norms=weighted)
     if "agent_baselines" in settings.needs:
@@ -213,7 +142,7 @@ def _targets(
         weights = kept if weights is None else weights * kept
         metrics["rollout_corr/m2_masked_fraction"] = float(masked_mean(1 - kept, mask))
     metrics |= _spread("critic/advantages", advantages, mask) | _spread("critic/returns", returns, mask)
-    if settings.critic:
+    if settings.has_values:
         metrics |= _critic_metrics(columns["values"], returns, mask)
     selected = token_selection(
         settings.loss_mode,
@@ -241,14 +170,14 @@ def _estimator(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the estimator of these rows; what is missing are its rewards, mask and gradient norms."""
     needs, sampled = settings.needs, columns["response_mask"]
-    values = columns["values"].float() if settings.critic else torch.zeros(sampled.shape)
+    values = columns["values"].float() if settings.has_values else torch.zeros(sampled.shape)
     if "turn_states" in needs:
         compared["turn_states"] = turn_states(columns["responses"].long(), sampled, columns.get("predecessors"))
     return functools.partial(
         compute_advantage,
         settings.adv_estimator,
         agent_ids=columns.get("agent_ids"),
-        values=values if settings.critic or "values" in needs else None,
+        values=values if settings.has_values or "values" in needs else None,
         entropies=columns["old_entropies"] if "entropies" in needs else None,
         step_mask=columns.get("step_mask"),
         config={**settings.options, "sources": compared.pop("sources")},

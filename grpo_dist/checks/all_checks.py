@@ -25,7 +25,7 @@ from grpo_dist.checks.models import (
 )
 from grpo_dist.checks.own_code import import_reward, own_functions, resolve_names, try_sampler
 from grpo_dist.checks.run_folder import check_disk, check_resume
-from grpo_dist.config.problems import Problem, config_error
+from grpo_dist.config.problems import Problem, config_error, value_of
 from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
@@ -35,6 +35,7 @@ from grpo_dist.plan.memory import memory_estimate, memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
 from grpo_dist.plan.placement import Slot, slots
 from grpo_dist.plan.role_models import POLICY
+from grpo_dist.plan.roles import Role, optimizer_key, roles_of
 from grpo_dist.plan.rules import engine_of
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.rewards.contract import RowNeeds
@@ -116,6 +117,9 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
             if problems := list(problems_of_model(config, row, folder, machine)):
                 raise config_error(problems)
             tell(f"{role}: {row.settings.path}: {check_use(row, folder)}")
+    for role_row in roles_of(config):
+        with checks:
+            _check_optimizer(config, role_row)
     needs = check_code(config, checks, tell) if isinstance(config, RunConfig) else None
     with checks:
         load = load_attribute(command_of(config).load, key="a row of plan/commands.py")
@@ -145,6 +149,17 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
     checks.end()
     assert ready is not None
     return ready
+
+
+def _check_optimizer(config: JobConfig, row: Role) -> None:
+    """Check the settings that go to the optimizer of a role by name."""
+    key, model = optimizer_key(config, row), row.model(config)
+    if key and model is not None and value_of(config, key).override_optimizer_config:
+        # slow imports, which other runs do without
+        from grpo_dist.engines.train.model_loading import DTYPES
+        from grpo_dist.engines.train.optimizer import check_overrides
+
+        check_overrides(value_of(config, key), DTYPES[model.held], f"{key}.override_optimizer_config")
 
 
 def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, machine: Machine) -> Iterator[Problem]:

@@ -28,12 +28,11 @@ from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.plan.role_models import Model
 from grpo_dist.plan.roles import held_by, roles_of
 from grpo_dist.rewards.http_reward import read_headers
 from grpo_dist.rewards.teacher_endpoint import SECTION as TEACHER_ENDPOINT
-from grpo_dist.trainer.model_settings import model_settings
 
 REWARD_MODEL = "reward model"  # the title of the one that reads conversations
 _HEAD = "score.weight"  # of a classifier
@@ -54,9 +53,9 @@ class CheckedModel:
 
 def checked_models(config: JobConfig) -> list[CheckedModel]:
     """Return the models of a run, the one that is trained and has the tokenizer first."""
-    place = placement(config)
-    held = [(row, model) for row in roles_of(config) for model in held_by(config, row)]
-    return [CheckedModel(model, model_settings(config, row, place, model)) for row, model in held]
+    plan = make_plan(config)
+    held = [(row, model) for row in roles_of(plan.config) for model in held_by(plan.config, row)]
+    return [CheckedModel(model, plan.model(row, model)) for row, model in held]
 
 
 def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
@@ -256,7 +255,8 @@ def check_conversations(
 
 def _renderer(config: RunConfig, own: Any, scorer: ModelFolder, theirs: Any) -> Callable[[TokenizedPrompt], list[int]]:
     """From a prompt, with its own last token as the answer, to the tokens that the reward model reads."""
-    form, setting = step_form(config), f"{REWARD_MODEL_KEY}={config.reward_model.model.path}"
+    section, separator = config.reward_model, config.reward.step_separator
+    form, setting = step_form(section.process, separator), f"{REWARD_MODEL_KEY}={section.model.path}"
     if form is None:
         render = ConversationRenderer(own, setting, theirs)
         return lambda row: render(row.prompt.messages, row.token_ids.tolist(), row.token_ids[-1:].tolist())

@@ -24,11 +24,11 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.sampler import CustomSampler, PromptSampler, load_sampler_class
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, RewardError
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.rewards.weighted import chosen_components
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
 _KL_IN_REWARD = "algorithm.kl_penalty"
@@ -123,7 +123,8 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
 
     The call raises a ConfigError where the run would fail.
     """
-    batch, targets, objective = _made_up(config), target_settings(config), objective_settings(config)
+    batch, plan = _made_up(config), make_plan(config)
+    targets, objective = plan.targets, plan.objective
     actor, mask = objective.actor, batch["response_mask"]
     kl, kl_loss = targets.kl_penalty or "", actor.kl_loss_type if actor.use_kl_loss else ""
 
@@ -135,7 +136,7 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
                 token_level_rewards=batch["scores"][:, None] * batch["last_token"],
                 response_mask=mask,
                 index=[row // config.actor_rollout_ref.rollout.n for row in range(len(mask))],
-                values=batch["values"] if targets.critic else zeros if "values" in needs else None,
+                values=batch["values"] if targets.has_values else zeros if "values" in needs else None,
                 reward_baselines=zeros[:, 0] if "reward_baselines" in needs else None,
                 **{name: torch.ones_like(mask) for name in _OF_TOKENS if name in needs},
                 step_mask=batch["last_token"] if "step_mask" in needs else None,

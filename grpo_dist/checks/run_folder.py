@@ -23,8 +23,14 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     read_config,
     told,
 )
-from grpo_dist.trainer.checkpoint.folder import RunState, find_checkpoint, last_checkpoint, leftovers, read_state
-from grpo_dist.trainer.checkpoint.identity import is_model_of
+from grpo_dist.trainer.checkpoint.folder import (
+    RunState,
+    find_checkpoint,
+    is_model_of,
+    last_checkpoint,
+    leftovers,
+    read_state,
+)
 from grpo_dist.trainer.record import EXPORTED
 
 

@@ -48,7 +48,6 @@ from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.manifest import versions
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import read_prompts
-from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.workers.rollout import group_batch
 
 LIMIT = 0.01  # nats per token: that of rollout_corr/k3_kl in docs/metrics.md
@@ -80,11 +79,11 @@ async def _compare(
     prompts = _prompts(model, options)
     engine: Any = rollout_backend(settings.rollout.name).load()(settings)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
-    sampling = replace(sampling_settings(config)[0], seed=config.trainer.seed, max_tokens=options.max_tokens)
+    sampling = replace(at_start.plan.sampling, seed=config.trainer.seed, max_tokens=options.max_tokens)
     ids = [ids for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     show(f"starting an engine and a trainer on {settings.device}\n", sys.stderr)
-    with policy_engine(config, device=settings.device) as trainer:
+    with policy_engine(replace(at_start.plan, steps=1), device=settings.device) as trainer:
         if checkpoint is not None:
             load_training_state(checkpoint / "actor", trainer.model, None, None)
         await engine.start()

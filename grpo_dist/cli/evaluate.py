@@ -34,8 +34,7 @@ from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards.contract import Failure, RewardResult
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, show
-from grpo_dist.trainer.checkpoint.folder import own_checkpoints
-from grpo_dist.trainer.checkpoint.identity import others
+from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
 from grpo_dist.trainer.run_prompts import read_prompts
 
 NOTHING = RewardResult(np.nan, {})  # what a function that failed has said

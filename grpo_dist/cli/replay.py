@@ -30,8 +30,8 @@ from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.rendezvous import alone
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES, models_of
+from grpo_dist.plan.plan import Plan
+from grpo_dist.plan.roles import models_of
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.protocol.fields import EXTRA, columns_for
 from grpo_dist.protocol.sequences import ROUTES
@@ -39,16 +39,13 @@ from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import METRICS
-from grpo_dist.trainer.checkpoint.folder import own_checkpoints
-from grpo_dist.trainer.checkpoint.identity import others
+from grpo_dist.trainer.checkpoint.folder import others, own_checkpoints
 from grpo_dist.trainer.loop import mini_batches
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.rollout.job import group_seed
-from grpo_dist.trainer.run_prompts import load_run_prompts, total_steps, training_rows
-from grpo_dist.trainer.settings import rank_settings, reward_settings
+from grpo_dist.trainer.run_prompts import load_run_prompts, template_kwargs, total_steps, training_rows
 from grpo_dist.workers.gang import averaged
 from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.scorer import Task
+from grpo_dist.workers.scorer import RewardSettings, Task
 
 SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
 LR_TOLERANCE = 1e-6  # relative
@@ -70,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     """Replay a step; 1 if a number differs."""
     options = _parser().parse_intermixed_args(arguments)
     recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
-    with reward_worker(recorded.config) as worker:
+    with reward_worker(recorded.plan) as worker:
         scores = rescore(recorded, worker)
         same = _tell("rewards", recorded, scores, SCORE_TOLERANCE)
         same = same and _tell("advantages", recorded, retarget(recorded, worker, scores), 1e-4)
@@ -104,7 +101,7 @@ def _verdict(what: str, recorded: Recorded, difference: Difference | None, same:
 def _update(recorded: Recorded, asked: bool) -> bool:
     """Compare the update, if there are weights to begin with."""
     config = recorded.config
-    dtype = config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.default_dtype)
+    dtype = recorded.plan.ranks("actor").model.compute_dtype
     try:
         old, metrics = reupdate(recorded)
     except ConfigError as error:
@@ -133,10 +130,11 @@ def _update(recorded: Recorded, asked: bool) -> bool:
 
 # --- rewards and advantages ------------------------------------------------------------------------------------------
 @contextmanager
-def reward_worker(config: RunConfig) -> Iterator[RewardWorker]:
+def reward_worker(plan: Plan[RunConfig]) -> Iterator[RewardWorker]:
     """A reward process's work in this process; the function itself runs in a child, as in a run."""
     worker = RewardWorker()
-    settings = replace(reward_settings(config), max_steps=config.trainer.total_training_steps)
+    teaches = plan.config.algorithm.self_distillation.enable
+    settings = RewardSettings.of(plan, template_kwargs(plan.config) if teaches else {})
     worker.start(replace(settings, teacher=None))  # what it told is not part of scores
     try:
         yield worker
@@ -208,7 +206,7 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
     Raises:
         ConfigError: they need a column or a figure that the run has not recorded.
     """
-    config, settings = recorded.config, target_settings(recorded.config)
+    config, settings = recorded.config, recorded.plan.targets
     if "agent_baselines" in settings.needs:
         baselines = AgentBaselines.recorded(recorded.metrics)
         if not baselines and recorded.step > 1:  # in the first step they are 0
@@ -269,7 +267,7 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     config = recorded.config
     objective, data = _update_inputs(recorded)
     checkpoint = weights_before(recorded)
-    with policy_engine(config, _num_steps(config)) as engine:
+    with policy_engine(replace(recorded.plan, steps=_num_steps(config))) as engine:
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint / "actor")
         size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
@@ -296,7 +294,7 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
 
 def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
     """The loss, and the columns of the batch that the update reads."""
-    config, data, objective = recorded.config, recorded.data, objective_settings(recorded.config)
+    config, data, objective = recorded.config, recorded.data, recorded.plan.objective
     if config.actor_rollout_ref.actor.entropy_target is not None:
         name = "actor/entropy_coeff"
         if name not in recorded.metrics:
@@ -321,9 +319,9 @@ def _num_steps(config: RunConfig) -> int:
 
 
 @contextmanager
-def policy_engine(config: RunConfig, num_steps: int = 1, device: str = "cpu") -> Iterator[FSDPEngine]:
+def policy_engine(plan: Plan[RunConfig], device: str = "cpu") -> Iterator[FSDPEngine]:
     """The policy as it trains, on one rank."""
-    settings = rank_settings(config, ROLES["actor"], placement(config), num_steps)
+    settings = plan.ranks("actor")
     path = resolve_model_path(settings.model.path, key=settings.model.key)
     model = replace(settings.model, path=path, sequence_parallel_size=1)
     with alone(device):

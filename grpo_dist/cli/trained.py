@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import sys
 import time
@@ -48,22 +49,19 @@ from grpo_dist.engines.train.hf_export import export_adapter, export_hf_model
 from grpo_dist.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.model_rules import max_positions
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import roles_of
+from grpo_dist.plan.plan import Plan, make_plan
+from grpo_dist.plan.roles import held_by, roles_of
 from grpo_dist.rewards.contract import Failure, RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
-from grpo_dist.trainer.checkpoint.folder import checkpoints, step_of
-from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run
+from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_model_of_run, step_of
 from grpo_dist.trainer.checkpoint.manifest import damage
-from grpo_dist.trainer.model_settings import model_settings
-from grpo_dist.trainer.model_usage import exported_usage, model_usage
+from grpo_dist.trainer.loop import exported_usage, model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.run_prompts import overlong_note, read_prompts
-from grpo_dist.trainer.settings import engine_settings, sampling_settings
 
 AGENT_KEY, SINGLE_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"
 ASKED = "data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.engine_kwargs."  # what asking a model needs
@@ -93,6 +91,11 @@ class TrainedModel:
     usage: Usage
     base: str | None = None
     unscored: str = ""
+
+    @functools.cached_property
+    def plan(self) -> Plan[RunConfig]:
+        """The plan of that run, on this machine."""
+        return make_plan(self.config)
 
 
 def find_trained(
@@ -134,7 +137,7 @@ def find_trained(
         folder = exported(checkpoint, own)
     base = from_environment(values["actor_rollout_ref"]["model"]["path"], (POLICY_KEY,))
     config = _with_model(config, folder)
-    return TrainedModel(name, folder, config, model_usage(config, step), base, unscored)
+    return TrainedModel(name, folder, config, model_usage(make_plan(config), step), base, unscored)
 
 
 def base_of(model: TrainedModel) -> TrainedModel:
@@ -179,14 +182,15 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
     """
     if problems := damage(checkpoint):
         raise CheckpointError(f"{checkpoint}: not an intact checkpoint: {'; '.join(problems)}. Choose another step")
-    row, *_ = roles_of(config)
-    settings = model_settings(config, row, placement(config))
+    plan = make_plan(config)
+    row, *_ = roles_of(plan.config)
+    settings = plan.model(row, held_by(plan.config, row)[0])
     path = resolve_model_path(settings.path, key=settings.key)
     settings = replace(settings, path=path, compute_dtype=settings.model_dtype, layers=None)  # one rank, on CPU
     with alone("cpu"):
         model = load_sharded_model(settings, "cpu")
         load_training_state(checkpoint / row.name, model, None, None)
-        usage = exported_usage(config, step_of(checkpoint), dtype, checkpoint)
+        usage = exported_usage(plan, step_of(checkpoint), dtype, checkpoint)
         if settings.lora is not None:  # first: once the model is there, all is written
             export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype, usage)
         export_hf_model(model, settings, folder, dtype, usage)
@@ -235,7 +239,7 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         raise ConfigError(
             f"--max-model-len {longest}: {known[0]} of the model's config.json is {known[1]}; ask for less"
         )
-    settings = engine_settings(config, placement(config), 0)
+    settings = make_plan(config).engine(0)
     _check_device(settings)
     if problem := rollout_backend(settings.rollout.name).model_problem(model_config, settings.device):
         raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
@@ -387,11 +391,10 @@ async def asking(
 
 def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSettings:
     """As the run validates, with the user's options; several answers are drawn, as greedy ones are all the same."""
-    _, sampling = sampling_settings(model.config)
     usual = {"max_tokens": MAX_TOKENS} | dict(model.usage.sampling)
     asked = {field.name: getattr(options, field.name, None) for field in fields(SamplingSettings)}
     given = {name: value for name, value in asked.items() if value is not None}
-    chosen = replace(sampling, **usual | given)
+    chosen = replace(model.plan.val_sampling, **usual | given)
     if chosen.n > 1 and chosen.temperature == 0.0 and "temperature" not in given:
         chosen = replace(chosen, temperature=model.config.actor_rollout_ref.rollout.temperature)
     return replace(chosen, stop=tuple(chosen.stop))

@@ -196,6 +196,7 @@ Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_len
 # One function, or a list of functions: a name, null for the built-in scorers, or a mapping as weighted.py has them.
 Functions = Annotated[tuple[Text | dict[str, Any] | None, ...], Field(min_length=1)]
 OptionalFiles = Annotated[tuple[Text, ...], BeforeValidator(_none_or_more)]
+Entries = dict[str, Annotated[Any, BeforeValidator(_number)]]  # what somebody else's function is given by name
 Names = BeforeValidator(_one_or_more)
 OptionalNames = BeforeValidator(_none_or_more)
 Pair = BeforeValidator(as_tuple)

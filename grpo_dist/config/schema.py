@@ -205,11 +205,6 @@ class RunConfig(JobConfig):
         return raw
 
     @property
-    def nccl_timeout(self) -> int:
-        """Seconds that a rank waits for the others in one operation."""
-        return self.actor_rollout_ref.nccl_timeout
-
-    @property
     def needs_reference_workers(self) -> bool:
         """Tell if reference workers are started: with LoRA only for a teacher."""
         own = self.has_teacher or not self.actor_rollout_ref.model.trains_factors

@@ -208,11 +208,6 @@ class SupervisedDataConfig(JobDataConfig):
     use_dynamic_bsz: Annotated[bool, Resume.FREE]
     max_token_len_per_gpu: Annotated[Count, Resume.FREE]
 
-    @property
-    def max_token_len(self) -> int | None:
-        """Most tokens of a pass; None: it is filled by sequences."""
-        return self.max_token_len_per_gpu if self.use_dynamic_bsz else None
-
 
 class PreferenceDataConfig(SupervisedDataConfig):
     """`data` of `grpo-dist reward-model`: pairs, or labelled steps and how they are written."""
@@ -256,11 +251,6 @@ class SupervisedConfig(JobConfig):
     optim: SupervisedOptimConfig
     engine: FSDPConfig
     checkpoint: CheckpointConfig
-
-    @property
-    def nccl_timeout(self) -> int:
-        """See `RunConfig.nccl_timeout`."""
-        return self.trainer.nccl_timeout
 
     @property
     def max_model_len(self) -> int:

@@ -15,7 +15,6 @@ from grpo_dist.config.field_types import (
     TrainDtypeName,
 )
 from grpo_dist.config.schema_roles import (
-    ActorConfig,
     AdamWConfig,
     ForwardConfig,
     FSDPConfig,
@@ -91,11 +90,6 @@ class RewardModelConfig(Section):
         """Tell if there is a reward model, and it trains."""
         return self.enable and self.retrain.enable
 
-    def max_token_len(self, actor: ActorConfig) -> int | None:
-        """Most tokens of a forward pass; None: it is filled by sequences."""
-        dynamic = actor.use_dynamic_bsz if self.use_dynamic_bsz is None else self.use_dynamic_bsz
-        return (self.forward_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu) if dynamic else None
-
 
 class CriticModelConfig(Section):
     """`critic.model`: what is loaded, and how it is held."""
@@ -117,10 +111,3 @@ class CriticConfig(UpdateSection):
     forward_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     forward_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
     cliprange_value: PositiveFloat
-
-    @property
-    def forward_max_token_len(self) -> int | None:
-        """Most tokens of a pass that computes values, as `max_token_len`; None: it is filled by sequences."""
-        return (
-            self.forward_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
-        )

@@ -11,6 +11,7 @@ from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     DecayRate,
+    Entries,
     HeadDtypeName,
     Names,
     NonNegativeFloat,
@@ -24,17 +25,14 @@ from grpo_dist.config.field_types import (
     PositiveTemperature,
     Processes,
     Resume,
-    RolloutDtype,
     RolloutDtypeName,
     Section,
     Share,
     Temperature,
     Text,
-    TrainDtype,
     TrainDtypeName,
     builtin_or_custom,
 )
-from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema_algorithm import PolicyLossConfig, TeacherEndpointConfig
 from grpo_dist.plugins.names import AGENT_LOOPS, KL_LOSS_TYPES, ROLLOUT_ENGINES, LossAggMode, WeightTransport
 
@@ -119,6 +117,13 @@ class AdamWConfig(Section):
     lr: PositiveFloat
     weight_decay: NonNegativeFloat
     betas: Annotated[tuple[DecayRate, DecayRate], Pair]
+    override_optimizer_config: Entries | None
+
+    @field_validator("override_optimizer_config")
+    def _names_no_key(cls, entries: Entries | None) -> Entries | None:
+        if keys := [name for name in entries or () if name in cls.model_fields]:
+            raise ValueError(f"{', '.join(keys)} has a key of its own beside this one; set that")
+        return entries
 
 
 class OptimConfig(AdamWConfig):
@@ -142,10 +147,6 @@ class ShardsConfig(Section):
     dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
     use_torch_compile: Annotated[bool | None, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
-
-    def resolved_dtype(self, default: TrainDtype) -> TrainDtype:
-        """Compute type; null means `RunConfig.default_dtype`."""
-        return self.dtype or default
 
 
 class ForwardConfig(ShardsConfig):
@@ -193,11 +194,6 @@ class UpdateSection(Section):
     loss_agg_mode: LossAggMode
     optim: OptimConfig
 
-    @property
-    def max_token_len(self) -> int | None:
-        """Most tokens of a forward/backward pass of the ranks that split it; None: it is filled by sequences."""
-        return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
-
 
 class RouterReplayConfig(Section):
     """`actor_rollout_ref.actor.router_replay`: which experts of a mixture the trainer's passes send tokens to."""
@@ -233,12 +229,6 @@ class ActorConfig(UpdateSection):
     def computes_entropy(self) -> bool:
         """Tell if the entropy is a term of the loss, or may become one."""
         return self.entropy_coeff != 0 or self.entropy_target is not None
-
-    def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
-        """Most tokens of a log-prob pass, as `max_token_len`; the rollout's section is about the actor's passes."""
-        dynamic = self.use_dynamic_bsz if role.log_prob_use_dynamic_bsz is None else role.log_prob_use_dynamic_bsz
-        ranks = (role if isinstance(role, RefConfig) else self).ulysses_sequence_parallel_size
-        return (role.log_prob_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu) * ranks if dynamic else None
 
 
 class ValKwargsConfig(Section):
@@ -288,16 +278,6 @@ class CheckpointEngineConfig(Section):
         """The size of a bucket of weights."""
         return self.update_weights_bucket_megabytes << 20
 
-    def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
-        """The transport; null means broadcast where every process has a GPU of its own, and where they share GPUs ipc,
-        or under WSL object_store.
-        """
-        if self.backend is not None:
-            return self.backend
-        if device == "cpu" or (shares_gpu and is_wsl()):
-            return "object_store"
-        return "ipc" if shares_gpu else "broadcast"
-
 
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
@@ -334,14 +314,6 @@ class RolloutConfig(Section):
     checkpoint_engine: Annotated[CheckpointEngineConfig, Resume.FREE]
     val_kwargs: Annotated[ValKwargsConfig, Resume.FREE]
     agent: AgentConfig
-
-    def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:
-        """Type of the engine's weights; null means `RunConfig.default_dtype`."""
-        return self.dtype or ("bfloat16" if default == "bf16" else "float32")
-
-    def resolved_deterministic(self, device: Device) -> bool:
-        """Tell if samples are seeded one by one; null means on CPU only."""
-        return device == "cpu" if self.deterministic is None else self.deterministic
 
 
 class RefModelConfig(Section):

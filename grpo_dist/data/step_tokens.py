@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_models import ProcessRewardConfig
 from grpo_dist.data.conversations import (
     Messages,
     encode_conversation,
@@ -50,10 +50,9 @@ class StepForm:
         return [step + self.separator for step in plain[:-1]] + list(steps[-1:])
 
 
-def step_form(config: RunConfig) -> StepForm | None:
-    """Return how the reward model of a run reads steps; None: it judges whole responses."""
-    process = config.reward_model.process
-    return StepForm(config.reward.step_separator, process.step_tag) if process.enable else None
+def step_form(process: ProcessRewardConfig, separator: str) -> StepForm | None:
+    """Return how a reward model reads steps between separators; None: it judges whole responses."""
+    return StepForm(separator, process.step_tag) if process.enable else None
 
 
 class StepTokens(NamedTuple):

@@ -38,7 +38,6 @@ ENGINE_KEY, ARGUMENTS_KEY = "actor_rollout_ref.rollout.name", "actor_rollout_ref
 _ARGUMENTS: dict[str, Any] = yaml.safe_load(
     Path(schema_roles.__file__).with_name("engine_arguments.yaml").read_text(encoding="utf-8")
 )
-FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 
 
 # --- rollout -------------------------------------------------------------------------------------------------------

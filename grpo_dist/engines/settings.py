@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.config.schema_job import SupervisedModelConfig
-from grpo_dist.config.schema_models import CriticModelConfig, RetrainConfig, RewardModelFolderConfig
+from grpo_dist.config.schema_models import (
+    CriticModelConfig,
+    RetrainConfig,
+    RewardModelConfig,
+    RewardModelFolderConfig,
+)
 from grpo_dist.config.schema_roles import (
+    AdamWConfig,
     ForwardConfig,
     FSDPConfig,
     LoraSection,
@@ -16,6 +22,7 @@ from grpo_dist.config.schema_roles import (
     RefModelConfig,
     RolloutConfig,
 )
+from grpo_dist.plugins.registry import load_attribute
 
 ModelSection = ModelConfig | CriticModelConfig | RefModelConfig | RewardModelFolderConfig | SupervisedModelConfig
 LayersSection = ModelConfig | CriticModelConfig | RetrainConfig | SupervisedModelConfig
@@ -23,6 +30,7 @@ LayersSection = ModelConfig | CriticModelConfig | RetrainConfig | SupervisedMode
 
 # Rank of the actor in a weight group; those of the engines' workers follow.
 SENDER = 0
+FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 
 
 @dataclass(frozen=True)
@@ -33,14 +41,10 @@ class ModelSettings:
         model: the section of the model, such as `actor_rollout_ref.model`.
         fsdp_config: the section that says how its weights are held.
         layers: the section that says what layers keep for their backward pass; None: nothing trains.
-        key: the config key of `path`, for messages.
+        key: of `path`, for messages; likewise `sequence_parallel_key`, and `layers_key` of `layers`.
         path: of the model; on a rank a folder of its machine.
-        model_dtype: of the weights that train, and of those that a frozen model holds: "fp32" or "bf16", as is
-            `compute_dtype`.
-        compute_dtype: of passes.
+        model_dtype: of the weights that train, and of those that a frozen model holds.
         head_dtype: "fp32": the output layer is held and multiplied in it; None: in the types of the rest.
-        reshard_after_forward: whether gathered weights are freed after each layer's forward pass.
-        optimizer_offload: whether the optimizer's states are in CPU memory between the phases of a step.
         shares_gpu: whether processes of other roles are on the same GPU.
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
@@ -51,10 +55,7 @@ class ModelSettings:
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
         small_new_head: whether that head is so small that its first values are near 0: one of values.
-        sequence_parallel_size: ranks that split the tokens of their micro-batches; see engines/train/ulysses.py.
-        sequence_parallel_key: its config key, for messages.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
-        layers_key: the key of `layers`, for messages.
         replays_routes: whether its routers take the experts that the engine has recorded.
     """
 
@@ -127,7 +128,6 @@ class PassLimits:
 
     Attributes:
         keys: what the keys begin with, such as "actor_rollout_ref.actor.ppo_".
-        micro_batch_size: sequences.
         max_token_len: tokens, of the ranks that split a pass together; None: the number of sequences is the limit.
         budget: name of the key of the most tokens, between `keys` and `_per_gpu`.
         lengths: the keys that limit a sequence.
@@ -145,6 +145,71 @@ class PassLimits:
         return {"micro_batch_size": self.micro_batch_size, "max_token_len": self.max_token_len}
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What a rank of a sharded model is built from.
+
+    Attributes:
+        model: what to load; the worker resolves a `builtin:` path on its own node.
+        num_threads: compute threads on CPU.
+        collective_timeout_s: how long a rank waits for the others in one operation.
+        update: the limits of a forward and backward pass; None: nothing trains.
+        columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
+            where it is one of log-probs.
+        total_steps: optimizer steps of the whole run.
+        keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
+            layer a copy is kept.
+        teachers: those after the first one, which is `model`, where rows have teachers by their data source.
+        reference_columns: of the actor with LoRA: what a pass without its factors computes.
+        weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
+        engine: the class of the train engine, as `pkg.module:Class`.
+    """
+
+    model: ModelSettings
+    device: str
+    num_threads: int
+    seed: int
+    collective_timeout_s: float
+    forward: PassLimits
+    update: PassLimits | None = None
+    temperature: float = 1.0
+    columns: tuple[str, ...] = ()
+    optimizer: AdamWConfig | None = None
+    total_steps: int = 1
+    grad_clip: float = float("inf")
+    keeps_output_layer: bool = False
+    teachers: tuple[ModelSettings, ...] = ()
+    reference_columns: tuple[str, ...] = ()
+    weight_bucket_bytes: int = 256 << 20
+    engine: str = FSDP
+
+    def make_engine(self, model: ModelSettings) -> Any:
+        """Load the model into a train engine, in a process that has joined the process group."""
+        return load_attribute(self.engine, key="RankSettings.engine")(
+            model,
+            device=self.device,
+            temperature=self.temperature,
+            optimizer=self.optimizer,
+            total_steps=self.total_steps,
+            grad_clip=self.grad_clip,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSettings(RankSettings):
+    """What a rank of the reward model is built from.
+
+    Attributes:
+        section: of the config, `reward_model`.
+        trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
+        step_separator: between the steps that a process reward model judges.
+    """
+
+    section: RewardModelConfig
+    trust_input_tokenizer: bool = False
+    step_separator: str = ""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """The settings that a rollout engine is started with: two sections of the config, and what the run adds to them.
@@ -153,13 +218,9 @@ class EngineSettings:
         rollout: `actor_rollout_ref.rollout`; names of code, and of what it reads, are valid in every folder.
         model: `actor_rollout_ref.model`; its path is a folder of this machine.
         dtype: of the weights, as vLLM names it.
-        max_model_len: longest prompt and response, in tokens.
         max_episode_len: most different tokens of an agent's episode, whose branches are all one row of an update.
-        seed: of the engine's random state.
         needs_tokenizer: whether sampling needs the tokenizer, for texts that stop a response or are forbidden.
         template_kwargs: variables of the chat template that prompts are rendered with.
-        weight_transport: "object_store", "broadcast" or "ipc".
-        shares_gpu: whether other roles are on the engine's GPUs.
         gpus: of an engine of several processes that shares its GPUs: Ray assigns it a part of the first one only.
         footprint_gib: what must be free on each GPU before a replacement starts: what its predecessor took.
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
@@ -224,6 +285,7 @@ class SamplingSettings:
     """The settings of sampling, by their names in `actor_rollout_ref.rollout`.
 
     Attributes:
+        temperature: 0 is greedy.
         max_tokens: most tokens of a response, end-of-sequence included.
         seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
         routes_from: how many tokens of the prompt need no experts recorded: those of an earlier turn.

@@ -19,8 +19,8 @@ from grpo_dist.config.schema_roles import Device
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.role_models import Model, Pass, lora_of
-from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, reshards, roles_of
+from grpo_dist.plan.role_models import Model, Pass, engine_dtype, lora_of, weight_transport
+from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, optimizer_key, reshards, roles_of
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB, STATE_BYTES
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
@@ -231,7 +231,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
     fsdp = value_of(config, row.fsdp)
-    optim = getattr(value_of(config, row.section), "optim", getattr(config, "optim", None))
+    optim = value_of(config, key) if (key := optimizer_key(config, row)) else None
     ranks, lora = placement(config).world_sizes[row.name], lora_of(config, model)
     sends = row.name == roles_of(config)[0].name
     factors = 0 if lora is None else shape.lora_parameters(lora)
@@ -289,7 +289,7 @@ def _tokens(config: JobConfig, row: Role, limits: Pass) -> int:
 # --- engines -------------------------------------------------------------------------------------------------------
 def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     rollout, place = config.actor_rollout_ref.rollout, placement(config)
-    size, cache = DTYPE_BYTES[rollout.resolved_dtype(config.default_dtype)], _kv_cache_gib(config)
+    size, cache = DTYPE_BYTES[engine_dtype(config)], _kv_cache_gib(config)
     head = 4 if config.actor_rollout_ref.model.head_dtype else size
     weights = (shape.num_parameters * size + shape.output_layer * (head - size)) / place.tensor_parallel
     states = {"weights": weights, "KV cache": (cache or 0.0) * GIB}
@@ -303,8 +303,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     host = {"process": PROCESS_GIB[config.device] * GIB}
     if sleeps and rollout_backend(rollout.name).keeps_sleeping_weights(rollout, config.actor_rollout_ref.model):
         host["weights while it sleeps"] = PINNED * weights
-    transport = rollout.checkpoint_engine
-    meets = sleeps and transport.resolved_backend(config.device, shares_gpu=True) != "object_store"
+    meets = sleeps and weight_transport(config, shares_gpu=True) != "object_store"
     graphs = rollout_backend(rollout.name).keeps_graphs(rollout)
     return RoleMemory(
         "rollout",
@@ -312,7 +311,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
         _gib(states),
         waiting=0.0 if sleeps else sum((states | parts).values()) / GIB,
         context=CUDA_GIB + NCCL_GIB * (place.tensor_parallel > 1) + GRAPHS_GIB * graphs,
-        syncing=(weights + 2.0 * transport.bucket_bytes) / GIB * meets,
+        syncing=(weights + 2.0 * rollout.checkpoint_engine.bucket_bytes) / GIB * meets,
         host=_gib(host),
         share=0.0 if cache else rollout.gpu_memory_utilization,
         sleeps=sleeps,
@@ -328,7 +327,7 @@ def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -
 
 def _kv_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Return the bytes of KV cache that one token takes on one GPU of an engine."""
-    size = DTYPE_BYTES[config.actor_rollout_ref.rollout.resolved_dtype(config.default_dtype)]
+    size = DTYPE_BYTES[engine_dtype(config)]
     return 2 * shape.num_layers * shape.key_width * size / placement(config).tensor_parallel
 
 

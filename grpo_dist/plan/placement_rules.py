@@ -216,7 +216,7 @@ def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[st
 @between_keys
 def passes_hold_the_longest_row(config: SupervisedConfig) -> Iterator[str]:
     """The token budget holds at least the longest conversation."""
-    budget = config.data.max_token_len
+    budget = config.data.max_token_len_per_gpu if config.data.use_dynamic_bsz else None
     if budget is not None and budget < config.data.max_length:
         why = "a pass must hold the longest conversation; raise the first or lower the second"
         yield f"<data.max_token_len_per_gpu>, <data.max_length>: {why}"

@@ -1,293 +1,262 @@
-"""The plan of a run as text, before anything starts: placement, batch sizes and memory, of every command."""
+"""The plan: a run as it will be, decided once before anything starts. Loads neither torch, Ray nor vLLM.
+
+What a null of the config stands for, where each process runs, how many steps there are and what each part is built from
+are asked here, and nowhere again. A plan can be pickled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import ceil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
-from grpo_dist.config.load import readable_config
-from grpo_dist.config.problems import shown, value_of
+from grpo_dist.algorithms.settings import ObjectiveSettings, TargetSettings, ValueSettings
+from grpo_dist.assets import POLICY_KEY
+from grpo_dist.config.problems import value_of, with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate, worst_moments
-from grpo_dist.plan.model_shape import model_config_at_hand
-from grpo_dist.plan.placement import Placement, node_layout, placement
-from grpo_dist.plan.role_models import Pass, lora_of
-from grpo_dist.plan.roles import Role, models_of, roles_of, table_of
+from grpo_dist.config.schema_roles import AgentConfig, LoraSection
+from grpo_dist.engines.settings import EngineSettings, ModelSettings, RankSettings, SamplingSettings, choose_layout
+from grpo_dist.plan.placement import Placement, placement
+from grpo_dist.plan.role_models import Model, engine_dtype, is_deterministic, train_dtype, weight_transport
+from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
+from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
-_WHOLE = "(all other keys have their defaults; --full shows the whole config)"
-# (label, value)
-Rows = list[tuple[str, str]]
+C = TypeVar("C", bound=JobConfig)
+C_co = TypeVar("C_co", bound=JobConfig, covariant=True)
+# Keys of actor_rollout_ref.rollout that engines sample by.
+_SAMPLED = ("n", "temperature", "top_p", "top_k", "ignore_eos", "min_p", "min_tokens", "stop", "bad_words")
+# Keys of algorithm.rollout_correction that say how weights and masks are made, wherever that is.
+_CORRECTION = {"rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"}
 
 
-def format_plan(config: JobConfig, notes: list[str], changed: Sequence[str] | None = None) -> str:
-    """Return the output of a dry run: the config, then the plan.
+@dataclass(frozen=True)
+class Plan(Generic[C_co]):
+    """A run as it will be.
 
-    Args:
-        changed: the keys to show, as key=value; None: the whole config.
+    Attributes:
+        config: with the values that are used where a null leaves them to the machine.
+        place: the processes of each role, and what they get.
+        steps: training steps; 0: not known.
     """
-    settings = readable_config(config).rstrip().splitlines() if changed is None else [*changed, _WHOLE]
-    blocks = [
-        "resolved config\n" + _indent(settings),
-        "run\n" + _table(_run_rows(config)),
-        "batch\n" + _table(batch_arithmetic(config)),
-        "placement\n" + _table(_placement_rows(config)),
-        "memory per process (estimate)\n" + _table(_memory_rows(config)),
-    ]
-    if notes:
-        blocks.append("notes\n" + _indent(notes))
-    return "\n\n".join(blocks)
+
+    config: C_co
+    place: Placement
+    steps: int = 0
+
+    # --- models that are sharded over ranks ----------------------------------------------------------------------
+    def ranks(self, role: str) -> RankSettings:
+        """Return what the ranks of a role are built from."""
+        config, row = self.config, table_of(self.config)[role]
+        assert isinstance(config, RunConfig | SupervisedConfig)
+        assert row.ranks is not None, f"{role} is a gang"
+        passes = [*row.passes(config), *row.own_passes(config)]
+        update = next((limits.limits for limits in passes if limits.updates), None)
+        of_ranks = config.actor_rollout_ref if isinstance(config, RunConfig) else config.trainer
+        first, *teachers = (self.model(row, model) for model in held_by(config, row))
+        return row.ranks(
+            config,
+            self.steps,
+            model=first,
+            teachers=tuple(teachers),
+            device=self.place.device,
+            num_threads=self.place.num_threads[role],
+            seed=config.trainer.seed,
+            collective_timeout_s=of_ranks.nccl_timeout,
+            forward=next((limits.limits for limits in passes if not limits.updates), update),
+            update=update,
+        )
+
+    def model(self, row: Role, model: Model) -> ModelSettings:
+        """Return how a model that a row's ranks hold is loaded: its sections, and what placement and row say."""
+        config = self.config
+        assert isinstance(config, RunConfig | SupervisedConfig)
+        section, updates = value_of(config, model.key.rpartition(".")[0]), layers_key(config, row)
+        frozen = isinstance(section, LoraSection) and not updates
+        return ModelSettings(
+            model=section.without_factors() if frozen else section,
+            fsdp_config=value_of(config, row.fsdp),
+            layers=value_of(config, updates) if updates else None,
+            key=model.key,
+            path=model.path,
+            model_dtype=model.held,
+            compute_dtype=model.compute,
+            head_dtype=model.head,
+            reshard_after_forward=reshards(config, row),
+            optimizer_offload=offloads_optimizer(config, row),
+            shares_gpu=bool(self.place.sharing),
+            layout=_layout(config),
+            max_model_len=model.longest or config.max_model_len,
+            num_labels=int(bool(model.outputs or model.new_head)),
+            new_head_seed=config.trainer.seed if model.new_head in ("scores", "values") else None,
+            small_new_head=model.new_head == "values",
+            sequence_parallel_size=config.sequence_parallel_size(row.name),
+            sequence_parallel_key=f"{row.section}.ulysses_sequence_parallel_size",
+            room=_room(row, model),
+            layers_key=updates,
+            replays_routes=isinstance(config, RunConfig) and config.replays_routes and model.key == POLICY_KEY,
+        )
+
+    # --- engines -------------------------------------------------------------------------------------------------
+    @property
+    def transport(self: Plan[RunConfig]) -> str:
+        """How weights reach the engines: "object_store", "broadcast" or "ipc"."""
+        return weight_transport(self.config, shares_gpu=self.place.shares_gpu)
+
+    def engine(
+        self: Plan[RunConfig],
+        index: int,
+        agent: AgentConfig | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> EngineSettings:
+        """Return what rollout engine `index` is started with.
+
+        Args:
+            agent: the section of the agent loop as workers get it; None: an episode is one response.
+            template_kwargs: variables of the chat template; None: there are none.
+        """
+        config = self.config
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        profiles = config.trainer.profile_dir if config.trainer.profile_steps else None
+        agent, (update, *_) = agent or rollout.agent, roles_of(config)[0].passes(config)
+        return EngineSettings(
+            rollout=rollout.replaced(name=absolute(rollout.name), agent=agent),
+            model=model,
+            device=self.place.device,
+            dtype=engine_dtype(config),
+            max_model_len=config.max_model_len,
+            max_episode_len=max(config.max_model_len, update.max_token_len or 0),
+            seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
+            needs_tokenizer=bool(rollout.stop or rollout.bad_words) or not agent.is_single_turn,
+            template_kwargs=template_kwargs or {},
+            weight_transport=self.transport,
+            shares_gpu=self.place.shares_gpu,
+            collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+            profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),
+            min_group_size=config.algorithm.min_group_size,
+            records_routes=config.replays_routes,
+        )
+
+    @property
+    def sampling(self: Plan[RunConfig]) -> SamplingSettings:
+        """How training samples; where it is seeded, each prompt gets a seed of its own later."""
+        rollout = self.config.actor_rollout_ref.rollout
+        seed, longest = 0 if rollout.deterministic else None, self.config.data.max_response_length
+        return SamplingSettings(max_tokens=longest, seed=seed, **{name: getattr(rollout, name) for name in _SAMPLED})
+
+    @property
+    def val_sampling(self: Plan[RunConfig]) -> SamplingSettings:
+        """How validation samples: what ends or forbids text is that of training, what cuts its distribution is not."""
+        val = self.config.actor_rollout_ref.rollout.val_kwargs
+        return replace(
+            self.sampling,
+            n=val.n,
+            temperature=val.temperature if val.do_sample else 0.0,
+            top_p=val.top_p,
+            top_k=val.top_k,
+            seed=self.config.trainer.seed if val.do_sample else None,
+            ignore_eos=False,
+            min_p=0.0,
+        )
+
+    # --- targets and losses --------------------------------------------------------------------------------------
+    @property
+    def targets(self: Plan[RunConfig]) -> TargetSettings:
+        """What advantages, corrections and targets are computed with, before the loss."""
+        config = self.config
+        algorithm, actor, correction = (
+            config.algorithm,
+            config.actor_rollout_ref.actor,
+            config.algorithm.rollout_correction,
+        )
+        return TargetSettings(
+            adv_estimator=absolute(algorithm.adv_estimator),
+            options=dict(algorithm),
+            kl_penalty=absolute(algorithm.kl_penalty) if algorithm.use_kl_in_reward else None,
+            rollout_correction=correction.model_dump(include={*_CORRECTION, "rollout_is_batch_normalize"})
+            | {"rollout_is": config.rollout_is},
+            m2_threshold=correction.m2_threshold,
+            old_log_probs_from=config.old_log_probs_from,
+            mask_truncated=algorithm.mask_truncated_responses,
+            mask_equal_groups=algorithm.mask_equal_groups,
+            top_entropy_quantile=actor.top_entropy_quantile,
+            loss_mode=absolute(actor.policy_loss.loss_mode),
+            loss_options=dict(actor.policy_loss),
+            observations=actor.observation_coeff != 0,
+            by_prompt=actor.loss_agg_mode == "prompt-mean",
+            has_values=config.needs_critic,
+            by_agent=algorithm.credit == "agent",
+        )
+
+    @property
+    def objective(self: Plan[RunConfig]) -> ObjectiveSettings:
+        """What the policy's loss is made of."""
+        config = self.config
+        actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+        reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
+        in_loss = correction.bypass_mode and (reinforce or correction.rollout_rs)
+        in_loss = in_loss or (config.on_policy and config.rollout_is is not None)
+        bounds = correction.model_dump(include=_CORRECTION)
+        weighted = config.rollout_is is not None or correction.m2_threshold is not None
+        loss_mode = "gpg" if reinforce else absolute(actor.policy_loss.loss_mode)  # -A log pi, weighted
+        return ObjectiveSettings(
+            actor.replaced(
+                policy_loss=actor.policy_loss.replaced(loss_mode=loss_mode),
+                kl_loss_type=absolute(actor.kl_loss_type),
+                loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
+            ),
+            weighted=weighted and not (correction.bypass_mode or config.on_policy),
+            selects_tokens=actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES,
+            correction={"rollout_is": config.rollout_is, **bounds} if in_loss else None,
+            off_policy_threshold=correction.off_policy_mask_threshold,
+            by_top_tokens=config.teacher_is_elsewhere,
+            teaches_itself=config.algorithm.self_distillation.enable,
+            on_policy=config.on_policy,
+        )
+
+    @property
+    def value_objective(self: Plan[RunConfig]) -> ValueSettings:
+        """What the critic's loss is made of."""
+        longest = self.config.actor_rollout_ref.actor.loss_scale_factor or self.config.data.max_response_length
+        return ValueSettings(self.config.critic, longest)
 
 
-def format_summary(config: JobConfig, notes: list[str]) -> str:
-    """Return a short form of the plan, shown at the start of a run."""
-    rows = [*_run_rows(config), ("step", _step(config)), ("workers", _workers(config))]
-    return "\n".join([_table(rows), *(f"  note: {note}" for note in notes)])
+def make_plan(config: C, steps: int = 0) -> Plan[C]:
+    """Return the plan of a run of so many training steps on machines like this one."""
+    config = resolve(config)
+    return Plan(config, placement(config), steps)
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
-def _run_rows(config: JobConfig) -> Rows:
-    trainer = config.trainer
-    limit = _many(trainer.total_epochs, "epoch")
-    if trainer.total_training_steps is not None:
-        limit = _many(trainer.total_training_steps, "training step")
-    return [
-        ("algorithm", _algorithm(config)),
-        ("model", config.model_path),
-        ("train data", ", ".join(config.data.train_files)),
-        ("validation data", ", ".join(config.data.val_files) or "none"),
-        ("length", limit),
-        ("run directory", f"{trainer.default_local_dir} (resume: {trainer.resume_mode})"),
-        ("logs", ", ".join(trainer.records)),
-    ]
+def resolve(config: C) -> C:
+    """Return a config with the values that are used where a null leaves them to the machine, as checkpoints have it."""
+    values: dict[str, Any] = {}
+    for row in table_of(config).values():
+        if row.switch:
+            values[row.switch] = row.present(config)
+        if row.fsdp and (row.trains or row.present(config)):
+            values[f"{row.fsdp}.dtype"] = train_dtype(config, value_of(config, row.fsdp))
+    if isinstance(config, RunConfig):
+        rollout = "actor_rollout_ref.rollout"
+        values |= {f"{rollout}.dtype": engine_dtype(config), f"{rollout}.deterministic": is_deterministic(config)}
+    for key, value in values.items():
+        config = with_value(config, key, value)
+    return config
 
 
-def _algorithm(config: JobConfig) -> str:
+def _layout(config: RunConfig | SupervisedConfig) -> str:
+    """Return the layout of sequences, which is the same for all models of a run."""
     if isinstance(config, SupervisedConfig):
-        return f"{config.role}, lr {config.optim.lr:g}"
-    assert isinstance(config, RunConfig)
-    actor, algorithm, stale = config.actor_rollout_ref.actor, config.algorithm, config.trainer.max_staleness
-    terms = [algorithm.adv_estimator, *([loss] if (loss := actor.policy_loss.loss_mode) != "vanilla" else [])]
-    terms.append(actor.loss_agg_mode)
-    if actor.use_kl_loss:
-        terms.append(f"KL {actor.kl_loss_coef:g} * {actor.kl_loss_type}")
-    if algorithm.use_kl_in_reward:
-        terms.append(f"KL {algorithm.kl_ctrl.kl_coef:g} * {algorithm.kl_penalty} in the reward")
-    if not config.needs_reference:
-        terms.append("no KL")
-    terms.append(f"lr {actor.optim.lr:g}")
-    if stale:
-        terms.append(f"up to {_many(stale, 'update')} stale")
-    if stale:
-        terms.append(f"rollout_is={config.rollout_is}" if config.rollout_is else "no importance weights")
-    return ", ".join(terms)
-
-
-# --- the batch -------------------------------------------------------------------------------------------------------
-def batch_arithmetic(config: JobConfig) -> Rows:
-    """Return how the rows of a step become the micro-batches of a rank, as (label, value) rows."""
-    if isinstance(config, SupervisedConfig):
-        step = f"{config.data.train_batch_size:,}"
-        return [("rows per training step", step), (f"passes of a {config.role} rank", _limit(config))]
-    assert isinstance(config, RunConfig)
-    rollout, place = config.actor_rollout_ref.rollout, placement(config)
-    prompts, sequences = config.data.train_batch_size, config.data.train_batch_size * rollout.n
-    per_engine = ceil(sequences / place.num_engines)
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    rows = [
-        ("prompts per training step", f"{prompts:,}"),
-        ("sequences per training step", f"{prompts:,} prompts * n={rollout.n} = {sequences:,}"),
-        ("tokens per training step", f"at most {sequences:,} * {longest:,} = {sequences * longest:,}"),
-        ("sequences per engine", f"{per_engine:,} ({min(per_engine, rollout.max_num_seqs):,} at once)"),
-    ]
-    return rows + [passes for row in roles_of(config) if row.passes(config) for passes in _passes_of(config, row)]
-
-
-def _passes_of(config: RunConfig, row: Role) -> Rows:
-    """Return the passes of a role over a batch, and over the mini-batches of one that trains."""
-    groups, n = placement(config).row_groups(config, row.name), config.actor_rollout_ref.rollout.n
-    rows, whose = [], "" if row.name == "actor" else f"{row.name}'s "
-    for limits in row.passes(config):
-        if limits.updates:
-            section = value_of(config, row.section)
-            mini, epochs = section.ppo_mini_batch_size, section.ppo_epochs
-            count, per_rank = config.data.train_batch_size // mini, mini * n // groups
-            rows += [
-                (f"{whose}mini-batches per pass", f"{count:,} of {mini:,} prompts = {mini * n:,} sequences"),
-                (f"{whose}optimizer steps per training step", f"{count:,} * ppo_epochs={epochs} = {count * epochs:,}"),
-                (f"sequences per {row.name} rank and mini-batch", f"{per_rank:,}"),
-                (f"micro-batches per {row.name} rank and mini-batch", _passes(per_rank, n, limits)),
-            ]
-        else:
-            per_rank = ceil(config.data.train_batch_size * n / groups)
-            rows.append((f"{limits.what} passes per {row.name} rank", limits.none or _passes(per_rank, n, limits)))
-    return rows
-
-
-def _passes(per_rank: int, n: int, limits: Pass) -> str:
-    if limits.max_token_len is not None:
-        return f"as many as needed with {limits.max_token_len:,} tokens each"
-    size = min(_whole_groups(limits.size, n), per_rank)
-    groups = f" (whole groups of {n})" if size < min(limits.size, per_rank) and size % n == 0 else ""
-    return f"{ceil(per_rank / size):,} of {size:,} sequences{groups}"
-
-
-def _whole_groups(size: int, n: int) -> int:
-    """Return the sequences in a pass of at most `size`: whole groups of n responses, or equal parts of one group."""
-    return size // n * n if n <= size else ceil(n / ceil(n / size))
-
-
-def _limit(config: SupervisedConfig) -> str:
-    """Return how much a pass holds where one model is trained on rows."""
-    data = config.data
-    if data.max_token_len:
-        return f"at most {data.max_token_len:,} tokens"
-    return f"{data.micro_batch_size_per_gpu:,} conversations of up to {data.max_length:,} tokens"
-
-
-def _step(config: JobConfig) -> str:
-    """Return a training step in a line."""
-    if isinstance(config, SupervisedConfig):
-        return f"{_many(config.data.train_batch_size, 'row')}, in passes of {_limit(config)}"
-    assert isinstance(config, RunConfig)
-    actor, n, prompts = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    per_rank = actor.ppo_mini_batch_size * n // placement(config).row_groups(config, "actor")
-    steps = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
-    update, *_ = roles_of(config)[0].passes(config)
-    return (
-        f"{prompts:,} prompts * n={n} = {prompts * n:,} sequences; {_many(steps, 'optimizer step')}; a mini-batch is "
-        f"{_many(per_rank, 'sequence')} per actor rank, in micro-batches: {_passes(per_rank, n, update)}"
+        return choose_layout(use_remove_padding=config.model.use_remove_padding, use_prefix_grouper=True)
+    roles = config.actor_rollout_ref
+    return choose_layout(
+        use_remove_padding=roles.model.use_remove_padding, use_prefix_grouper=roles.actor.use_prefix_grouper
     )
 
 
-# --- placement -------------------------------------------------------------------------------------------------------
-def _workers(config: JobConfig) -> str:
-    place, table, counts = placement(config), table_of(config), []
-    for role, size in place.world_sizes.items():
-        if role == "rollout":
-            engines = _many(place.num_engines, "rollout engine")
-            more = f", up to {place.num_engines + place.extra_engines}" if place.extra_engines else ""
-            counts.append(engines + more + (f" (TP={place.tensor_parallel})" if place.tensor_parallel > 1 else ""))
-        elif size or table[role].absent(config):
-            counts.append(f"{size or 'no'} {role}")
-    where = "CPU" if place.device == "cpu" else _many(place.num_devices, "GPU") + _shared(place)
-    return f"{', '.join(counts)}, on {where}"
-
-
-def _shared(place: Placement) -> str:
-    if not place.sharing:
-        return ""
-    *first, last = place.sharing
-    return f"; {', '.join(first)} and {last} share {'it' if place.num_devices == 1 else 'theirs'}"
-
-
-def _placement_rows(config: JobConfig) -> Rows:
-    place, trainer = placement(config), config.trainer
-    rows = [("machines", f"{trainer.nnodes} with {_many(trainer.n_gpus_per_node, 'GPU')} each")]
-    for row in table_of(config).values():
-        if row.present(config):
-            rows.append((row.name, _processes(config, row)))
-        elif why := row.absent(config):
-            rows.append((row.name, f"not started: {why}"))
-    if place.device == "cuda":
-        unused = config.num_gpus - place.num_devices
-        idle = f", {unused} idle" if unused > 0 else ""
-        rows.append(("GPUs", f"{place.num_devices} of {config.num_gpus} used{idle}{_shared(place)}"))
-    rows += _machine_rows(config)
-    rows.append(("per worker", f"{place.num_cpus_per_worker:g} logical CPU"))
-    if place.device == "cpu":
-        rows.append(("threads per worker", ", ".join(f"{role} {count}" for role, count in place.num_threads.items())))
-    return rows
-
-
-def _processes(config: JobConfig, row: Role) -> str:
-    """Return the processes of a role: engines, ranks with their types and model, or how many there are."""
-    place = placement(config)
-    if row.name == "rollout" and isinstance(config, RunConfig):
-        rollout = config.actor_rollout_ref.rollout
-        return (
-            f"{_many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
-            f"{rollout.resolved_dtype(config.default_dtype)}{_head(config.actor_rollout_ref.model.head_dtype)}, "
-            f"deterministic={shown(rollout.resolved_deterministic(place.device))}"
-        )
-    if (model := row.model(config)) is None:
-        return _many(value_of(config, row.size_key), "process", "processes")
-    split = config.sequence_parallel_size(row.name)
-    ranks = _many(place.world_sizes[row.name], "rank")
-    if split > 1:
-        ranks += f" in {_many(place.world_sizes[row.name] // split, 'group')} that split sequences"
-    dtypes = f"weights {model.held}, compute {model.compute}" if row.trains else model.compute
-    if row.trains and lora_of(config, model) is not None:
-        dtypes = f"factors {model.held}, weights and compute {model.compute}"
-    path = "" if model.key == models_of(config)[0].key else model.path
-    return ", ".join(filter(None, (ranks, f"{dtypes}{_head(model.head)}", path, model.remark)))
-
-
-def _head(dtype: str | None) -> str:
-    return f", output layer {dtype}" if dtype else ""
-
-
-def _machine_rows(config: JobConfig) -> Rows:
-    """Return the ranks on each machine, if there are several machines."""
-    machines = config.trainer.nnodes
-    if machines == 1:
-        return []
-    ranks: list[dict[str, list[int]]] = [{} for _ in range(machines)]
-    for role, home in node_layout(config).items():
-        for rank, machine in enumerate(home):
-            ranks[machine].setdefault(role, []).append(rank)
-    rows = []
-    for machine, roles in enumerate(ranks):
-        parts = [f"{role} {its[0]}" + (f"-{its[-1]}" if len(its) > 1 else "") for role, its in roles.items()]
-        rows.append((f"machine {machine}", ", ".join(parts) or "idle"))
-    return rows
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-def _memory_rows(config: JobConfig) -> Rows:
-    model = model_config_at_hand(config.model_path)
-    memory = memory_estimate(config, model)
-    if memory is None:
-        return [("all roles", "unknown: the model's config.json is not on this machine")]
-    rest = "; KV cache: what is left of {:.0%} of the GPU"
-    rows = [(role.role, _added(role.parts) + (rest.format(role.share) if role.share else "")) for role in memory]
-    estimated, sizes = {role.role for role in memory}, placement(config).world_sizes
-    missing = [role for role, size in sizes.items() if size and role not in estimated]
-    rows += [(role, "unknown: its config.json is not on this machine") for role in missing]
-    rows += [(f"{role.role}, CPU memory", _added(role.host)) for role in memory]
-    if config.device == "cuda":
-        gib = config.cluster.gpu_memory_gib
-        for names, worst in worst_moments(config, memory, gib or 0.0):
-            total = sum(worst.values())
-            if gib is not None:
-                rows.append((f"a GPU with {names}", f"{total:.1f} of {gib:g} GiB{', too much' if total > gib else ''}"))
-            elif "rollout" not in names:  # an engine's share is not known
-                rows.append((f"a GPU with {names}", f"{total:.1f} GiB"))
-    if isinstance(config, RunConfig) and (tokens := kv_cache_tokens(config, model)) is not None:
-        rows.append(("KV cache", f"{tokens:,} tokens per engine"))
-    return rows
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
-def _table(rows: Rows) -> str:
-    width = max(len(label) for label, _ in rows)
-    return _indent([f"{label.ljust(width)}  {value}" for label, value in rows])
-
-
-def _indent(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
-
-
-def _many(count: int, one: str, more: str = "") -> str:
-    """Return a count with its noun: "1 rank", "2 ranks"."""
-    return f"{count:,} {one if count == 1 else more or one + 's'}"
-
-
-def _added(parts: Mapping[str, float]) -> str:
-    listed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    return f"{listed} = {_gib(sum(parts.values()))} GiB" if len(parts) > 1 else f"{listed} GiB"
-
-
-def _gib(size: float) -> str:
-    """Return a size in GiB, with three digits where it is small."""
-    return f"{size:.1f}" if size >= 10 else f"{size:.3g}" if size >= 0.01 else f"{size:.4f}"
+def _room(row: Role, model: Model) -> str:
+    """Return what leaves more room on the GPUs of a row's ranks."""
+    states = f"{row.fsdp}.optimizer_offload=true and " if row.trains else ""
+    more = "take more GPUs (trainer.n_gpus_per_node, trainer.nnodes)"
+    if row.follows:
+        more = f"give the {model.title} GPUs of its own, or more of them ({row.size_key})"
+    return f"set {states}{row.fsdp}.param_offload=true, or {more}"

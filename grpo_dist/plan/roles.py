@@ -14,11 +14,12 @@ from typing import Any
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema_job import JobConfig, RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Colocation, FSDPConfig
+from grpo_dist.engines.settings import RankSettings
 from grpo_dist.plan import role_models
 from grpo_dist.plan.role_models import Model, Pass
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
-_ROLES, _BUILDS = "grpo_dist.workers", "grpo_dist.trainer.settings"
+_ROLES = "grpo_dist.workers"
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Role:
         worker: `module:Class` of a process.
         group: `module:Class` of all its processes: a pool, or a gang whose ranks hold one model.
         present: whether a run with this config has it.
+        switch: the key that asks for it, whose null leaves it to others; "": it has none.
         section: the key of its section; "": it has none.
         size_key: the key of its number of processes.
         fsdp: the key of the section that says how its weights are sharded.
-        settings: `module:function` that returns what ranks are built from: (config, training steps, what all roles'
-            ranks have) -> `PolicySettings`; "": it is no gang.
+        ranks: returns what ranks are built from: (config, training steps, what all roles' ranks have) ->
+            `RankSettings`; None: it is no gang.
         model: the model that ranks hold; None: the policy's, or it has no path, which a rule reports.
         trains: whether it has an optimizer: its state is in every checkpoint, and without one a lost rank ends the run.
         resumes: whether it loads the state that a checkpoint may have of it.
@@ -48,10 +50,11 @@ class Role:
     worker: str
     group: str
     present: Callable[[Any], bool] = lambda config: True
+    switch: str = ""
     section: str = ""
     size_key: str = ""
     fsdp: str = ""
-    settings: str = ""
+    ranks: Callable[..., RankSettings] | None = None
     model: Callable[[Any], Model | None] = lambda config: None
     trains: bool = False
     resumes: Callable[[Any], bool] = lambda config: True
@@ -63,7 +66,7 @@ class Role:
     @property
     def follows(self) -> bool:
         """Tell if its ranks may lie beside those of the actor, as many on the same GPUs."""
-        return bool(self.settings) and self.name != "actor" and bool(self.shares)
+        return self.ranks is not None and self.name != "actor" and bool(self.shares)
 
 
 _BESIDE: tuple[Colocation, ...] = ("actor_ref", "all")
@@ -75,7 +78,7 @@ _ROWS = (
         section=_ACTOR,
         size_key="cluster.actor_world_size",
         fsdp=f"{_ACTOR}.fsdp_config",
-        settings=f"{_BUILDS}:actor_settings",
+        ranks=role_models.actor_ranks,
         model=role_models.policy,
         trains=True,
         shares=_BESIDE,
@@ -97,7 +100,7 @@ _ROWS = (
         section=_REF,
         size_key="cluster.ref_world_size",
         fsdp=f"{_REF}.fsdp_config",
-        settings=f"{_BUILDS}:reference_settings",
+        ranks=role_models.reference_ranks,
         model=role_models.reference,
         resumes=lambda config: not config.has_teacher,  # which takes the place of one that has moved
         shares=_BESIDE,
@@ -112,7 +115,7 @@ _ROWS = (
         section="reward_model",
         size_key="cluster.reward_model_world_size",
         fsdp="reward_model.model.fsdp_config",
-        settings=f"{_BUILDS}:reward_model_settings",
+        ranks=role_models.scorer_ranks,
         model=role_models.scorer,
         shares=_BESIDE,
         passes=role_models.scorer_passes,
@@ -123,10 +126,11 @@ _ROWS = (
         f"{_ROLES}.gang:TrainedWorker",
         f"{_ROLES}.gang:TrainedGroup",
         lambda config: config.needs_critic,
+        switch="critic.enable",
         section="critic",
         size_key="cluster.critic_world_size",
         fsdp="critic.model.fsdp_config",
-        settings=f"{_BUILDS}:critic_settings",
+        ranks=role_models.critic_ranks,
         model=role_models.critic,
         trains=True,
         shares=_BESIDE,
@@ -152,7 +156,7 @@ def _supervised(schema: type[SupervisedConfig]) -> Role:
         section="model",
         size_key="cluster.world_size",
         fsdp="engine",
-        settings=f"{_BUILDS}:supervised_settings",
+        ranks=role_models.supervised_ranks,
         model=role_models.trained_model,
         trains=True,
         passes=role_models.supervised_passes,
@@ -222,6 +226,14 @@ def roles_of(config: JobConfig) -> list[Role]:
 def layers_key(config: JobConfig, row: Role) -> str:
     """Return the key of the section that says what a row's layers keep for their backward pass; "": none trains."""
     return next((limits.updates for limits in (*row.passes(config), *row.own_passes(config)) if limits.updates), "")
+
+
+def optimizer_key(config: JobConfig, row: Role) -> str:
+    """Return the key of the section of a row's optimizer; "": it has none."""
+    for key in filter(None, (row.section, layers_key(config, row))):
+        if hasattr(value_of(config, key), "optim"):
+            return f"{key}.optim"
+    return "optim" if hasattr(config, "optim") else ""
 
 
 def reshards(config: JobConfig, row: Role) -> bool:

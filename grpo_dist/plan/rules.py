@@ -25,6 +25,7 @@ from grpo_dist.config.schema_algorithm import TEXT
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.base import DIFFERENCES, RolloutBackend, builtin_backends, rollout_backend
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.role_models import engine_dtype, is_deterministic, train_dtype, weight_transport
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     AGENT_LOOPS,
@@ -207,8 +208,8 @@ _WEIGHTS = (  # LoRA's factors, the output layer, and how weights reach the engi
     Rule(f"cluster.max_rollout_world_size, {_BACKEND}", lambda v: v.place.extra_engines and v.backend == "ipc",
          "weights do not get to other machines by ipc; set the second to null"),
     Rule(f"rollout.checkpoint_engine.changes_only, {_BACKEND}",
-         lambda v: v.rollout.checkpoint_engine.changes_only and "object_store" != (
-             v.rollout.checkpoint_engine.resolved_backend(v.config.device, shares_gpu=v.place.shares_gpu)),
+         lambda v: v.rollout.checkpoint_engine.changes_only
+         and weight_transport(v.config, shares_gpu=v.place.shares_gpu) != "object_store",
          "only object_store sends changes, and this run would use another way; set the second to object_store"),
     Rule("rollout.checkpoint_engine.changes_only, rollout.name",
          lambda v: v.rollout.checkpoint_engine.changes_only and (
@@ -512,16 +513,15 @@ def engine_of(config: JobConfig) -> RolloutBackend:
 
 def engine_takes_it(config: RunConfig) -> Iterator[Problem]:
     """Report what the engine cannot do, and its arguments that are not to be set."""
-    seeded = config.actor_rollout_ref.rollout.resolved_deterministic(config.device)
-    yield from engine_of(config).problems(config, seeded=seeded)
+    yield from engine_of(config).problems(config, seeded=is_deterministic(config))
 
 
 def other_type(config: RunConfig) -> str | None:
     """Return the type in which passes of the trainer show what rounding does: float32, or that of the engines if it
     alone is shorter; None: neither is.
     """
-    trainer, engines, default = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.default_dtype
-    shorter = engines.resolved_dtype(default) if trainer.fsdp_config.resolved_dtype(default) == "fp32" else ""
+    trainer = train_dtype(config, config.actor_rollout_ref.actor.fsdp_config)
+    shorter = engine_dtype(config) if trainer == "fp32" else ""
     return None if shorter == "float32" else shorter or "float32"
 
 

@@ -23,26 +23,23 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.commands import command_of
-from grpo_dist.plan.placement import Placement, placement, slots
+from grpo_dist.plan.placement import Placement, slots
+from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.plan.roles import models_of, roles_of
 from grpo_dist.plugins.registry import load_attribute
-from grpo_dist.runtime.connection import is_own
-from grpo_dist.runtime.event_loop import blocking, run
+from grpo_dist.runtime.event_loop import TimeLimits, blocking, run
 from grpo_dist.runtime.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.runtime.node_questions import check_shared
-from grpo_dist.runtime.nodes import Nodes, RestartBudget
-from grpo_dist.runtime.process import Address, shared_environment
+from grpo_dist.runtime.nodes import Nodes, RestartBudget, is_own
+from grpo_dist.runtime.process import Address, check_shared, shared_environment
 from grpo_dist.runtime.resources import nodes_of, release, reserve
-from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
-from grpo_dist.trainer.checkpoint.resume import Resumed, find_resumed, load_checkpoint
+from grpo_dist.trainer.checkpoint.saver import Group, Resumed, find_resumed, load_checkpoint, read_finished
 from grpo_dist.trainer.loop import TrainingLoop
-from grpo_dist.trainer.loss_settings import objective_settings
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
-from grpo_dist.trainer.settings import engine_settings, rank_settings, reward_settings, time_limits
 from grpo_dist.workers.gang import PolicyWorker, find_model, take_turns
 from grpo_dist.workers.roles import Roles
+from grpo_dist.workers.scorer import RewardSettings
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
@@ -57,17 +54,15 @@ def start_run(
         stack: ends the processes, and closes the record.
         ready: what it trains on, and for how many steps.
     """
-    started = time.monotonic()
-    roles = spawn_roles(config, stack, again=ready.again)
+    started, plan = time.monotonic(), make_plan(config, ready.steps)
+    roles = spawn_roles(plan, stack, again=ready.again)
     counts = ", ".join(f"{len(group.present)} {group.role}" for group in roles.workers)
     say(config, f"starting workers: {counts}")
     resumed = find_resumed(config, ready.data.identity)
-    start_roles(config, roles, ready.steps)
-    finished = restore_roles(config, roles, resumed)  # before trackers drop the rows after the checkpoint
+    start_roles(plan, roles)
+    finished = restore_roles(plan, roles, resumed)  # before trackers drop the rows after the checkpoint
     progress, trackers = open_record(config, run_dir, resumed, ready.steps, stack)
-    trainer: TrainingLoop = _load(command_of(config).trainer)(
-        config, roles, ready.data, ready.steps, trackers, progress, preemption
-    )
+    trainer: TrainingLoop = _load(command_of(config).trainer)(plan, roles, ready.data, trackers, progress, preemption)
     if resumed is not None:
         trainer.restore(resumed, finished)
     say(config, f"workers ready after {time.monotonic() - started:.1f} s")
@@ -75,7 +70,7 @@ def start_run(
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
-def spawn_roles(config: JobConfig, stack: ExitStack, *, again: bool = False) -> Roles:
+def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False) -> Roles:
     """Reserve and start the processes of all roles; they import what they need while the driver looks for a checkpoint.
 
     Args:
@@ -85,8 +80,9 @@ def spawn_roles(config: JobConfig, stack: ExitStack, *, again: bool = False) -> 
     Raises:
         ConfigError: the cluster does not have the resources, or its nodes do not share the run directory.
     """
-    nodes, place = Nodes(config.trainer.node_wait_minutes, functools.partial(say, config), own=is_own()), slots(config)
-    reserved, bundles = run(nodes.reserve_again(place)) if again else reserve(place)
+    config, wanted = plan.config, slots(plan.config)
+    nodes = Nodes(config.trainer.node_wait_minutes, functools.partial(say, config), own=is_own())
+    reserved, bundles = run(nodes.reserve_again(wanted)) if again else reserve(wanted)
     stack.callback(release, reserved)
     required = {bundle.group for part in bundles.values() for bundle in part if bundle.required}
     check_shared(config.trainer.record_dir.absolute(), nodes_of(required))
@@ -103,13 +99,13 @@ def spawn_roles(config: JobConfig, stack: ExitStack, *, again: bool = False) -> 
             bundles[row.name],
             args=[(rank, size) if issubclass(worker, PolicyWorker) else () for rank in range(size)],
             limits=time_limits(config),
-            env=DATA_STAYS_IN_STORE | (_thread_environment(placement(config)) if is_rollout else {}),
+            env=DATA_STAYS_IN_STORE | (_thread_environment(plan.place) if is_rollout else {}),
             shared=shared,
             max_concurrency=MAX_PROMPTS_IN_FLIGHT if is_rollout else 1,
         )
         # one that trains cannot replace its processes
         roles.groups[row.name] = _load(row.group)(workers, *(() if row.trains else (roles.restarts,)))
-    take_turns([gang for name, gang in roles.gangs.items() if name in placement(config).sharing])
+    take_turns([gang for name, gang in roles.gangs.items() if name in plan.place.sharing])
     return roles
 
 
@@ -126,36 +122,32 @@ def end_roles(roles: Roles) -> None:
 
 # --- models and engines --------------------------------------------------------------------------------------------
 @blocking
-async def start_roles(config: JobConfig, roles: Roles, num_steps: int) -> None:
+async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     """Load models and engines, and wait until every process is ready."""
-    place = placement(config)
+    config, place = plan.config, plan.place
     if config.trainer.nnodes > 1:
         await _find_models(config, roles)
-    gangs = functools.partial(_start_gangs, config, roles, num_steps)
+    gangs = functools.partial(_start_gangs, plan, roles)
     if not isinstance(config, RunConfig):
         await asyncio.gather(*gangs())
         return
-    loop, count = (workers_agent(config), template_kwargs(config)), place.num_engines + place.extra_engines
-    engines = [engine_settings(config, place, index, *loop) for index in range(count)]
+    agent, kwargs = workers_agent(config), template_kwargs(config)
+    engines = [plan.engine(i, agent, kwargs) for i in range(place.num_engines + place.extra_engines)]
     if place.shares_gpu and place.tensor_parallel > 1:
         engines = on_gpus_of(engines, await roles.actor.workers.call_home())
     starting = asyncio.ensure_future(roles.rollout.start(engines))
     if place.shares_gpu:  # vLLM would count the memory of roles that load meanwhile as its own
         await starting
-    reward = roles.reward.start([replace(reward_settings(config), max_steps=num_steps)] * len(roles.reward.workers))
+    reward = roles.reward.start([RewardSettings.of(plan, kwargs)] * len(roles.reward.workers))
     footprints, *_ = await asyncio.gather(starting, reward, *gangs())
     roles.rollout.note_started(footprints)
-    if roles.reference is not None and config.has_teacher and objective_settings(config).exact_kl:
+    if roles.reference is not None and config.has_teacher and plan.objective.exact_kl:
         await roles.actor.take_reference_head(roles.reference)
 
 
-def _start_gangs(config: JobConfig, roles: Roles, num_steps: int) -> list[Coroutine[Any, Any, None]]:
-    starting = []
-    for row in roles_of(config):
-        if row.settings:
-            settings = rank_settings(config, row, placement(config), num_steps)
-            starting.append(roles.gangs[row.name].start(settings))
-    return starting
+def _start_gangs(plan: Plan[JobConfig], roles: Roles) -> list[Coroutine[Any, Any, None]]:
+    gangs = [row.name for row in roles_of(plan.config) if row.ranks is not None]
+    return [roles.gangs[name].start(plan.ranks(name)) for name in gangs]
 
 
 async def _find_models(config: JobConfig, roles: Roles) -> None:
@@ -175,7 +167,7 @@ def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> l
     return [replace(engine, gpus=tuple(gpus[i * size : (i + 1) * size])) for i, engine in enumerate(engines)]
 
 
-def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> dict[str, Group]:
+def restore_roles(plan: Plan[Any], roles: Roles, resumed: Resumed | None) -> dict[str, Group]:
     """Have started workers load the checkpoint from which the run resumes, if there is one.
 
     Returns its finished groups of later steps, by uid; none if the config has changed.
@@ -185,10 +177,10 @@ def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> d
     """
     if resumed is None:
         return {}
-    run(load_checkpoint(resumed, config, roles.gangs))
-    if not isinstance(config, RunConfig):
+    run(load_checkpoint(resumed, plan.config, roles.gangs))
+    if not isinstance(plan.config, RunConfig):
         return {}
-    if roles.reference is not None and roles.reference.has_moved and objective_settings(config).exact_kl:
+    if roles.reference is not None and roles.reference.has_moved and plan.objective.exact_kl:
         run(roles.actor.take_reference_head(roles.reference))
     if resumed.changes:
         return {}
@@ -197,6 +189,15 @@ def restore_roles(config: JobConfig, roles: Roles, resumed: Resumed | None) -> d
 
 def _load(name: str) -> Any:
     return load_attribute(name, key="a row of plan/roles.py or plan/commands.py")
+
+
+def time_limits(config: JobConfig) -> TimeLimits:
+    """Return how long a worker may take to answer."""
+    if not isinstance(config, RunConfig):
+        return TimeLimits(config.trainer.worker_timeout_s)
+    stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
+    stages |= {stage: limit for stage, limit in config.trainer.stage_timeout_s.items() if limit is not None}
+    return TimeLimits(config.trainer.worker_timeout_s, stages)
 
 
 def _thread_environment(place: Placement) -> dict[str, str]:

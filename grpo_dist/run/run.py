@@ -19,6 +19,7 @@ from grpo_dist.config.run_code import ENGINE, FLAG, REWARD, code_of_run
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import Interrupted, RayLost
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.runtime.cluster import prepare
 from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
@@ -92,7 +93,7 @@ def _run(
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = read_metrics(run_dir / METRICS)
-        job_config = config if isinstance(config, RunConfig) else None
+        job_plan = make_plan(config) if isinstance(config, RunConfig) else None
         why = why_it_ends(config.trainer.stop_at, rows[-1]) if rows and not config.trainer.val_only else ""
         shown = format_summary(
             rows,
@@ -102,7 +103,7 @@ def _run(
             why=why,
             hf_model=hf_model,
             flags=_flags(config),
-            job=job_config,
+            job=job_plan,
         )
         show(shown + "\n")
 

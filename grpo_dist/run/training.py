@@ -29,7 +29,7 @@ from grpo_dist.errors import (
 )
 from grpo_dist.plan.commands import command_of
 from grpo_dist.run.build import start_run
-from grpo_dist.runtime.connection import connect, kill_ray, watching
+from grpo_dist.runtime.nodes import connect, kill_ray, watching
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.folder import last_checkpoint
 from grpo_dist.trainer.loop import StepCallback

@@ -1,7 +1,7 @@
 """Finds the Ray cluster of a run, without Ray: a running cluster, or a local one that other machines cannot reach.
 
 A local cluster binds to the loopback address only if Ray is told so before it is imported: so `prepare` comes before
-anything that imports Ray, such as connection.py, which then joins or starts the cluster.
+anything that imports Ray, such as nodes.py, which then joins or starts the cluster.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ from grpo_dist.errors import GrpoDistError, OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.runtime.call import BusyClock, Call, failure
 from grpo_dist.runtime.event_loop import TimeLimits, blocking
 from grpo_dist.runtime.mailbox import Postbox
-from grpo_dist.runtime.node_questions import LOST, process_states
-from grpo_dist.runtime.process import Address, Addresses, with_environment
+from grpo_dist.runtime.process import LOST, Address, Addresses, process_states, with_environment
 from grpo_dist.runtime.resources import Bundle
 
 # Ray returns results of up to 100 kB inline, into the driver's memory. With this in its environment a worker leaves all

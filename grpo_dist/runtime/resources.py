@@ -3,7 +3,7 @@
 There is one placement group per machine (STRICT_PACK, as in verl), with one bundle for each process or for several that
 share a GPU. A single group for all machines would scatter ranks, because Ray distributes its bundles freely: of 8 actor
 ranks one might be alone on the second machine. Ranks in one group stay on one machine even if Ray moves the group after
-losing a machine; plan/node_layout.py decides which ranks those are. Each group asks for a machine of its own, the
+losing a machine; plan/placement.py decides which ranks those are. Each group asks for a machine of its own, the
 driver's first, the others by address. If that machine has no room, Ray takes another one; groups with equal bundles are
 then ordered by their machines.
 

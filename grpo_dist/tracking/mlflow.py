@@ -32,9 +32,8 @@ from mlflow.exceptions import MlflowException
 from grpo_dist.config.keys import as_text, flatten
 from grpo_dist.errors import in_a_line
 from grpo_dist.redact import redact_text
-from grpo_dist.tracking.base import RunInfo, Tracker
+from grpo_dist.tracking.base import SAMPLES, RunInfo, Sample, Tracker, as_rows
 from grpo_dist.tracking.metric_names import GLOBAL_STEP, DistinctNames
-from grpo_dist.tracking.samples import SAMPLES, Sample, as_rows
 
 _FINISH_TIMEOUT_S = 30.0  # after SIGTERM it is part of the scheduler's grace period
 _LONGEST_NAME, _LONGEST_VALUE = 240, 6000  # MLflow's limits, of a name in bytes and less a number

@@ -15,8 +15,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from grpo_dist.terminal import as_typed
-from grpo_dist.tracking.base import RunInfo, Tracker
-from grpo_dist.tracking.samples import SAMPLES, Sample, as_markdown
+from grpo_dist.tracking.base import SAMPLES, RunInfo, Sample, Tracker, as_markdown
 
 FOLDER = "tensorboard"
 _FILE_VERSION = "brain.Event:2"  # from version 2 on, readers honour the START record below

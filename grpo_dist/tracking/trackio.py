@@ -12,8 +12,7 @@ import trackio
 import trackio.run
 from trackio.sqlite_storage import SQLiteStorage
 
-from grpo_dist.tracking.base import RunInfo, Tracker
-from grpo_dist.tracking.samples import SAMPLES, Sample, as_rows
+from grpo_dist.tracking.base import SAMPLES, RunInfo, Sample, Tracker, as_rows
 
 
 class TrackioTracker(Tracker):

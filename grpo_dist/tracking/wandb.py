@@ -18,10 +18,9 @@ from wandb.sdk.lib.wbauth import read_netrc_auth
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact_text
-from grpo_dist.tracking.base import RunInfo, Tracker
+from grpo_dist.tracking.base import SAMPLES, RunInfo, Sample, Tracker, as_html
 from grpo_dist.tracking.jsonl import METRICS, read_metrics
 from grpo_dist.tracking.metric_names import GLOBAL_STEP
-from grpo_dist.tracking.samples import SAMPLES, Sample, as_html
 
 _INIT_TIMEOUT_S = 30.0  # W&B itself retries for 90 s before it gives up on a server
 _FINISH_TIMEOUT_S = 30.0  # after SIGTERM it is part of the scheduler's grace period

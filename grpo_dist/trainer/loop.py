@@ -11,32 +11,32 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_job import JobConfig, SFTConfig
 from grpo_dist.config.schema_models import CriticConfig
 from grpo_dist.config.schema_roles import ActorConfig
 from grpo_dist.data.sampler import CustomSampler, PromptSampler
 from grpo_dist.errors import GrpoDistError, WorkerLost
+from grpo_dist.plan.plan import Plan
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.protocol.fields import require
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
 from grpo_dist.tracking.base import Trackers, tracker_ids
-from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.metric_names import why_it_ends
+from grpo_dist.tracking.summary import Progress
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
-from grpo_dist.trainer.checkpoint.folder import RunState
-from grpo_dist.trainer.checkpoint.resume import Resumed
-from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.checkpoint.folder import RunState, run_digest
+from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver, FinishedGroups, Group, Resumed
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory
-from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.workers.gang import Gang
@@ -104,13 +104,14 @@ class TrainingLoop:
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
 
-    config: JobConfig
+    plan: Plan[JobConfig]
     roles: Roles
     data: Any
-    total_steps: int
     trackers: Trackers
     progress: Progress
     preemption: Preemption
+    config: JobConfig = field(init=False)
+    total_steps: int = field(init=False)
     step: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -121,6 +122,7 @@ class TrainingLoop:
     _told_layout: bool = False
 
     def __post_init__(self) -> None:
+        self.config, self.total_steps = self.plan.config, self.plan.steps
         self.run_dir = Path(self.config.trainer.default_local_dir)
         self.code = digest_code(self.config)
         self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
@@ -226,7 +228,7 @@ class TrainingLoop:
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
             checkpoint, dtype = self.saver.last if self.saver.step == self.step else None, self.config.export_dtype
-            usage = exported_usage(self.config, self.step, dtype, checkpoint, self.run_dir)
+            usage = exported_usage(self.plan, self.step, dtype, checkpoint, self.run_dir)
             await self.trained.export_hf_model(str(self.run_dir / EXPORTED), dtype, usage)
 
     @contextlib.contextmanager
@@ -280,3 +282,37 @@ def mini_batches(
         parts = np.array_split(order, len(groups) // section.ppo_mini_batch_size)
         batches.extend(np.concatenate([groups[i] for i in part]) for part in parts)
     return batches
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+
+
+def model_usage(plan: Plan[Any], step: int | None) -> Usage:
+    """Return the prompts of a run, and how it samples in validation, with which its reported numbers were reached.
+
+    A fine-tuned model has the template's variables alone, and a reward model nothing but its step.
+    """
+    config = plan.config
+    if isinstance(config, RunConfig):
+        values = {name: getattr(plan.val_sampling, name) for name in SAMPLING}
+        data, plain = config.data, config.data.apply_chat_template
+        return Usage(step, data.system_prompt, data.apply_chat_template_kwargs, values, apply_chat_template=plain)
+    if isinstance(config, SFTConfig):
+        return Usage(step, apply_chat_template_kwargs=config.data.apply_chat_template_kwargs)
+    return Usage(step)
+
+
+def exported_usage(
+    plan: Plan[Any], step: int, dtype: str, checkpoint: Path | None, run_dir: Path | None = None
+) -> Usage:
+    """Return what an exported model says of itself.
+
+    Args:
+        dtype: of the weights: "fp32" or "bf16".
+        checkpoint: of that step; None: the run has written none.
+        run_dir: of the run that exports it at its end; None: a command does.
+    """
+    digest = None if checkpoint is None else checkpoint_digest(checkpoint)
+    return replace(
+        model_usage(plan, step), checkpoint=digest, run=None if run_dir is None else run_digest(run_dir), dtype=dtype
+    )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_dist.algorithms.agreement import most_apart
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import GrpoDistError
+from grpo_dist.errors import GrpoDistError, WorkerLost, in_a_line
 from grpo_dist.plan.placement import Placement
+from grpo_dist.plan.rules import engine_of, other_type
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.sequences import UNKNOWN_ROUTES
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.tracking.metric_names import REWARDS, SCORE, ZERO_VARIANCE
+from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.targets import Causes
 
 # Metric name, without the role, for each key of `Process.peak_memory_gib`.
@@ -203,3 +207,49 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
+
+
+ROUNDED = 16  # responses from all over the first batch that the trainer computes in another type too
+NOT_COMPARED = "engine and trainer are not compared before the first update"
+
+
+async def first_agreement(
+    config: RunConfig, roles: Roles, batch: DataProtoRef, version: int
+) -> tuple[dict[str, float], str]:
+    """Compare the log-probs of engines and trainer on the first batch.
+
+    Args:
+        version: of the trainer's weights; tokens of older ones do not count.
+
+    Returns:
+        (metrics; what they say, and in a second line the worst token). Without metrics: why nothing is judged.
+    """
+    reasons = [*(f"actor_rollout_ref.rollout.{name}" for name in config.filters), *engine_of(config).inexact(config)]
+    if config.algorithm.rollout_correction.bypass_mode:
+        reasons = ["algorithm.rollout_correction.bypass_mode"]
+    if reasons:
+        return {}, f"{NOT_COMPARED}: {', '.join(reasons)}"
+    if "old_log_probs" not in batch.columns:
+        batch = batch.union(await roles.actor.compute_log_probs("old_log_prob", batch))
+    tokens, mean, largest, worst = await roles.reward.compare_log_probs(batch, version)
+    if not tokens:
+        return {}, f"{NOT_COMPARED}: no token that trains was sampled by the present weights"
+    rounding = None
+    try:
+        if dtype := other_type(config):
+            rows = batch.reorder(np.linspace(0, len(batch) - 1, ROUNDED))
+            rounded = await roles.actor.compute_log_probs("old_log_prob", rows, "compute_in_type", dtype)
+            _, rounding, _, _ = await roles.reward.compare_log_probs(rows.replace(rounded), 0)
+    except GrpoDistError as error:
+        if isinstance(error, WorkerLost):
+            raise
+        return {}, f"{NOT_COMPARED}: passes in {dtype}, which show what rounding does, fail: {in_a_line(error)}"
+    most, most_of_one = most_apart(rounding)
+    measured = {"mean": mean, "max": largest, "of_limit": max(mean / most, largest / most_of_one)}
+    left_out = "; those of older weights are left out" if (batch["weight_version"] < version).any() else ""
+    limit = "" if math.isinf(most_of_one) else f" (limit {most_of_one:g})"
+    text = (
+        f"before the first update log-probs of engine and trainer differ by {mean:.2g} nats (limit {most:.2g}) on "
+        f"average, and by up to {largest:.2g}{limit}, in {tokens:,} tokens{left_out}"
+    )
+    return {f"training/agreement/{name}": value for name, value in measured.items()}, f"{text}\n  worst: {worst}"

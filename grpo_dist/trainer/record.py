@@ -6,25 +6,29 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
+import re
 import socket
 import sys
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from grpo_dist.config.environment import recorded
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError, DiskError
 from grpo_dist.terminal import show
-from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, restore_tracker_ids
-from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.base import RunInfo, Tracker, Trackers, build_trackers, restore_tracker_ids
+from grpo_dist.tracking.metric_names import GLOBAL_STEP, DistinctNames
+from grpo_dist.tracking.summary import Progress
 from grpo_dist.trainer.checkpoint.config_changes import saved_config, told
 
-if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run connects
-    from grpo_dist.trainer.checkpoint.resume import Resumed
+if TYPE_CHECKING:
+    from grpo_dist.trainer.checkpoint.saver import Resumed
 
 
 RESOLVED_CONFIG = "config.yaml"
@@ -173,3 +177,60 @@ def writing_into(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         kind = DiskError if error.errno in _OF_THE_DISK else ConfigError
         raise kind(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
+
+
+_REFRESH_S = 1.0
+"""Ray's own shortest interval: it forgets a gauge that has not been set for two of them."""
+
+
+class PrometheusTracker(Tracker):
+    """Sets a gauge of Ray for each metric, with the last value that was measured.
+
+    Ray exports `critic/score/mean` as `ray_grpo_dist_critic_score_mean`, with the labels `project` and `experiment`. A
+    value that is not finite is not exported.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        import ray  # not before `runtime.cluster.prepare` has set what Ray reads when it is imported
+
+        here = ray.get_runtime_context().get_node_id()
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == here)
+        if node["MetricsExportPort"] <= 0:
+            raise ConfigError(
+                "trainer.logger: 'prometheus': Ray exports no metrics of this node (its agent is off); start Ray with "
+                "`ray start --metrics-export-port=PORT`, or remove 'prometheus' from trainer.logger"
+            )
+        self.note = (
+            f"Prometheus: http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics has ray_grpo_dist_*"
+        )
+        self._labels = {"project": run.project_name, "experiment": run.experiment_name}
+        self._gauges: dict[str, Any] = {}
+        self._names = DistinctNames(gauge_name)
+        self._shown: dict[str, float] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._refresh, name="prometheus", daemon=True).start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Export the values from now on; those of metrics that this step does not have stay."""
+        from ray.util.metrics import Gauge
+
+        values = self._shown | dict(metrics) | {GLOBAL_STEP: step}
+        shown = {name: value for name, value in values.items() if math.isfinite(value)}
+        for name in [each for each in shown if each not in self._gauges]:
+            gauge = Gauge(self._names[name], description=ascii(name)[1:-1], tag_keys=tuple(self._labels))
+            self._gauges[name] = gauge.set_default_tags(self._labels)
+        self._shown = shown  # in one assignment, since the other thread reads it
+
+    def close(self) -> None:
+        """Set no gauge any more: Ray forgets them after two of its intervals."""
+        self._closed.set()
+
+    def _refresh(self) -> None:
+        while not self._closed.wait(_REFRESH_S):
+            for name, value in self._shown.items():
+                self._gauges[name].set(value)
+
+
+def gauge_name(metric: str) -> str:
+    """Return the name of a metric's gauge, in characters of Prometheus's names; Ray puts `ray_` in front."""
+    return "grpo_dist_" + re.sub(r"[^a-zA-Z0-9_]+", "_", metric)

@@ -120,7 +120,6 @@ class Retraining:
         read = read_model_config(folder, f"{REWARD_MODEL_KEY}={section.model.path}")
         tokenizer = load_tokenizer(folder, trust_remote_code=section.model.trust_remote_code, key=REWARD_MODEL_KEY)
         positions = max_positions(read.to_dict())
-        label = functools.partial(
-            label_answer, tokenizer=tokenizer, padding_id=padding_id(read), form=step_form(self.config)
-        )
+        form = step_form(section.process, self.config.reward.step_separator)
+        label = functools.partial(label_answer, tokenizer=tokenizer, padding_id=padding_id(read), form=form)
         return label, section.max_length or (positions[1] if positions else sys.maxsize)

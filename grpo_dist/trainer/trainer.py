@@ -19,26 +19,27 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
+from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_health import HealthMonitor
 from grpo_dist.errors import AgentError
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.plan import Plan
 from grpo_dist.plan.roles import ModelPass, passes_of
 from grpo_dist.protocol import metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import blocking, run
+from grpo_dist.tracking.base import format_samples
 from grpo_dist.tracking.metric_names import require_metrics
-from grpo_dist.tracking.samples import format_samples
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.checkpoint.folder import RunState
-from grpo_dist.trainer.checkpoint.resume import Resumed
-from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
-from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.health import HealthMonitor, first_agreement
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver, FinishedGroups, Group, Resumed
 from grpo_dist.trainer.loop import TrainingLoop, mini_batches, stage
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings, value_settings
 from grpo_dist.trainer.metrics import (
     batch_metrics,
+    first_agreement,
     mismatch_causes,
     num_devices,
     performance_metrics,
@@ -50,10 +51,59 @@ from grpo_dist.trainer.rollout.job import describe_failures, episode_metrics, gr
 from grpo_dist.trainer.rollout.pump import make_pump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts, new_sampler
-from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.validation import SampleLog, Validation
 from grpo_dist.workers.rollout import GroupRequest
 from grpo_dist.workers.weight_transport import weight_transport
+
+
+@dataclass
+class Controllers:
+    """Coefficient of the KL penalty in the reward, weight of the entropy bonus, and the baselines of agents."""
+
+    kl: KLController
+    entropy: EntropyController
+    baselines: AgentBaselines
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Controllers:
+        """Return those of a run that begins."""
+        kl, actor = config.algorithm.kl_ctrl, config.actor_rollout_ref.actor
+        return cls(
+            KLController(kl.kl_coef, kl.target_kl if kl.type == "adaptive" else None, kl.horizon),
+            EntropyController(actor.entropy_coeff, actor.entropy_target, actor.entropy_delta),
+            AgentBaselines(config.algorithm.rae_decay),
+        )
+
+    def targets(self, settings: TargetSettings) -> TargetSettings:
+        """Return the settings of the coming step's targets."""
+        return settings.with_agent_baselines(self.baselines.values)
+
+    def objective(self, settings: ObjectiveSettings) -> tuple[ObjectiveSettings, dict[str, float]]:
+        """Return the settings of the coming step's loss, and metrics."""
+        if self.entropy.target is None:
+            return settings, {}
+        weight = self.entropy.weight
+        return settings.with_entropy_coeff(weight), {"actor/entropy_coeff": weight}
+
+    def after_targets(self, metrics: Mapping[str, float], num_sequences: int) -> dict[str, float]:
+        """Take in the metrics of a step's targets; returns what the targets were made with, as metrics."""
+        used = self.baselines.metrics()
+        if "actor/reward_kl_penalty" in metrics:
+            self.kl.update(metrics["actor/reward_kl_penalty"], num_sequences)
+        self.baselines.update(metrics)
+        return used
+
+    def state(self) -> dict[str, Any]:
+        """Return these fields of `RunState`."""
+        baselines = {str(role): value for role, value in self.baselines.values.items()}
+        return {"kl_coef": self.kl.coef, "entropy": self.entropy.state_dict(), "baselines": baselines}
+
+    def load(self, state: RunState) -> None:
+        """Go on where `state` was taken; what does not move stays the config's."""
+        if self.kl.target_kl is not None:
+            self.kl.coef = state.kl_coef
+        self.entropy.load_state_dict(state.entropy)
+        self.baselines.values = {int(role): value for role, value in state.baselines.items()}
 
 
 @dataclass
@@ -66,8 +116,9 @@ class GRPOTrainer(TrainingLoop):
         retraining: trains the reward model between iterations; None: it stands still.
     """
 
-    config: RunConfig
+    plan: Plan[RunConfig]
     data: Prompts
+    config: RunConfig = field(init=False)
     weight_version: int = -1
     validating: bool = False
     _requests: list[GroupRequest] = field(default_factory=list)
@@ -76,27 +127,25 @@ class GRPOTrainer(TrainingLoop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        config, roles, trainer = self.config, self.roles, self.config.trainer
-        self.place, self.staleness = placement(config), trainer.max_staleness
+        plan, config, roles = self.plan, self.config, self.roles
+        trainer, self.staleness = config.trainer, config.trainer.max_staleness
         self.order = new_sampler(config, self.data.train)  # from the first batch, also after a restart
         self.pump = make_pump(config, roles)
-        sampling, self.val_sampling = sampling_settings(config)
-        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, sampling)
-        self.targets, self.objective = target_settings(config), objective_settings(config)
-        self.value_objective, self.controllers = value_settings(config), Controllers.of(config)
-        engine = config.actor_rollout_ref.rollout.checkpoint_engine
+        self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, plan.sampling)
+        self.targets, self.objective = plan.targets, plan.objective
+        self.value_objective, self.controllers = plan.value_objective, Controllers.of(config)
         self.transport = weight_transport(
-            engine.resolved_backend(self.place.device, shares_gpu=self.place.shares_gpu),
-            workers_per_engine=self.place.tensor_parallel,
+            plan.transport,
+            workers_per_engine=plan.place.tensor_parallel,
             collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
-            changes_only=engine.changes_only,
+            changes_only=config.actor_rollout_ref.rollout.checkpoint_engine.changes_only,
         )
         in_background = config.actor_rollout_ref.actor.checkpoint.async_save
         self.saver = CheckpointSaver(config, roles.holders, async_save=in_background, reward=roles.reward)
         self.retraining: Retraining | None = None
         if config.reward_model.is_retrained and roles.reward_model is not None:
             self.retraining = Retraining(config, roles.reward_model, roles.reward, self.progress.message)
-        self.validation = Validation(config, self.data.validation, self.val_sampling, self.pump, self.place)
+        self.validation = Validation(config, self.data.validation, plan.val_sampling, self.pump, plan.place)
         self.samples, self.health = SampleLog(trainer, roles.reward), HealthMonitor(trainer.health)
         self._compares = trainer.health.agreement.action != "off"
         self.profiler = StepProfiler(trainer, roles.workers, self.progress.message)
@@ -238,7 +287,7 @@ class GRPOTrainer(TrainingLoop):
     @stage("update_weights")
     async def sync_weights(self) -> None:
         """Send the actor's weights to the engines, with the next version number."""
-        dtype = self.config.actor_rollout_ref.rollout.resolved_dtype(self.config.default_dtype)
+        dtype = str(self.config.actor_rollout_ref.rollout.dtype)
         actor, version = self.roles.actor.workers, self.weight_version + 1
         await self.roles.rollout.sync_weights(actor, self.transport, version=version, dtype=dtype)
         self.weight_version = version
@@ -332,7 +381,9 @@ class GRPOTrainer(TrainingLoop):
         if "old_log_probs" in batch.columns and (correction or causes):  # without them the policy stood still
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, correction, causes)
         engines = self.roles.rollout.num_ready
-        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=num_devices(self.place, engines))
+        self.metrics |= performance_metrics(
+            self.timings, self.metrics, num_devices=num_devices(self.plan.place, engines)
+        )
         self.metrics |= self.order.metrics() | {"training/epoch": self.order.epoch}
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,17 +21,14 @@ import torch.distributed as dist
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.base import FSDP
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
-from grpo_dist.engines.settings import ModelSettings, PassLimits
+from grpo_dist.engines.settings import PassLimits, RankSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.buckets import check_buckets, unpack
 from grpo_dist.errors import GrpoDistError, TrainingDiverged, WorkerError, WorkerLost
-from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 from grpo_dist.protocol.fields import FIELDS, TEACHER, columns_for
 from grpo_dist.protocol.sequences import as_teacher_reads
@@ -47,54 +44,6 @@ if TYPE_CHECKING:
     from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """What a policy worker is built from.
-
-    Attributes:
-        model: what to load; the worker resolves a `builtin:` path on its own node.
-        columns: what a pass computes; each is an output of the model (`Field.output`).
-        update: the limits of a forward and backward pass; None: nothing trains.
-        optimizer: the config's section; None: nothing trains.
-        total_steps: optimizer steps of the whole run.
-        keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
-            layer a copy is kept.
-        teachers: those after the first one, which is `model`, where rows have teachers by their data source.
-        reference_columns: of the actor with LoRA: what a pass without its factors computes.
-        weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
-        engine: the class of the train engine, as `pkg.module:Class`.
-    """
-
-    model: ModelSettings
-    device: str
-    num_threads: int
-    temperature: float
-    columns: tuple[str, ...]
-    forward: PassLimits
-    seed: int
-    collective_timeout_s: float
-    update: PassLimits | None = None
-    optimizer: AdamWConfig | None = None
-    total_steps: int = 1
-    grad_clip: float = float("inf")
-    keeps_output_layer: bool = False
-    teachers: tuple[ModelSettings, ...] = ()
-    reference_columns: tuple[str, ...] = ()
-    weight_bucket_bytes: int = 256 << 20
-    engine: str = FSDP
-
-    def make_engine(self, model: ModelSettings) -> Any:
-        """Load the model into a train engine, in a process that has joined the process group."""
-        return load_attribute(self.engine, key="PolicySettings.engine")(
-            model,
-            device=self.device,
-            temperature=self.temperature,
-            optimizer=self.optimizer,
-            total_steps=self.total_steps,
-            grad_clip=self.grad_clip,
-        )
 
 
 @contextlib.contextmanager
@@ -137,7 +86,7 @@ class PolicyWorker(Process):
     Every method is collective over the ranks of the role.
     """
 
-    settings: PolicySettings
+    settings: RankSettings
     engine: FSDPEngine
     freed_memory: FreedMemory | None = None
     _profile: TorchProfile | None = None
@@ -151,7 +100,7 @@ class PolicyWorker(Process):
         self._store = open_store(host)
         return self._store.port
 
-    def start(self, settings: PolicySettings, host: str, port: int) -> None:
+    def start(self, settings: RankSettings, host: str, port: int) -> None:
         """Join the role's process group, at rank 0's store, and load the model."""
         self.check_build(settings.device)
         self.settings = settings
@@ -321,10 +270,10 @@ class Gang:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
-        self._settings: PolicySettings | None = None
+        self._settings: RankSettings | None = None
         self._free = asyncio.Lock()  # one pass at a time: a queued pass would use up its time limit while waiting
 
-    async def start(self, settings: PolicySettings) -> None:
+    async def start(self, settings: RankSettings) -> None:
         """Form the process group and load the model."""
         self._settings = settings
         addresses = await self.workers.call_home()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol.fields import columns_for

@@ -8,7 +8,7 @@ the response is that of its worst step, as in Math-Shepherd (arXiv 2312.08935).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os.path import commonprefix
 from typing import Any
 
@@ -18,10 +18,10 @@ import transformers
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import load_tokenizer
-from grpo_dist.config.schema_models import ProcessRewardConfig, RewardModelConfig
+from grpo_dist.config.schema_models import ProcessRewardConfig
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
-from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
+from grpo_dist.engines.settings import ModelSettings, RankSettings, RewardModelSettings
 from grpo_dist.plan.model_rules import max_positions
 from grpo_dist.plugins.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
@@ -29,25 +29,11 @@ from grpo_dist.protocol.fields import columns_for
 from grpo_dist.protocol.sequences import scored_branches, with_score_token
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
-from grpo_dist.workers.gang import FrozenGroup, PolicySettings, on_device, passes
+from grpo_dist.workers.gang import FrozenGroup, on_device, passes
 from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
 # The messages of a prompt, its token ids and those of a response.
 Text = tuple[Sequence[Mapping[str, Any]], list[int], list[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelSettings(PolicySettings):
-    """What a worker of the reward model is built from.
-
-    Attributes:
-        trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
-        steps: how a process reward model reads steps; None: it judges whole responses.
-    """
-
-    section: RewardModelConfig
-    trust_input_tokenizer: bool = False
-    steps: StepForm | None = None
 
 
 class RewardModelWorker(SupervisedWorker):
@@ -57,7 +43,7 @@ class RewardModelWorker(SupervisedWorker):
     render: ConversationRenderer
     judge: StepRenderer
 
-    def start(self, settings: PolicySettings, host: str, port: int) -> None:
+    def start(self, settings: RankSettings, host: str, port: int) -> None:
         """See `PolicyWorker.start`; also `read_folders`."""
         self.settings = settings  # type: ignore[assignment]
         self.read_folders()
@@ -77,10 +63,11 @@ class RewardModelWorker(SupervisedWorker):
         folder = self.find_model(model.path, model.key)
         own = load_tokenizer(folder, trust_remote_code=model.model.trust_remote_code, key=model.key)
         config, setting = transformers.AutoConfig.from_pretrained(folder), model.setting
-        if self.settings.steps is None:
+        form = step_form(self.settings.section.process, self.settings.step_separator)
+        if form is None:
             self.render = ConversationRenderer(own, setting, theirs)
         else:
-            self.judge = StepRenderer(own, setting, self.settings.steps, padding_id(config), theirs)
+            self.judge = StepRenderer(own, setting, form, padding_id(config), theirs)
             self.settings = replace(
                 self.settings, model=judging_model(model, config, own, self.settings.section.process)
             )
@@ -111,7 +98,7 @@ class RewardModelWorker(SupervisedWorker):
             (conversations[uid], prompt.tolist(), response.tolist())
             for uid, (prompt, response) in zip(uids, pairs, strict=True)
         ]
-        return self._judged(texts, uids) if self.settings.steps is not None else self._scored(texts, uids)
+        return self._judged(texts, uids) if self.settings.section.process.enable else self._scored(texts, uids)
 
     def _scored(self, texts: Sequence[Text], uids: Sequence[str]) -> dict[str, np.ndarray]:
         """`rm_score` and `rm_clipped` of whole responses."""

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.validation import pred_ids
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_algorithm import SelfDistillationConfig, TeacherEndpointConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
 from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.errors import RewardError
+from grpo_dist.plan.plan import Plan
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA, UNPENALISED, columns_for
@@ -83,6 +85,31 @@ class RewardSettings:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     teacher: TeacherEndpointConfig | None = None
     max_steps: int | None = None
+
+    @classmethod
+    def of(cls, plan: Plan[RunConfig], template_kwargs: Mapping[str, Any]) -> RewardSettings:
+        """Return the settings of a run; the template's variables count where the policy teaches itself."""
+        config, needs = plan.config, plan.targets.needs
+        model, buffer = config.actor_rollout_ref.model, config.reward.overlong_buffer
+        penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
+        teaching = config.algorithm.self_distillation
+        return cls(
+            model.path,
+            model.trust_remote_code,
+            *config.reward_code,
+            timeout_s=config.reward.timeout_s,
+            failure_score=config.reward.failure_score,
+            overlong_penalty=penalty if buffer.enable else None,
+            function_weight=config.actor_rollout_ref.rollout.agent.reward_function_weight,
+            step_separator=config.reward.step_separator if "step_mask" in needs else None,
+            by_turn="turn_rewards" in needs,
+            by_agent=config.algorithm.credit == "agent",
+            label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
+            self_distillation=teaching if teaching.enable else None,
+            template_kwargs=template_kwargs if teaching.enable else {},
+            teacher=config.actor_rollout_ref.ref.model.endpoint if config.teacher_is_elsewhere else None,
+            max_steps=plan.steps or None,
+        )
 
 
 @dataclass(frozen=True)

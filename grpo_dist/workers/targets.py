@@ -16,7 +16,8 @@ import torch
 
 from grpo_dist.algorithms.agreement import apart
 from grpo_dist.algorithms.correction import compute_rollout_correction, mismatch_by_cause
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA, SOURCE, columns_for
 from grpo_dist.protocol.sequences import PREDECESSORS

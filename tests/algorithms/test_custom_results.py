@@ -11,7 +11,8 @@ from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.masking import tensor_fault
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.errors import ConfigError
 from tests.messages import refuses
 from tests.worker_settings import objective_settings

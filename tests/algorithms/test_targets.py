@@ -5,7 +5,8 @@ import torch
 
 from grpo_dist.algorithms import compute_advantage
 from grpo_dist.algorithms.advantage.inputs import agent_id
-from grpo_dist.algorithms.targets import TargetSettings, answers, compute_targets, high_entropy, turn_states
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import answers, compute_targets, high_entropy, turn_states
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     EQUAL_SCORES_ADV_ESTIMATORS,
@@ -190,7 +191,7 @@ def test_a_critics_values_are_what_gae_compares_with() -> None:
     critic says of padding has no say.
     """
     values = torch.tensor([[0.5, 0.25, 9.0], [0.0, 1.0, 0.0]])
-    settings = TargetSettings("gae", {"lam": 0.0}, critic=True)
+    settings = TargetSettings("gae", {"lam": 0.0}, has_values=True)
     assert "values" in settings.columns
     out, metrics = compute_targets(COLUMNS | {"values": values}, settings, **ROWS)
     assert out["returns"].tolist() == [[0.25, 1, 0], [1, 0, 0]]
@@ -207,7 +208,7 @@ def test_a_critics_values_are_what_gae_compares_with() -> None:
 
 def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
     """One token has a mean, but no variance; equal returns that are foreseen count as explained."""
-    settings, columns = TargetSettings("gae", critic=True), COLUMNS | {"values": torch.zeros(2, 3)}
+    settings, columns = TargetSettings("gae", has_values=True), COLUMNS | {"values": torch.zeros(2, 3)}
     nothing, one = MASK * 0, torch.tensor([[1.0, 0, 0], [0, 0, 0]])
     assert not CRITIC_METRICS & compute_targets(columns | {"response_mask": nothing}, settings, **ROWS)[1].keys()
     found = compute_targets(columns | {"response_mask": one}, settings, **ROWS)[1]
@@ -217,13 +218,14 @@ def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
 
 
 def test_columns_are_those_that_are_read() -> None:
-    assert TargetSettings("grpo").columns == ("old_log_probs",)
-    assert TargetSettings("gigpo").columns == ("old_log_probs", "responses", "predecessors")
-    assert TargetSettings("optimal_token_baseline").columns == ("old_log_probs", "old_gradient_norms")
+    assert TargetSettings("grpo").columns[:3] == ("token_level_scores", "response_mask", "rollout_log_probs")
+    assert TargetSettings("grpo").columns[3:] == ("old_log_probs",)
+    assert TargetSettings("gigpo").columns[3:] == ("old_log_probs", "responses", "predecessors")
+    assert TargetSettings("optimal_token_baseline").columns[3:] == ("old_log_probs", "old_gradient_norms")
     everything = TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2)
-    assert everything.columns == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
-    assert TargetSettings("grpo", old_log_probs_from="rollout").columns == ()
-    assert TargetSettings("grpo", old_log_probs_from="update").columns == ()
+    assert everything.columns[3:] == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
+    assert TargetSettings("grpo", old_log_probs_from="rollout").columns[3:] == ()
+    assert TargetSettings("grpo", old_log_probs_from="update").columns[3:] == ()
 
 
 def test_on_policy_nothing_is_compared_yet() -> None:
@@ -350,7 +352,7 @@ def test_only_answers_to_the_policys_turns_are_observed() -> None:
     columns["response_mask"] = torch.tensor([[0, 1, 0, 0, 1, 0]])
     columns["predecessors"] = torch.tensor([[-1, 0, 1, -5, 3, -1]])
     settings = TargetSettings("rae", old_log_probs_from="rollout", observations=True)
-    assert settings.columns == ("predecessors",)
+    assert settings.columns[3:] == ("predecessors",)
     out, _ = compute_targets(columns, settings, index=["g"], truncated=torch.zeros(1))
     assert out["observation_mask"].tolist() == [[0, 0, 1, 0, 0, 0]]
 

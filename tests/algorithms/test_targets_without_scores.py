@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.plugins.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
 
 NAN = torch.nan

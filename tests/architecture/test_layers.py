@@ -179,7 +179,7 @@ def test_the_checker_sees_every_kind_of_import(source: str, layer: str, found: l
 def test_ray_actors_are_made_in_one_place() -> None:
     """Questions to nodes are the only tasks: functions that look at a process or a folder there."""
     counts = {str(path.relative_to(PACKAGE)): count_remote(path) for path in MODULES}
-    assert {name: count for name, count in counts.items() if count} == {REMOTE_HOME: 1, "runtime/node_questions.py": 1}
+    assert {name: count for name, count in counts.items() if count} == {REMOTE_HOME: 1, "runtime/process.py": 1}
 
 
 def test_count_remote_sees_decorators_calls_and_imports() -> None:

@@ -181,11 +181,11 @@ NAMES = ("median_baseline", "absolute")
 
 def test_the_recipe_of_a_rollout_engine_samples_for_a_worker(tmp_path: Path) -> None:
     """Started by the name that the config has, and given new weights."""
+
     from grpo_dist.checks.own_code import resolve_names
     from grpo_dist.engines.settings import SamplingSettings
     from grpo_dist.plan.commands import load_config
-    from grpo_dist.plan.placement import placement
-    from grpo_dist.trainer.settings import engine_settings
+    from grpo_dist.plan.plan import make_plan
     from grpo_dist.workers.rollout import RolloutWorker
 
     (tmp_path / "engine.py").write_text(next(b for b in python_blocks(EXTENDING.read_text()) if "RepeatEngine" in b))
@@ -194,7 +194,7 @@ def test_the_recipe_of_a_rollout_engine_samples_for_a_worker(tmp_path: Path) -> 
 
     async def sample() -> Any:
         worker = RolloutWorker()
-        await worker.start(engine_settings(config, placement(config), 0))
+        await worker.start(make_plan(config).engine(0))
         await worker.load_weights([], 4)
         return (await worker.generate("p", np.array([7, 8], np.int32), SamplingSettings(2, 1.0, 1.0, -1, 3, 0)))[1]
 

@@ -194,6 +194,10 @@ MISTAKES = {
         ["algorithm.rollout_correction.rollout_is_threshold=many"],
         ["algorithm.rollout_correction.rollout_is_threshold=many", "lower_upper"],
     ),
+    "settings that the optimizers do not have": (
+        ["recipe=ppo", "critic.optim.override_optimizer_config.epz=1"],
+        ["critic.optim.override_optimizer_config={epz:1}", "eps"],
+    ),
     "a batch larger than the data": (
         ["data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000"],
         ["data.train_batch_size=9000", "8000 rows", "most 8000"],

@@ -18,8 +18,7 @@ from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
-from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
-from grpo_dist.trainer.checkpoint.identity import is_model_of
+from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, is_model_of, publish_checkpoint
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from tests.messages import says
 from tests.ranks import run_ranks
@@ -41,7 +40,7 @@ CASES: dict[str, tuple[Any, str, list[str], dict[str, Any]]] = {
 def shards(rank: int, folder: Path, whole: Path, options: dict[str, Any]) -> None:
     """A model of two ranks that has changed since it was loaded: its checkpoint, and its export at the end of a run."""
     model = model_settings(resolve_model_path(TINY), **options)
-    optimizer = AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
+    optimizer = AdamWConfig(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None)
     engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
     torch.manual_seed(rank)
     with torch.no_grad():

@@ -22,7 +22,6 @@ from grpo_dist.protocol.parquet import write_parquet
 from grpo_dist.rewards.scorer import OutputLines
 from grpo_dist.runs import Recorded, read_recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
-from grpo_dist.trainer.loss_settings import target_settings
 from grpo_dist.workers.targets import TargetMaker
 from tests.messages import refuses, says
 
@@ -137,7 +136,7 @@ def recorded(
 
 def with_targets(made: Recorded) -> Recorded:
     """What the run's reward process adds; it works on the batch as it was sampled, and its mask takes the place."""
-    settings, data = target_settings(made.config), made.data
+    settings, data = made.plan.targets, made.data
     names = ("token_level_scores", "response_mask", "rollout_log_probs", *settings.columns)
     out, _ = compute_targets(
         {name: data[name].to_padded(0) for name in names},

@@ -22,11 +22,12 @@ from grpo_dist.cli.replay import weights_before
 from grpo_dist.cli.trained import base_of, engine_for, find_trained, given_prompts
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.runs import Recorded
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, own_checkpoints, publish_checkpoint
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
-from grpo_dist.trainer.model_usage import exported_usage
+from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import write_config
 from tests.cli.test_export import TINY, checkpoint
 from tests.messages import refuses, says
@@ -133,7 +134,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def export(checkpoint: Path, config: Any, folder: Path, dtype: str) -> None:
         found.append(checkpoint.name)
         shutil.copytree(resolve_model_path(TINY), folder)
-        exported_usage(config, int(checkpoint.name.rpartition("_")[2]), dtype, checkpoint).write(folder)
+        exported_usage(make_plan(config), int(checkpoint.name.rpartition("_")[2]), dtype, checkpoint).write(folder)
 
     monkeypatch.setattr(trained, "export_checkpoint", export)
     return found

@@ -13,7 +13,7 @@ from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command, readable_config, run_folder, saved_values, with_overrides
 from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.plan.commands import GRPO, SFT, load_config
-from grpo_dist.plan.plan import format_plan
+from grpo_dist.plan.text import format_plan
 from grpo_dist.redact import redact_text
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, read_config, saved_config
 from grpo_dist.trainer.checkpoint.folder import CONFIG, RunState

@@ -75,6 +75,15 @@ def test_names_and_values_of_verl_take_effect() -> None:
     says(refused(f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=0"), f"{MODEL}.lora_alpha=0", "lora_rank=8")
 
 
+def test_settings_of_the_optimizer_by_name_are_those_without_a_key() -> None:
+    key = f"{ACTOR}.optim.override_optimizer_config"
+    config, _ = load_config([f"{key}.eps=1e-6", "trainer.dry_run=config"])
+    assert config.actor_rollout_ref.actor.optim.override_optimizer_config == {"eps": 1e-6}
+    says(refused(f"{key}={{eps:1e-6,lr:1,betas:[0.9,0.99]}}"), key, "lr, betas", "key")
+    with refuses(ConfigError, "optim.override_optimizer_config", "clip_grad"):
+        load_command(["optim.override_optimizer_config.clip_grad=1", "data.train_files=x"], SFT)
+
+
 def test_the_last_mention_counts_and_two_names_say_the_same() -> None:
     """Of one name the last, as in verl; of two, verl has its own order, so other values are refused."""
     notes(f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.tau_pos=2", f"{ACTOR}.tau_pos=1")

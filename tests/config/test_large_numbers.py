@@ -12,7 +12,7 @@ from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import GRPO, SFT
-from grpo_dist.plan.plan import format_plan
+from grpo_dist.plan.text import format_plan
 from grpo_dist.sizes import divisor_up_to
 from tests.messages import refuses
 

@@ -9,6 +9,7 @@ from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.config import schema_job
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import resolve
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     GROUP_ADV_ESTIMATORS,
@@ -199,19 +200,22 @@ def test_null_types_depend_on_the_machine(overrides, bf16, expected, monkeypatch
     monkeypatch.setattr(schema_job, "has_bf16", lambda: bf16)
     config = load(*overrides)
     assert config.default_dtype == expected
-    rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
-    assert fsdp.resolved_dtype(config.default_dtype) == expected
-    assert rollout.resolved_dtype(config.default_dtype) == {"fp32": "float32", "bf16": "bfloat16"}[expected]
+    roles = resolve(config).actor_rollout_ref
+    assert roles.actor.fsdp_config.dtype == expected
+    assert roles.rollout.dtype == {"fp32": "float32", "bf16": "bfloat16"}[expected]
 
 
 def test_types_and_determinism_that_are_asked_for():
-    config = load()
-    rollout = config.actor_rollout_ref.rollout
-    assert (rollout.resolved_deterministic("cpu"), rollout.resolved_deterministic("cuda")) == (True, False)
+    found = [resolve(load(*where)).actor_rollout_ref.rollout.deterministic for where in ((), ("cluster=node8",))]
+    assert found == [True, False]
     asked = load(f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.deterministic=false", f"{ACTOR}.fsdp_config.dtype=bf16")
-    assert asked.actor_rollout_ref.rollout.resolved_dtype("fp32") == "float16"
-    assert asked.actor_rollout_ref.rollout.resolved_deterministic("cpu") is False
-    assert asked.actor_rollout_ref.actor.fsdp_config.resolved_dtype("fp32") == "bf16"
+    roles = resolve(asked).actor_rollout_ref
+    assert (roles.rollout.dtype, roles.rollout.deterministic, roles.actor.fsdp_config.dtype) == (
+        "float16",
+        False,
+        "bf16",
+    )
+    assert resolve(resolve(asked)) == resolve(asked)
 
 
 def test_the_export_has_the_trained_type_or_the_one_that_is_asked_for():

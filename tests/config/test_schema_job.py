@@ -11,6 +11,7 @@ from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from grpo_dist.plan.placement import CPU_SHARE, placement, slots
+from grpo_dist.plan.roles import roles_of
 from tests.messages import refuses, says
 
 OWN = "model.path=Qwen/Qwen3-0.6B"
@@ -72,8 +73,11 @@ def test_the_order_has_the_runs_seed_unless_it_has_its_own() -> None:
 
 
 def test_passes_are_filled_by_tokens_where_that_is_asked_for() -> None:
-    assert load("data.max_token_len_per_gpu=100").data.max_token_len is None
-    assert load("data.max_token_len_per_gpu=100", "data.use_dynamic_bsz=true").data.max_token_len == 100
+    def budgets(*overrides: str) -> list[int | None]:
+        config = load("data.max_token_len_per_gpu=100", "data.max_length=40", *overrides)
+        return [limits.limits.max_token_len for row in roles_of(config) for limits in row.passes(config)]
+
+    assert (budgets(), budgets("data.use_dynamic_bsz=true")) == ([None], [100])
 
 
 @COMMANDS

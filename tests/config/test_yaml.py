@@ -69,9 +69,16 @@ def test_there_are_keys_of_all_sections():
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
         "trainer.stage_timeout_s",
+        "actor_rollout_ref.actor.optim.override_optimizer_config",
+        "critic.optim.override_optimizer_config",
+        "reward_model.retrain.optim.override_optimizer_config",
     }
-    assert free_form_keys(REWARD_MODEL.schema) == ("model.override_config",)
-    assert set(free_form_keys(SFT.schema)) == {"model.override_config", "data.apply_chat_template_kwargs"}
+    assert free_form_keys(REWARD_MODEL.schema) == ("model.override_config", "optim.override_optimizer_config")
+    assert set(free_form_keys(SFT.schema)) == {
+        "optim.override_optimizer_config",
+        "model.override_config",
+        "data.apply_chat_template_kwargs",
+    }
 
 
 @EACH

@@ -16,7 +16,7 @@ from conformance.form import CASES, Case, Group, difference, numbers, read_all, 
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.correction import LEVELS, REJECTIONS
 from grpo_dist.algorithms.kl import KL
-from grpo_dist.algorithms.policy_loss import POLICY_LOSS, inputs
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS, clip_range
 from grpo_dist.plugins.names import LOSS_AGG_MODES
 
 GROUPS = read_all()
@@ -112,8 +112,9 @@ def test_a_lost_upper_clip_range_is_found(monkeypatch: pytest.MonkeyPatch) -> No
         for result in check.check(check.answers_of(adapter), of("policy_loss"))
         if result.status == "differs"
     }
-    assert differ == {f"policy_loss/{name}" for name in ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov")}
-    assert inputs.clip_range({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}) == (0.1, 0.3)
+    ranges = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
+    assert differ == {f"policy_loss/{name}" for name in ranges}
+    assert clip_range({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}) == (0.1, 0.3)
 
 
 def test_a_deviation_of_the_wrong_kind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

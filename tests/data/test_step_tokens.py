@@ -99,8 +99,8 @@ def test_a_token_that_judges_is_one() -> None:
 
 def test_the_form_of_a_run() -> None:
     model = ("reward_model.enable=true", "reward_model.model.path=models/judge")
-    assert step_form(load_config(model)[0]) is None
-    process = ("reward_model.process.enable=true", "reward_model.process.step_tag=' *'", "reward.step_separator=|")
-    assert step_form(load_config([*model, *process])[0]) == StepForm("|", " *")
+    assert step_form(load_config(model)[0].reward_model.process, "|") is None
+    process = ("reward_model.process.enable=true", "reward_model.process.step_tag=' *'")
+    assert step_form(load_config([*model, *process])[0].reward_model.process, "|") == StepForm("|", " *")
     assert StepForm().parts(["a\n", "b", "c"]) == ["a\n", "b\n", "c"]
     assert np.array_equal(StepForm(token="*").parts(["a\n", "b"]), ["a*", "b*"])

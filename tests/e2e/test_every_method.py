@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.plugins.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
@@ -82,8 +83,9 @@ CASES = [
 def roles(local_ray: None) -> Iterator[Roles]:
     config, _ = load_config([*SMALL, *EVERY_COLUMN])
     with ExitStack() as stack:
-        started = spawn_roles(config, stack)
-        start_roles(config, started, len(CASES))
+        plan = make_plan(config, len(CASES))
+        started = spawn_roles(plan, stack)
+        start_roles(plan, started)
         yield started
 
 
@@ -98,7 +100,7 @@ def test_one_step(roles: Roles, weight_versions: list[int], overrides: list[str]
     needed = [more for override in overrides for more in NEEDED.get(override, ())]
     config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides, *needed])
     prompts, _ = load_run_prompts(config, policy_folder(config))
-    trainer = recorded_trainer(config, roles, prompts, 1)
+    trainer = recorded_trainer(make_plan(config, 1), roles, prompts)
     trainer.weight_version = max(weight_versions)  # the engines take newer weights only
     trainer.fit()
     weight_versions.append(trainer.weight_version)

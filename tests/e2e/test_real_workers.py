@@ -23,17 +23,16 @@ import ray
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import HealthError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import Plan, make_plan
 from grpo_dist.protocol import metric_values
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.scorer import Task
@@ -70,7 +69,7 @@ CONFIG = (
 class Lab:
     """Started roles, and where every run begins. Engines only take newer weights: versions go on from run to run."""
 
-    config: RunConfig
+    plan: Plan[RunConfig]
     roles: Roles
     start: str
     version: int = -1
@@ -81,8 +80,8 @@ class Lab:
 
     def train(self, prepare: Callable[[GRPOTrainer], None] = lambda trainer: None) -> GRPOTrainer:
         run(self.roles.actor.load_checkpoint(self.start))
-        prompts, _ = load_run_prompts(self.config, policy_folder(self.config))
-        trainer = recorded_trainer(self.config, self.roles, prompts, STEPS)
+        prompts, _ = load_run_prompts(self.plan.config, policy_folder(self.plan.config))
+        trainer = recorded_trainer(self.plan, self.roles, prompts)
         trainer.weight_version = self.version
         prepare(trainer)
         trainer.fit()
@@ -96,11 +95,12 @@ def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     scorer = builtin_reward_model(folder / "scorer")
     config, _ = load_config([*CONFIG, f"reward_model.model.path={scorer}", f"trainer.default_local_dir={folder}"])
     with ExitStack() as stack:
-        roles = spawn_roles(config, stack)
-        start_roles(config, roles, STEPS)
+        plan = make_plan(config, STEPS)
+        roles = spawn_roles(plan, stack)
+        start_roles(plan, roles)
         run(roles.actor.begin_save(str(folder / "start")))
         run(roles.actor.finished_save(wait=True))
-        yield Lab(config, roles, str(folder / "start"))
+        yield Lab(plan, roles, str(folder / "start"))
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +112,12 @@ def undisturbed(lab: Lab) -> tuple[list[dict[str, float]], np.ndarray]:
 
 def plain_loop(lab: Lab) -> list[dict[str, float]]:
     """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
-    config, roles, rows = lab.config, lab.roles, []
+    config, roles, rows = lab.plan.config, lab.roles, []
     actor, transport = roles.actor.workers, ObjectStoreTransport()
     prompts, objective, targets = (
         load_run_prompts(config, policy_folder(config))[0],
-        objective_settings(config),
-        target_settings(config),
+        lab.plan.objective,
+        lab.plan.targets,
     )
     for step in range(1, STEPS + 1):
         lab.version += 1
@@ -146,8 +146,8 @@ def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = 
 
 def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     source, task = prompt.prompt, task_of(prompt)
-    seed = group_seed(lab.config.trainer.seed, step, source.index)
-    sampling = replace(sampling_settings(lab.config)[0], seed=seed)
+    seed = group_seed(lab.plan.config.trainer.seed, step, source.index)
+    sampling = replace(lab.plan.sampling, seed=seed)
     uid = f"step{step}-prompt{source.index}"
     arguments = uid, prompt.token_ids, sampling, task
     workers = lab.roles.rollout.workers
@@ -197,7 +197,7 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
 
 @pytest.mark.deep
 def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturbed: tuple) -> None:
-    prompts = load_run_prompts(lab.config, policy_folder(lab.config))[0].train
+    prompts = load_run_prompts(lab.plan.config, policy_folder(lab.plan.config))[0].train
     groups = [sample(lab, prompts[i], step=1) for i in range(8)]
     usual, *others = (
         reference_log_probs(lab, groups, passes).fetch(("ref_log_probs",))["ref_log_probs"].values.numpy()
@@ -334,7 +334,10 @@ def validating_run(lab: Lab, folder: Path, *overrides: str) -> tuple[dict[int, d
     config, _ = load_config(
         [
             *(text for text in CONFIG if "val_files" not in text and "log_rollouts" not in text),
-            *(f"reward_model.model.path={lab.config.reward_model.model.path}", f"trainer.default_local_dir={folder}"),
+            *(
+                f"reward_model.model.path={lab.plan.config.reward_model.model.path}",
+                f"trainer.default_local_dir={folder}",
+            ),
             *("data.val_max_samples=12", "trainer.test_freq=1", f"{asked}.n=2", f"{asked}.do_sample=true"),
             *(f"{asked}.temperature=1.0", *overrides),
         ]
@@ -367,7 +370,7 @@ def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab
 @pytest.mark.deep
 def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:
     """Real engines take new weights while they sample for the next step."""
-    scorer = f"reward_model.model.path={lab.config.reward_model.model.path}"
+    scorer = f"reward_model.model.path={lab.plan.config.reward_model.model.path}"
     config, _ = load_config([*CONFIG, scorer, "trainer.max_staleness=1", f"trainer.default_local_dir={tmp_path}"])
     trainer = replace(lab, config=config).train()
     lab.version = trainer.weight_version

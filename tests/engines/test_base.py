@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.engines import settings
 from grpo_dist.engines.base import (
-    FSDP,
     EngineWeights,
     Response,
     RolloutEngine,
@@ -50,7 +50,7 @@ def test_an_engine_has_what_its_protocol_says(protocol: type, engine: type) -> N
 
 
 def test_the_train_engine_is_found_by_name() -> None:
-    assert load_attribute(FSDP, key="FSDP") is FSDPEngine
+    assert load_attribute(settings.FSDP, key="FSDP") is FSDPEngine
 
 
 def test_an_engine_of_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor
 
 from grpo_dist.algorithms import kl_penalty, policy_objective
-from grpo_dist.algorithms.settings import TOP_IDS, TOP_LOG_PROBS
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.algorithms.settings import TOP_IDS, TOP_LOG_PROBS, TargetSettings
+from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.protocol import DataProto, Metric, Ragged, merge_metrics, metric_values
 from grpo_dist.protocol.sequences import TEACHER_MASK, TEACHER_PROMPTS, as_teacher_reads
 from tests.models import random_batch, trainable_engine

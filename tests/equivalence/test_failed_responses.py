@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from grpo_dist.config.keys import leaf_keys, section_keys
 from grpo_dist.config.load import readable_config
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import GRPO, load_config
-from grpo_dist.plan.plan import format_plan, format_summary
+from grpo_dist.plan.text import format_plan, format_summary
 from tests.config.read_back import read_back
 
 CASES, PARTS = 2000, 4

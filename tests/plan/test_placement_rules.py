@@ -4,6 +4,7 @@ import pytest
 
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
+from grpo_dist.plan.roles import roles_of
 from tests.messages import says
 from tests.plan.test_rules import ACTOR, GPU8, ROLLOUT, refused
 
@@ -302,9 +303,8 @@ def test_ranks_that_split_sequences_count_as_one() -> None:
     config, _ = load_config([*sizes, *dynamic, f"{ULYSSES}=2", "recipe=ppo", "cluster.critic_world_size=2"])
     place = placement(config)
     assert [place.row_groups(config, role) for role in ("actor", "ref", "critic", "reward_model")] == [3, 1, 1, 1]
-    roles = config.actor_rollout_ref
-    assert roles.actor.max_token_len == config.critic.max_token_len == config.critic.forward_max_token_len == 128
-    assert roles.actor.log_prob_max_token_len(roles.rollout) == roles.actor.log_prob_max_token_len(roles.ref) == 128
+    budgets = [limits.max_token_len for row in roles_of(config) for limits in row.passes(config)]
+    assert budgets == [128] * 5, "of actor, reference and critic"
 
 
 def test_by_default_there_are_as_many_ranks_as_split_a_sequence() -> None:

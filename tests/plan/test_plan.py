@@ -1,354 +1,458 @@
-"""The plan: batch arithmetic by hand, memory of models whose size is known, the printed text."""
+"""What parts of the config reach what parts of the run."""
 
-import json
-import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-import transformers
-import yaml
 
-from grpo_dist.config.load import load_command
-from grpo_dist.plan.commands import COMMANDS, REWARD_MODEL, load_config
-from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate
-from grpo_dist.plan.model_shape import model_config_at_hand, model_shape
-from grpo_dist.plan.plan import batch_arithmetic, format_plan, format_summary
-from grpo_dist.sizes import GIB
-from tests.messages import says
-from tests.worker_settings import lora
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import OptimConfig
+from grpo_dist.plan import role_models
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import Plan, make_plan
+from grpo_dist.plan.role_models import reference_columns
+from grpo_dist.run.build import time_limits
+from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
+from grpo_dist.workers.scorer import RewardSettings
+from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
+from tests.worker_settings import agent
 
 ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-QWEN3_8B = {
-    "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False,
-}  # fmt: skip
-SMOLLM2_135M = {
-    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-    "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
-def load(*overrides):
-    return load_config(list(overrides))
+def test_what_engines_get_of_lora() -> None:
+    """The actor and the engines must agree."""
+    apart = ("actor_rollout_ref.model.lora.merge=false", "actor_rollout_ref.model.lora_alpha=8")
+    rank = "actor_rollout_ref.model.lora_rank=4"
+    for overrides, sends in (((), False), (apart, False), ((rank,), False), ((*apart, rank), True)):
+        config = load(*overrides)
+        assert ranks(config, "actor").model.sends_factors == sends
+        lora = make_plan(config).engine(0).lora
+        assert (lora and (lora.lora_rank, lora.lora_alpha)) == ((4, 8.0) if sends else None)
 
 
-def test_batch_arithmetic_on_eight_gpus():
-    config, _ = load(
-        "cluster=node8",
-        "data.train_batch_size=1024",
-        f"{ACTOR}.ppo_mini_batch_size=256",
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu=24",
-        f"{ACTOR}.ppo_epochs=2",
-    )
-    assert dict(batch_arithmetic(config)) == {
-        "prompts per training step": "1,024",
-        "sequences per training step": "1,024 prompts * n=8 = 8,192",
-        "tokens per training step": "at most 8,192 * 128 = 1,048,576",
-        "sequences per engine": "2,048 (256 at once)",
-        "mini-batches per pass": "4 of 256 prompts = 2,048 sequences",
-        "optimizer steps per training step": "4 * ppo_epochs=2 = 8",
-        "sequences per actor rank and mini-batch": "512",
-        "micro-batches per actor rank and mini-batch": "22 of 24 sequences",
-        "old log-prob passes per actor rank": "16 of 128 sequences",
-        "reference passes per ref rank": "16 of 128 sequences",
-    }
+SCORER = "reward_model.model.path=builtin:tiny-qwen3"
+WEIGHTED = (
+    "custom_reward_function.path=grpo_dist.rewards.weighted",
+    "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}, {path: null}]}",
+)
+TAUGHT = ("recipe=distill", "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3")
 
 
-def test_ranks_that_split_sequences_count_as_one():
-    """On eight GPUs four ranks train: two groups, which have a quarter of 64 prompts with 8 responses twice."""
-    split = f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.use_dynamic_bsz=true"
-    config, _ = load("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64", *split)
-    rows = dict(batch_arithmetic(config))
-    assert rows["sequences per actor rank and mini-batch"] == "256"
-    assert rows["micro-batches per actor rank and mini-batch"] == "as many as needed with 32,768 tokens each"
-    assert rows["reference passes per ref rank"] == "as many as needed with 32,768 tokens each"
-    plan = format_plan(config, [])
-    says(plan, "4 ranks in 2 groups")
+def load(*overrides: str):
+    return load_config(list(overrides))[0]
+
+
+def ranks(config: RunConfig, role: str) -> Any:
+    """What the ranks of a role are built from, in a run of ten steps."""
+    return make_plan(config, 10).ranks(role)
+
+
+def planned(*overrides: str) -> Plan[RunConfig]:
+    return make_plan(load(*overrides))
+
+
+def reward_settings(config: RunConfig) -> RewardSettings:
+    return RewardSettings.of(make_plan(config), template_kwargs(config))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "passes"),
+    ("overrides", "objective", "reference"),
     [
-        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=12"], "16 of 8 sequences (whole groups of 8)"),  # whole groups of n=8
-        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"], "32 of 4 sequences"),  # halves of them
-        ([f"{ACTOR}.use_dynamic_bsz=true"], "as many as needed with 16,384 tokens each"),
+        ([], ("advantages", "ref_log_probs"), ("ref_log_probs",)),
+        ([f"{ACTOR}.ppo_epochs=2"], ("old_log_probs", "advantages", "ref_log_probs"), ("ref_log_probs",)),
+        ([f"{ACTOR}.use_kl_loss=false"], ("advantages",), ()),
+        ([f"{ACTOR}.kl_loss_type=full"], ("advantages", "ref_hidden_states"), ("ref_hidden_states",)),
+        (
+            [f"{ACTOR}.kl_loss_type=full", "algorithm.use_kl_in_reward=true"],
+            ("old_log_probs", "advantages", "ref_hidden_states"),
+            ("ref_log_probs", "ref_hidden_states"),
+        ),
+        (
+            [
+                f"{ACTOR}.use_kl_loss=false",
+                "algorithm.rollout_correction.rollout_is=token",
+                f"{ACTOR}.policy_loss.loss_mode=kl_cov",
+            ],
+            ("old_log_probs", "advantages", "rollout_is_weights", "selected_tokens"),
+            (),
+        ),
     ],
 )
-def test_passes_hold_whole_groups_or_tokens(overrides, passes):
-    config, notes = load(*overrides)
-    assert dict(batch_arithmetic(config))["micro-batches per actor rank and mini-batch"] == passes
-    says(format_summary(config, notes), "16,384 tokens" if "tokens" in passes else passes)
+def test_columns_follow_the_objective(overrides: list, objective: tuple, reference: tuple) -> None:
+    config = load(*overrides)
+    assert make_plan(config).objective.columns == objective
+    assert reference_columns(config) == reference
+    assert config.needs_reference == bool(reference)
 
 
-def test_no_reference_row_without_reference():
-    config, _ = load(f"{ACTOR}.use_kl_loss=false")
-    assert "reference passes per ref rank" not in dict(batch_arithmetic(config))
-
-
-@pytest.mark.parametrize(("model", "billions"), [(QWEN3_8B, 8.1907), (SMOLLM2_135M, 0.134515)])
-def test_parameters_of_known_models(model, billions):
-    # transformers counts 8,190,735,360 and 134,515,008; Qwen3's q and k norms are left out here.
-    assert model_shape(model).num_parameters == pytest.approx(billions * 1e9, rel=1e-4)
-
-
-def test_parameters_of_experts():
-    # Qwen3-30B-A3B; transformers counts 30,532,122,624.
-    model = QWEN3_8B | {
-        "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4, "num_experts": 128,
-        "moe_intermediate_size": 768,
-    }  # fmt: skip
-    assert model_shape(model).num_parameters == pytest.approx(30.53e9, rel=1e-3)
-
-
-def test_other_architectures_are_unknown():
-    assert model_shape({"n_embd": 768, "n_layer": 12}) is None
-    assert memory_estimate(load()[0], None) is None
-
-
-def test_memory_of_qwen3_8b_on_eight_gpus():
-    config, _ = load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32")
-    actor, rollout, ref = memory_estimate(config, QWEN3_8B)
-    count = model_shape(QWEN3_8B).num_parameters
-    assert dict(actor.parts)["weights"] == pytest.approx(count * 4 / 4 / GIB)
-    copies, *_ = memory_estimate(
-        load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32", f"{ACTOR}.fsdp_config.fsdp_size=2")[0],
-        QWEN3_8B,
+def test_sampling_arrives() -> None:
+    """What ends or forbids text holds for validation too, what cuts the distribution does not."""
+    rollout = "actor_rollout_ref.rollout"
+    config = load(
+        f"{rollout}.min_p=0.1", f"{rollout}.min_tokens=3", f"{rollout}.stop=END", f"{rollout}.bad_words=[x,y]"
     )
-    assert dict(copies.parts)["weights"] == pytest.approx(count * 4 / 2 / GIB)
-    assert dict(actor.parts)["optimizer"] == pytest.approx(count * 8 / 4 / GIB)
-    assert actor.host["a copy for a checkpoint"] == pytest.approx(count * 12 / 4 / GIB)
-    assert rollout.parts["weights"] == pytest.approx(count * 2 / GIB)
-    assert rollout.parts["KV cache of one sequence"] == pytest.approx(128 * 144 * 2**10 / GIB)
-    says(format_plan(config, []), "KV cache:", "80%")
-    assert ref.parts["weights"] == pytest.approx(count * 2 / 4 / GIB), "it has as many ranks as the actor"
-    config, _ = load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32", "cluster.ref_world_size=1")
-    *_, ref = memory_estimate(config, QWEN3_8B)
-    assert ref.parts["weights"] == pytest.approx(count * 2 / GIB)
-    assert kv_cache_tokens(config, QWEN3_8B) is None
+    training, validation = make_plan(config).sampling, make_plan(config).val_sampling
+    assert (training.n, training.min_p, training.min_tokens, training.max_tokens) == (8, 0.1, 3, 64)
+    assert (training.stop, training.bad_words) == (("END",), ("x", "y"))
+    assert (validation.n, validation.temperature, validation.min_p, validation.min_tokens) == (1, 0.0, 0.0, 3)
+    assert validation.stop == training.stop
+    assert make_plan(config).engine(0).needs_tokenizer
+    assert not planned().engine(0).needs_tokenizer
 
 
-def test_what_a_gpu_holds_in_all():
-    """With the actor's worst moment, and the share of an engine; "too much" where that is more than there is."""
-    eight = ["model=qwen3_8b", "cluster=node8", "data=arithmetic", "trainer.dry_run=config"]
-    text = format_plan(*load(*eight, "cluster.gpu_memory_gib=80"))
-    assert (shared := re.search(r"a GPU with actor and ref  +([\d.]+) of 80 GiB\n", text))
-    assert 40 < float(shared[1]) < 80
-    assert re.search(r"a GPU with rollout  +64.0 of 80 GiB\n", text), "0.8 of it"
-    assert "GiB, too much" in format_plan(*load(*eight, "cluster.gpu_memory_gib=40"))
-    unknown = format_plan(*load(*eight))
-    assert re.search(rf"a GPU with actor and ref  +{shared[1]} GiB\n", unknown), "of a size that nobody has said"
-    says(unknown, "cluster.gpu_memory_gib=null", "cluster.gpu_memory_gib=79.1")
+def test_an_agent_loop_arrives_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = "from grpo_dist.agents import AgentLoop\n\nclass Mine(AgentLoop):\n    def __init__(self, depth): ...\n"
+    (tmp_path / "loop.py").write_text(f"{loop}    async def run(self, episode): ...\n")
+    key = "actor_rollout_ref.rollout.agent"
+    config = load(f"{key}.default_agent_loop=loop.py:Mine", f"{key}.agent_kwargs={{depth: 2}}", f"{key}.timeout_s=7")
+    settings = make_plan(config).engine(0, workers_agent(config))
+    assert settings.rollout.agent == agent(f"{tmp_path}/loop.py:Mine", {"depth": 2}, timeout_s=7)
+    assert settings.needs_tokenizer, "turns end at texts"
 
 
-def test_kv_cache_of_a_given_size():
-    config, _ = load("cluster=node8", f"{ROLLOUT}.kv_cache_memory_gib=9", f"{ROLLOUT}.tensor_model_parallel_size=2")
-    # 2 (key, value) * 36 layers * 8 heads * 128 values * 2 bytes = 144 KiB per token, on two GPUs.
-    assert kv_cache_tokens(config, QWEN3_8B) == 2 * 9 * 2**30 // (144 * 2**10)
+def test_activations_of_what_trains_are_offloaded() -> None:
+    config = load(
+        *("recipe=ppo", f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.model.enable_gradient_checkpointing=true"),
+        "actor_rollout_ref.model.enable_activation_offload=true",
+    )
+    policy, ref = ranks(config, "actor"), ranks(config, "ref")
+    critic = ranks(config, "critic")
+    assert [made.model.layers.enable_activation_offload for made in (policy, critic)] == [True, True]
+    assert ref.model.layers is None
 
 
-def test_memory_with_lora_is_that_of_its_factors(tmp_path):
-    """Gradients and optimizer states only for what is trained: 2 matrices of rank 4 beside each one that peft finds."""
-    from grpo_dist.engines.train.lora import add_lora
-    from tests.models import random_model
+def test_each_engine_has_a_folder_for_its_profiles_if_there_are_to_be_any() -> None:
+    assert planned().engine(0).profile_dir is None
+    config = load("trainer.profile_steps=[3]", "trainer.default_local_dir=/runs/mine")
+    engines = [make_plan(config).engine(index).profile_dir for index in (0, 1)]
+    assert engines == ["/runs/mine/profiles/.rollout0", "/runs/mine/profiles/.rollout1"]
 
-    folder = random_model("Llama", tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    add_lora(model, lora())
-    factors = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    changes = ("actor_rollout_ref.model.lora_rank=4", f"actor_rollout_ref.model.path={folder}")
-    config, _ = load(*changes, "cluster.actor_world_size=1")
-    actor, *others = memory_estimate(config, json.loads((tmp_path / "config.json").read_text()))
-    found = {name: round(gib * GIB / 4) for name, gib in actor.states.items()}
-    assert found["weights"] == whole + factors
-    assert found["gradients"] == factors
-    assert found["optimizer"] == 2 * factors
-    assert [role.role for role in others] == ["rollout"], "the actor without its factors is the reference"
-    says(format_plan(config, []), "not started:", "LoRA")
+
+def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
+    config = load(
+        *("data.max_response_length=3072", "actor_rollout_ref.rollout.max_model_len=4096"),
+        *("actor_rollout_ref.rollout.max_num_batched_tokens=2048", "actor_rollout_ref.rollout.max_num_seqs=16"),
+        "actor_rollout_ref.model.override_config.max_position_embeddings=4096",
+        "actor_rollout_ref.model.override_config.rope_parameters={rope_type: yarn, rope_theta: 10000.0, factor: 8.0, "
+        "original_max_position_embeddings: 512}",
+    )
+    engine = make_plan(config).engine(0)
+    assert (engine.max_model_len, engine.rollout.max_num_batched_tokens, engine.rollout.enable_chunked_prefill) == (
+        4096,
+        2048,
+        True,
+    )
+    policy = ranks(config, "actor").model
+    wanted = {"max_position_embeddings": 4096, "rope_parameters": rope}
+    assert engine.model.override_config == policy.model.override_config == wanted
+
+
+def test_the_roles_get_what_they_need() -> None:
+    config = load(f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.kl_loss_type=full")
+    actor, ref = ranks(config, "actor"), ranks(config, "ref")
+    assert actor.columns == ("old_log_probs", "old_entropies")
+    assert actor.keeps_output_layer
+    assert not ref.keeps_output_layer
+    assert ref.optimizer is None
+    actor = ranks(load("algorithm.adv_estimator=optimal_token_baseline"), "actor")
+    assert actor.columns == ("old_log_probs", "old_gradient_norms")
+
+
+@pytest.mark.parametrize("lora", [(), ("actor_rollout_ref.model.lora_rank=2",)])
+def test_a_teacher_is_another_model_beside_any_policy(lora: tuple[str, ...]) -> None:
+    """With LoRA too: the policy without its factors is not the reference then."""
+    teacher = "actor_rollout_ref.ref.model"
+    config = load(
+        *("recipe=distill", f"{teacher}.path=builtin:tiny-qwen3", f"+{teacher}.override_config.rope_theta=5", *lora),
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.5",
+    )
+    actor, ref = ranks(config, "actor"), ranks(config, "ref")
+    assert make_plan(config).place.world_sizes["ref"] == 1
+    assert not config.actor_is_reference
+    assert (actor.reference_columns, actor.keeps_output_layer) == ((), False), "the teacher sends its own"
+    assert (ref.columns, ref.model.lora, ref.optimizer) == (("ref_hidden_states",), None, None)
+    assert (ref.model.key, ref.model.section) == (f"{teacher}.path", teacher)
+    assert ref.model.model.override_config == {"rope_theta": 5}
+    assert not ref.model.model.trust_remote_code
+    assert actor.model.model.override_config == {"attention_dropout": 0.5}
+
+
+def test_what_a_policy_that_teaches_itself_gives_to_whom() -> None:
+    """The template has its variables, and prompts no limit unless it is set."""
+    shown = "algorithm.self_distillation"
+    config = load("recipe=sdpo", "+data.apply_chat_template_kwargs.enable_thinking=false")
+    assert make_plan(config).objective.teaches_itself
+    assert {"ref_hidden_states", "teacher_mask"} <= {*make_plan(config).objective.columns}
+    turns = ("actor_rollout_ref.rollout.agent.default_agent_loop=external", "algorithm.adv_estimator=gigpo")
+    url = "actor_rollout_ref.rollout.agent.agent_kwargs={url: 'http://127.0.0.1:1/x'}"
+    assert [reward_settings(load(*more)).by_turn for more in ((), (*turns, url))] == [False, True]
+    reward = reward_settings(config)
+    assert reward.self_distillation is not None
+    assert reward.self_distillation.longest_prompt is None
+    assert reward.template_kwargs == {"enable_thinking": False}
+    limited = reward_settings(load("recipe=sdpo", f"{shown}.longest_prompt=99")).self_distillation
+    assert limited is not None
+    assert limited.longest_prompt == 99
+    plain = load()
+    assert (reward_settings(plain).self_distillation, make_plan(plain).objective.teaches_itself) == (None, False)
+
+
+def test_the_reward_model_is_another_model_that_only_runs_forward() -> None:
+    config = load(
+        *("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3", "reward_model.max_length=300"),
+        "reward_model.model.input_tokenizer=null",
+        "actor_rollout_ref.model.lora_rank=2",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    )
+    found = ranks(config, "reward_model")
+    assert (found.model.num_labels, found.model.key) == (1, "reward_model.model.path")
+    assert (found.model.lora, found.optimizer, found.model.layers) == (None, None, None)
+    assert (found.section.max_length, found.model.max_model_len, found.section.model.input_tokenizer) == (
+        300,
+        300,
+        None,
+    )
+    rendered = load("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+    assert ranks(rendered, "reward_model").section.model.input_tokenizer == "builtin:tiny-qwen3"
+
+
+def test_the_critic_trains_whole_with_an_optimizer_and_limits_of_its_own() -> None:
+    config = load(
+        *("recipe=ppo", "critic.ppo_mini_batch_size=8", "critic.optim.lr_warmup_steps_ratio=0.5"),
+        *("critic.grad_clip=2", "critic.cliprange_value=0.3", "critic.loss_agg_mode=token-sum"),
+        *("critic.ppo_micro_batch_size_per_gpu=5", "critic.forward_micro_batch_size_per_gpu=7"),
+        *("actor_rollout_ref.model.lora_rank=2", "critic.model.enable_gradient_checkpointing=true"),
+        "critic.model.fsdp_config.optimizer_offload=true",
+    )
+    found = ranks(config, "critic")
+    model = found.model
+    assert (model.num_labels, model.small_new_head, model.new_head_seed, model.key) == (1, True, 1, "critic.model.path")
+    assert (model.lora, model.layers.enable_gradient_checkpointing, model.optimizer_offload) == (None, True, True)
+    assert (found.columns, found.grad_clip) == (("values",), 2)
+    assert (found.update.micro_batch_size, found.forward.micro_batch_size) == (5, 7)
+    assert found.update.max_token_len is found.forward.max_token_len is None
+    assert isinstance(found.optimizer, OptimConfig)
+    assert (found.total_steps, found.optimizer.warmup_steps(40)) == (40, 20), "4 mini-batches a step"
+    loss = make_plan(config).value_objective
+    assert (loss.section.cliprange_value, loss.section.loss_agg_mode, loss.loss_scale_factor) == (0.3, "token-sum", 64)
+    assert make_plan(config).targets.has_values
+    assert not planned("recipe=ppo", "critic.enable=false").targets.has_values
 
 
 @pytest.mark.parametrize(
-    ("override", "passes"),
+    ("overrides", "needed", "function"),
     [
-        (f"{ACTOR}.ppo_epochs=1", "none: on-policy, so the update computes them"),
-        ("algorithm.rollout_correction.bypass_mode=true", "none: the rollout log-probs are used (bypass_mode)"),
+        ((), True, None),
+        (("reward_model.enable=true", SCORER), False, "grpo_dist.rewards.reward_model"),
+        (("reward_model.enable=true", SCORER, "custom_reward_function.path=json"), False, "json"),
+        (("reward_model.enable=true", SCORER, *WEIGHTED), True, "grpo_dist.rewards.weighted"),
+        (TAUGHT, False, "grpo_dist.rewards.optional"),
+        ((*TAUGHT, "custom_reward_function.path=json"), False, "json"),
+        ((*TAUGHT, *WEIGHTED, "reward_model.enable=true", SCORER), True, "grpo_dist.rewards.weighted"),
+        ((*TAUGHT, "algorithm.adv_estimator=grpo"), True, None),
     ],
 )
-def test_where_old_log_probs_come_from(override, passes):
-    assert dict(batch_arithmetic(load(override)[0]))["old log-prob passes per actor rank"] == passes
+def test_rows_need_a_ground_truth_where_a_built_in_scorer_scores(
+    overrides: tuple, needed: bool, function: str | None
+) -> None:
+    config = load(*overrides)
+    assert (config.needs_ground_truth, reward_settings(config).function_path) == (needed, function)
 
 
-def test_numbers_of_the_engines_are_the_engines():
-    from grpo_dist.engines.train import lm_head
-    from grpo_dist.engines.vllm import arguments
-    from grpo_dist.plan.memory import CHUNK_LOGITS, CPU_KV_CACHE_GIB
-
-    assert arguments.CPU_KV_CACHE_GIB == CPU_KV_CACHE_GIB
-    assert lm_head.CHUNK_LOGITS == CHUNK_LOGITS
+def test_copies_of_the_weights_are_the_actors_matter() -> None:
+    config = load(f"{ACTOR}.fsdp_config.fsdp_size=1")
+    assert ranks(config, "actor").model.fsdp_config.fsdp_size == 1
+    assert ranks(config, "ref").model.fsdp_config.fsdp_size == -1
 
 
-def test_plan_of_a_local_model(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    path, two = f"actor_rollout_ref.model.path={tmp_path}", "cluster.actor_world_size=2"
-    config, notes = load(path, two, "trainer.dry_run=config", "data.val_files=x.json")
-    text = format_plan(config, notes)
-    for part in (
-        "  algorithm:\n    adv_estimator: grpo\n",
-        "actor               2 ranks, weights fp32, compute fp32",
-        "ref                 1 rank, fp32",
-        "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered weights 0.132 + activations 0.0371 + ",
-        " = 1.4 GiB",
-        "checkpoint 0.752 = 1.25 GiB",
-        "23,301",
-        "data.val_files=x.json",
-        "model=hf",
+DYNAMIC = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4000")
+REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (None, None, None)),
+        (DYNAMIC, (4000, 4000, 4000)),
+        ((*DYNAMIC, f"{ROLLOUT}.log_prob_max_token_len_per_gpu=9000"), (4000, 9000, 4000)),
+        ((*DYNAMIC, f"{REF}.log_prob_use_dynamic_bsz=false"), (4000, 4000, None)),
+        ((f"{REF}.log_prob_use_dynamic_bsz=true",), (None, None, 16384)),
+    ],
+)
+def test_token_budgets_follow_the_actors_unless_set(overrides: tuple, expected: tuple) -> None:
+    config = load(*overrides)
+    actor, ref = ranks(config, "actor"), ranks(config, "ref")
+    assert (actor.update.max_token_len, actor.forward.max_token_len, ref.forward.max_token_len) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ((), "shared"),
+        ((f"{ACTOR}.use_prefix_grouper=false",), "packed"),
+        (("actor_rollout_ref.model.use_remove_padding=false",), "padded"),
+    ],
+)
+def test_the_layout_is_the_same_for_all_roles(overrides: tuple, layout: str) -> None:
+    config = load(*overrides)
+    assert ranks(config, "actor").model.layout == layout
+    assert ranks(config, "ref").model.layout == layout
+
+
+def test_the_policy_and_its_own_start_replay_experts_and_a_teacher_does_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    replay, policy = f"{ACTOR}.router_replay.mode=R3", f"actor_rollout_ref.model.path={tmp_path}"
+    for overrides, actor, ref in (
+        ((), False, False),
+        ((replay, policy), True, True),
+        ((replay, policy, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3"), True, False),
     ):
-        says(text, part)
+        config = load(*overrides)
+        found = (ranks(config, "actor").model.replays_routes, ranks(config, "ref").model.replays_routes)
+        assert found == (actor, ref)
+        assert make_plan(config).engine(0).records_routes == actor
 
 
-def test_plan_without_the_models_sizes():
-    path = "actor_rollout_ref.model.path=someone/something"
-    config, notes = load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=config")
-    text = format_plan(config, notes)
-    says(text, "unknown:", "8 of 8", "4 engines", "TP=1", "bfloat16", "deterministic=false")
-    assert "output layer" not in text
-    head = "actor_rollout_ref.model.head_dtype=fp32"
-    text = format_plan(*load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=config", head))
-    for role in ("actor", "ref", "rollout"):
-        says(row(text, "placement", role), "output layer fp32")
+def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
+    assert reward_settings(load()).overlong_penalty is None
+    penalty = reward_settings(
+        load("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=16")
+    ).overlong_penalty
+    assert (penalty.max_length, penalty.buffer, penalty.factor) == (64, 16, 1.0)
 
 
-def test_idle_gpus_are_said():
-    config, notes = load("cluster=node8", "cluster.actor_world_size=4", "cluster.rollout_world_size=2",
-                         "cluster.ref_world_size=1")  # fmt: skip
-    says(format_plan(config, notes), "7 of 8", "1 idle")
-    text = supervised_plan("model.path=Qwen/Qwen3-0.6B", "trainer.n_gpus_per_node=4", "cluster.world_size=3")
-    says(row(text, "placement", "GPUs"), "3 of 4", "1 idle")
+@pytest.mark.parametrize(
+    ("overrides", "transport"),
+    [
+        ([], "object_store"),
+        (["cluster=single_gpu"], "ipc"),  # NCCL takes no two processes on one GPU
+        (["actor_rollout_ref.rollout.checkpoint_engine.backend=ipc"], "ipc"),
+        (["cluster=node8"], "broadcast"),
+        (["cluster=node8", "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"], "broadcast"),
+        (["cluster=node8", "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store"], "object_store"),
+        (["actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"], "broadcast"),
+        (["actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"], "broadcast"),
+    ],
+)
+def test_how_weights_reach_the_engines(overrides: list[str], transport: str) -> None:
+    config = load(*overrides)
+    assert make_plan(config).engine(0).weight_transport == transport
 
 
-def test_plan_of_several_machines_says_what_each_holds():
-    sizes = [f"cluster.{role}_world_size={size}" for role, size in (("actor", 8), ("rollout", 7), ("ref", 1))]
-    text = format_plan(*load("cluster=multi_node", "trainer.nnodes=3", *sizes))
-    assert "machine 0   actor 0-7\n" in text
-    assert "machine 1   rollout 0-6, ref 0\n" in text
-    assert "machine 2   reward 0\n" in text
-    assert "machine 0" not in format_plan(*load("cluster=node8"))
+def test_linux_under_windows_has_no_memory_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role_models, "is_wsl", lambda: True)
+    config = load("cluster=single_gpu")
+    assert make_plan(config).engine(0).weight_transport == "object_store"
 
 
-def test_plan_of_one_shared_gpu():
-    config, notes = load("cluster=single_gpu")
-    says(format_plan(config, notes), "1 of 1", "share")
-    says(format_summary(config, notes), "1 actor", "1 rollout", "1 ref", "1 GPU", "share")
-    text = format_summary(*load("cluster=node8"))
-    says(text, "4 actor", "4 rollout", "4 ref", "8 GPUs", "share")
-    separate = format_summary(*load("cluster=node8", "actor_rollout_ref.actor.use_kl_loss=false"))
-    says(separate, "4 actor", "4 rollout", "no ref", "8 GPUs")
-    assert "share" not in separate
+def test_the_size_of_a_bucket() -> None:
+    config = load("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096")
+    assert ranks(config, "actor").weight_bucket_bytes == 4 << 30
 
 
-def test_the_printed_config_has_no_secrets():
-    config, notes = load("custom_reward_function.reward_kwargs={api_key: SECRET123, n: 7}")
-    text = format_plan(config, notes)
-    assert "SECRET123" not in text
-    says(text, "api_key: '***'", "n: 7")
+def test_time_limits_by_stage() -> None:
+    stages = "trainer.stage_timeout_s"
+    limits = time_limits(load("trainer.worker_timeout_s=100", f"{stages}.generate=7", f"{stages}.update=null"))
+    assert [limits.of(stage) for stage in ("generate", "update", "start")] == [7.0, 100.0, 900.0]
 
 
-def test_summary_is_short_and_keeps_the_notes():
-    config, notes = load(f"{ACTOR}.kl_loss_type=k1")
-    text = format_summary(config, notes)
-    assert len(text.splitlines()) == 10
-    says(text, "32 prompts * n=8 = 256 sequences", "1 optimizer step", "2 actor", "1 rollout", "1 ref", "CPU")
-    says(text, "actor_rollout_ref.actor.kl_loss_type=k1")
+@pytest.mark.deep
+@pytest.mark.ray
+def test_a_real_engine_validates_as_val_kwargs_say(rollouts: WorkerGroup) -> None:
+    def validated(*options: str) -> list[list[int]]:
+        validation = planned(*(f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in options)).val_sampling
+        return tokens(generate(rollouts, 0, PROMPTS, replace(validation, max_tokens=20)))
+
+    greedy = validated()
+    assert len(greedy) == len(PROMPTS)
+    twice = [row for row in greedy for _ in range(2)]
+    sampled = ("do_sample=true", "n=2", "temperature=1.5")
+    assert validated(*sampled, "top_k=1") == validated(*sampled, "top_p=1e-6") == twice
+    assert validated(*sampled) != twice
+    assert validated("temperature=1.5") == greedy, "without do_sample"
 
 
-def test_sizes_of_hub_models(tmp_path, monkeypatch):
-    """From the hub's cache if it is there, else from known_models.json; nothing is downloaded."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    assert model_config_at_hand("Qwen/Qwen3-8B") == QWEN3_8B
-    assert model_config_at_hand("/models/Qwen3-8B") == QWEN3_8B
-    assert model_config_at_hand("someone/something") is None
-    snapshot = tmp_path / "hub/models--someone--something/snapshots/abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    assert model_config_at_hand("someone/something") == SMOLLM2_135M
+def test_the_scale_of_seq_mean_token_sum_norm_is_the_longest_response() -> None:
+    assert planned().objective.actor.loss_scale_factor == 64
+    assert planned(f"{ACTOR}.loss_scale_factor=100").objective.actor.loss_scale_factor == 100
 
 
-@pytest.mark.parametrize(("alpha", "held"), [(0.1, 4), (1.0, 2)])
-def test_a_reference_that_moves_by_shares_is_held_in_fp32(alpha, held):
-    ref = "actor_rollout_ref.ref"
-    config, _ = load(f"{ref}.fsdp_config.dtype=bf16", f"{ref}.ref_model_sync_steps=2",
-                     f"{ref}.ref_model_mixup_alpha={alpha}", "cluster.ref_world_size=2")  # fmt: skip
-    memory = next(role for role in memory_estimate(config, QWEN3_8B) if role.role == "ref")
-    count = model_shape(QWEN3_8B).num_parameters
-    assert dict(memory.parts)["weights"] == pytest.approx(count * held / 2 / GIB)
+def test_options_of_the_loss_arrive() -> None:
+    options = planned(f"{ACTOR}.tau_pos=2", f"{ACTOR}.policy_loss.dro_beta=0.5").objective.options
+    assert (options["tau_pos"], options["dro_beta"], options["clip_ratio"], options["clip_ratio_low"]) == (
+        2,
+        0.5,
+        0.2,
+        None,
+    )
 
 
-# --- of commands that train one model -----------------------------------------------------------------------------
-MEMORY = "memory per process (estimate)"
+def test_options_of_the_targets_arrive() -> None:
+    targets = planned(
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_reward_keys=[format,acc]",
+        "algorithm.gdpo_reward_weights=[1,0.5]",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2",
+        "algorithm.mask_truncated_responses=true",
+    ).targets
+    assert targets.options["gdpo_reward_keys"] == ("format", "acc")
+    assert targets.options["gdpo_reward_weights"] == (1.0, 0.5)
+    assert targets.kl_penalty is None
+    assert planned("algorithm.use_kl_in_reward=true").targets.kl_penalty == "kl"
+    assert targets.rollout_correction["rollout_rs"] == "token_k1"
+    assert targets.mask_truncated
 
 
-def supervised_plan(*overrides):
-    return format_plan(*load_command([*overrides], REWARD_MODEL))
+@pytest.mark.parametrize(
+    ("overrides", "loss_mode", "corrects"),
+    [
+        ((), "vanilla", False),
+        (("bypass_mode=true",), "vanilla", False),
+        (("bypass_mode=true", "rollout_rs=token_k1", "rollout_rs_threshold=2"), "vanilla", True),
+        (("bypass_mode=true", "loss_type=reinforce", "rollout_is=token"), "gpg", True),
+    ],
+)
+def test_bypass_mode_corrects_in_the_objective(overrides: tuple, loss_mode: str, corrects: bool) -> None:
+    plan = planned(*(f"algorithm.rollout_correction.{override}" for override in overrides))
+    objective = plan.objective
+    assert (objective.actor.policy_loss.loss_mode, objective.correction is not None, objective.weighted) == (
+        loss_mode,
+        corrects,
+        False,
+    )
 
 
-def row(text: str, block: str, label: str) -> str:
-    """A line of a block of the plan, without its label."""
-    _, _, rest = text.partition(f"\n{block}\n")
-    (line,) = (line for line in rest.partition("\n\n")[0].splitlines() if line.strip().startswith(f"{label}  "))
-    return line.strip().removeprefix(label).strip()
+def test_masks_by_advantage_arrive() -> None:
+    """M2PO's needs the old log-probs before the update, the other one the sampler's during it."""
+    key = "algorithm.rollout_correction"
+    plain = planned()
+    assert (plain.config.on_policy, plain.targets.m2_threshold) == (True, None)
+    assert plain.objective.off_policy_threshold is None
+    bounded = planned(f"{key}.m2_threshold=0.04")
+    targets, objective = bounded.targets, bounded.objective
+    assert (bounded.config.needs_old_log_probs, targets.m2_threshold, objective.weighted) == (True, 0.04, True)
+    assert "rollout_is_weights" in objective.columns
+    for mode in ("false", "true"):
+        masked = planned(f"{key}.off_policy_mask_threshold=0.5", f"{key}.bypass_mode={mode}").objective
+        assert (masked.off_policy_threshold, masked.weighted) == (0.5, False)
+        assert "rollout_log_probs" in masked.columns
+    assert "m2_threshold" not in targets.rollout_correction
 
 
-def test_a_run_that_trains_one_model():
-    text = supervised_plan()
-    says(row(text, "run", "algorithm"), "reward_model", "lr 0.001")
-    assert row(text, "run", "model") == "builtin:tiny-qwen3"
-    says(row(text, "run", "train data"), "builtin:arithmetic_pairs/train")
-    assert row(text, "run", "length") == "1 epoch"
-    assert row(text, "run", "logs") == "jsonl, console, tensorboard"
-    assert row(text, "batch", "rows per training step") == "64"
-    says(row(text, "batch", "passes of a reward_model rank"), 128, 64)
-    says(row(text, "placement", "reward_model"), "2 ranks", "weights fp32", "compute fp32")
-    says(row(text, MEMORY, "reward_model"), "weights", "gradients", "optimizer", "GiB")
-    says(row(text, MEMORY, "reward_model, CPU memory"), "GiB")
-    summary = format_summary(*load_command([], REWARD_MODEL))
-    says(summary, "64 rows", 128, 64, "2 reward_model", "CPU")
-    assert len(summary.splitlines()) < 12
-
-
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_the_printed_config_is_the_whole_config(command):
-    config, notes = load_command(["trainer.seed=5"], command)
-    printed = format_plan(config, notes).split("\n\n")[0].partition("\n")[2]
-    assert command.schema.model_validate(yaml.safe_load(printed)) == config
-
-
-def test_steps_tokens_and_gpus_of_one_model():
-    more = ("trainer.total_training_steps=7", "data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=32768")
-    text = supervised_plan("model.path=Qwen/Qwen3-0.6B", "trainer.n_gpus_per_node=8", "data.val_files=null", *more)
-    says(row(text, "run", "algorithm"), "lr 1e-05")
-    assert row(text, "run", "length") == "7 training steps"
-    says(row(text, "placement", "reward_model"), "8 ranks", "weights fp32", "compute bf16")
-    says(row(text, "placement", "GPUs"), "8 of 8")
-    says(row(text, "batch", "passes of a reward_model rank"), "32,768")
-    assert row(text, "run", "validation data") == "none"
-
-
-def test_sizes_of_one_model_that_are_not_known_are_not_guessed(monkeypatch):
-    monkeypatch.setattr("grpo_dist.plan.plan.model_config_at_hand", lambda path: None)
-    says(row(supervised_plan("model.path=some/model"), MEMORY, "all roles"), "unknown", "config.json")
-
-
-def test_notes_are_shown_in_the_plan_and_in_the_summary():
-    config, notes = load_command(["trainer.resume_from_path=x"], REWARD_MODEL)
-    assert len(notes) == 1
-    assert notes[0] in format_plan(config, notes)
-    summary = format_summary(config, notes)
-    assert f"note: {notes[0]}" in summary
-    assert "resolved config" not in summary
-
-
-def test_validation_alone_holds_weights_alone():
-    text = row(supervised_plan("trainer.val_only=true"), MEMORY, "reward_model")
-    says(text, "weights", "GiB")
-    assert "optimizer" not in text
+def test_a_batch_of_one_optimizer_step_is_corrected_in_the_objective() -> None:
+    stale = planned("trainer.max_staleness=1", f"{ACTOR}.use_kl_loss=false").objective
+    assert stale.correction == {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+    }
+    assert stale.columns == ("advantages", "rollout_log_probs")
+    several = planned("trainer.max_staleness=1", f"{ACTOR}.ppo_epochs=2").objective
+    assert (several.correction, several.weighted) == (None, True)

@@ -24,8 +24,6 @@ def test_code_that_a_row_names_is_there(row: Role) -> None:
     worker, group = load_attribute(row.worker, key="worker"), load_attribute(row.group, key="group")
     assert inspect.isclass(worker)
     assert inspect.isclass(group)
-    if row.settings:
-        assert callable(load_attribute(row.settings, key="settings"))
 
 
 @pytest.mark.parametrize("command", [GRPO, SFT, REWARD_MODEL], ids=lambda command: command.name)

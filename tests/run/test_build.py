@@ -14,7 +14,7 @@ import pytest
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.base import Footprint
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.run.build import on_gpus_of, start_roles
@@ -22,9 +22,7 @@ from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address
-from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.settings import engine_settings
-from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.trainer.trainer import Controllers, GRPOTrainer
 from grpo_dist.workers.roles import Roles
 
 TAKEN = Footprint(27.5, 20.25)
@@ -74,7 +72,7 @@ def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], f
     config, _ = load_config([*overrides, *scorer, "recipe=ppo"])
     log: list[str] = []
     roles = spawned(config, lambda role: Noted(role, log))
-    start_roles(config, roles, num_steps=1)
+    start_roles(make_plan(config, 1), roles)
     assert log[: len(first)] == first
     together = ["actor", "critic", "ref", "reward", "reward_model"]
     assert sorted(log[len(first) : len(first) + 5]) == together, "these start together"
@@ -101,7 +99,7 @@ def test_a_teacher_is_found_by_its_own_key_and_brings_its_output_layer(kl: str, 
             "trainer.nnodes=2",
         ]
     )
-    start_roles(config, spawned(config, lambda role: Asked(role, [])), num_steps=1)
+    start_roles(make_plan(config, 1), spawned(config, lambda role: Asked(role, [])))
     keys = {role: args[1] for role, method, args in log if method == "find_model"}
     assert keys.pop("ref") == teacher
     assert set(keys.values()) == {"actor_rollout_ref.model.path"}
@@ -144,6 +142,6 @@ def test_engines_that_share_gpus_are_told_those_of_as_many_actor_ranks() -> None
     """Two engines of two processes on four GPUs, two on each machine."""
     sizes = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
     config, _ = load_config(["cluster=multi_node", "trainer.nnodes=2", "cluster.colocate=all", *sizes])
-    engines = [engine_settings(config, placement(config), index) for index in range(2)]
+    engines = [make_plan(config).engine(index) for index in range(2)]
     actor = [Address("host", f"10.0.0.{node}", 1, "node", (gpu,)) for node in (1, 2) for gpu in ("1", "GPU-ab")]
     assert [each.gpus for each in on_gpus_of(engines, actor)] == [("1", "GPU-ab"), ("1", "GPU-ab")]

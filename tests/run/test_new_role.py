@@ -19,17 +19,18 @@ from grpo_dist.config.command import CONFIG_DIR
 from grpo_dist.config.field_types import Processes, Section
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.settings import RankSettings
 from grpo_dist.plan import roles
 from grpo_dist.plan.commands import GRPO
-from grpo_dist.plan.plan import format_plan, format_summary
-from grpo_dist.plan.role_models import Model
+from grpo_dist.plan.plan import make_plan
+from grpo_dist.plan.role_models import Model, reference_passes, reference_ranks
 from grpo_dist.plan.roles import ROLES, ModelPass, Role
+from grpo_dist.plan.text import format_plan, format_summary
 from grpo_dist.protocol.fields import FIELDS, Field
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.settings import reference_settings
-from grpo_dist.workers.gang import PolicySettings, PolicyWorker
+from grpo_dist.workers.gang import PolicyWorker
 from tests.messages import says
 from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -64,8 +65,8 @@ def model(config: RunConfig) -> Model:
     return Model("echo", POLICY_KEY, config.actor_rollout_ref.model.path, "fp32", "fp32", built=False)
 
 
-def echo_settings(*args: Any, **ranks: Any) -> PolicySettings:
-    return replace(reference_settings(*args, **ranks), columns=(COLUMN,))
+def echo_ranks(*args: Any, **ranks: Any) -> RankSettings:
+    return replace(reference_ranks(*args, **ranks), columns=(COLUMN,))
 
 
 ECHO = Role(
@@ -76,9 +77,10 @@ ECHO = Role(
     section="echo",
     size_key="echo.world_size",
     fsdp="actor_rollout_ref.ref.fsdp_config",
-    settings=f"{__name__}:echo_settings",
+    ranks=echo_ranks,
     model=model,
     shares=("actor_ref", "all"),
+    passes=reference_passes,
 )
 PASS = ModelPass("echo", "echo", "echo_log_prob", adds=(COLUMN,), present=ECHO.present)
 
@@ -99,9 +101,9 @@ class EchoWorker(PolicyWorker):  # in its process the table of columns has the r
 TOLD_IN: dict[str, Any] = {
     "config/grpo.yaml": YAML,
     "config/schema.py": EchoRunConfig,
+    "plan/role_models.py": echo_ranks,
     "plan/roles.py": (ECHO, PASS),
     "protocol/fields.py": FIELD,
-    "trainer/settings.py": echo_settings,
 }
 
 
@@ -142,10 +144,11 @@ def test_it_has_its_place_in_plan_and_checks(command: Any) -> None:
 def test_its_column_its_time_and_its_idle_share_arrive(command: Any, local_ray: None, tmp_path: Path) -> None:
     config, _ = load_command([*SMALL, f"trainer.default_local_dir={tmp_path}/run"], command)
     batches: list[DataProtoRef] = []
+    plan = make_plan(config, 2)
     with ExitStack() as stack:
-        groups = spawn_roles(config, stack)
-        start_roles(config, groups, 2)
-        trainer = recorded_trainer(config, groups, load_run_prompts(config, policy_folder(config))[0], 2)
+        groups = spawn_roles(plan, stack)
+        start_roles(plan, groups)
+        trainer = recorded_trainer(plan, groups, load_run_prompts(config, policy_folder(config))[0])
         measure = trainer.measure
 
         def keep(batch: DataProtoRef) -> None:

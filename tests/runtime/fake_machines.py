@@ -19,14 +19,14 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table
 
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.placement import placement, slots, slots_of
+from grpo_dist.plan.placement import slots, slots_of
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.run.build import on_gpus_of
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import Nodes, RestartBudget
 from grpo_dist.runtime.process import Process
 from grpo_dist.runtime.resources import Bundle, nodes_in_order, release, reserve
-from grpo_dist.trainer.settings import engine_settings
 
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
@@ -97,14 +97,15 @@ def lose(cluster: Cluster, bundles: dict[str, list[Bundle]]) -> dict[str, Any]:
 def gpus(overrides: list[str]) -> dict[str, list[list[str]]]:
     """By role and rank, the GPUs that a process has or shares; of engines those that they are told to use."""
     config, _ = load_config(["cluster=node8", "model=qwen3_8b", *overrides])
-    place = placement(config)
+    plan = make_plan(config)
+    place = plan.place
     groups, bundles = reserve(slots(config))
     found = {}
     for role in [role for role, size in place.world_sizes.items() if size]:
         args: list[tuple[Any, ...]] = [()] * len(bundles[role])
         workers = WorkerGroup.spawn(role, Process, bundles[role], args=args, limits=TimeLimits(LIMIT_S))
         found[role] = run(workers.call_home())
-    engines = [engine_settings(config, place, index) for index in range(place.num_engines)]
+    engines = [plan.engine(index) for index in range(place.num_engines)]
     engines = on_gpus_of(engines, found["actor"]) if place.shares_gpu else []
     release(groups)
     told = {"told": [list(each.gpus) for each in engines]} if engines else {}

@@ -18,8 +18,8 @@ import ray
 from ray._private.utils import check_version_info
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.runtime import connection
-from grpo_dist.runtime.connection import connect, end_with_ray, kill_ray, watching
+from grpo_dist.runtime import nodes
+from grpo_dist.runtime.nodes import connect, end_with_ray, kill_ray, watching
 from tests.messages import refuses, says
 from tests.observed import assert_gone
 from tests.processes import is_loopback
@@ -32,7 +32,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.runtime.cluster import prepare
 
 address = prepare(None)
-from grpo_dist.runtime.connection import connect
+from grpo_dist.runtime.nodes import connect
 
 said = connect(address, 1)
 import psutil, ray
@@ -121,8 +121,8 @@ def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
 def test_what_is_not_this_users_own_folder_is_refused(ray_folder: Path, what: str) -> None:
     """Somebody else may have put it there, before the first run or since."""
     place = ray_folder / f"ray-{os.geteuid()}"
-    assert connection._private_folder().parent == place
-    assert connection._private_folder().parent == place, "of several runs"
+    assert nodes._private_folder().parent == place
+    assert nodes._private_folder().parent == place, "of several runs"
     place.rmdir()
     if what == "file":
         place.touch()
@@ -133,21 +133,21 @@ def test_what_is_not_this_users_own_folder_is_refused(ray_folder: Path, what: st
         place.mkdir()
         place.chmod(0o777)
     with refuses(ConfigError, place, "RAY_TMPDIR", f"chmod 700 {place}"):
-        connection._private_folder()
+        nodes._private_folder()
 
 
 def test_a_place_that_takes_no_folder_is_named(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (ray_folder / "file").touch()
     monkeypatch.setenv("RAY_TMPDIR", str(ray_folder / "file"))
     with refuses(ConfigError, ray_folder / "file", "RAY_TMPDIR"):
-        connection._private_folder()
+        nodes._private_folder()
 
 
 def test_another_users_folder_is_refused(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (ray_folder / "ray-4294967294").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 4294967294)
     with refuses(ConfigError, ray_folder / "ray-4294967294"):
-        connection._private_folder()
+        nodes._private_folder()
 
 
 # --- its loss -----------------------------------------------------------------------------------------------------
@@ -168,9 +168,9 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Service]]:
     """Two that answer, until they are closed or hang."""
     servers = {name: Service() for name in ("gcs_server", "raylet")}
     addresses = {name: each.place for name, each in servers.items()}
-    monkeypatch.setattr(connection, "ray_places", lambda: addresses)
-    monkeypatch.setattr(connection, "PERIOD_S", 0.01)
-    monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(nodes, "ray_places", lambda: addresses)
+    monkeypatch.setattr(nodes, "PERIOD_S", 0.01)
+    monkeypatch.setattr(nodes, "ANSWER_TIMEOUT_S", 0.1)
     yield servers
     for server in servers.values():
         with contextlib.suppress(OSError):  # closed before
@@ -195,13 +195,13 @@ def test_one_check_that_fails_is_no_loss(places: dict[str, Service], monkeypatch
     enough, told = threading.Event(), Told()
 
     def answers(place: object, timeout_s: float) -> bool:
-        checks.append(len(checks) % connection.FAILED_CHECKS == 0)
-        if len(checks) > 10 * connection.FAILED_CHECKS:
+        checks.append(len(checks) % nodes.FAILED_CHECKS == 0)
+        if len(checks) > 10 * nodes.FAILED_CHECKS:
             enough.set()
         return checks[-1]
 
-    monkeypatch.setattr(connection, "ray_places", lambda: {"gcs_server": ("127.0.0.1", 1)})
-    monkeypatch.setattr(connection, "answers", answers)
+    monkeypatch.setattr(nodes, "ray_places", lambda: {"gcs_server": ("127.0.0.1", 1)})
+    monkeypatch.setattr(nodes, "answers", answers)
     with watching(told):
         assert enough.wait(30)
     assert told.lost == []
@@ -220,8 +220,8 @@ def test_a_worker_ends_with_the_control_service_and_the_tests_own_process_does_n
     context = SimpleNamespace(gcs_address="{}:{}".format(*gcs), worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(connection, "WORKER_PERIOD_S", 0.01)
-    monkeypatch.setattr(connection, "os", SimpleNamespace(_exit=leave))
+    monkeypatch.setattr(nodes, "WORKER_PERIOD_S", 0.01)
+    monkeypatch.setattr(nodes, "os", SimpleNamespace(_exit=leave))
     watches = threading.active_count()
     end_with_ray()
     assert threading.active_count() == watches

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import ConfigError, WorkerError, WorkerLost
-from grpo_dist.runtime import node_questions
+from grpo_dist.runtime import process
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.runtime.node_questions import (
+from grpo_dist.runtime.process import (
     LOST,
+    Process,
     ask_nodes,
     check_shared,
     folder_problem,
     process_states,
 )
-from grpo_dist.runtime.process import Process
 from grpo_dist.supervisor import process_state
 from tests.messages import refuses, says
 from tests.processes import spawned
@@ -118,8 +118,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.extend(node for node, _ in asked)
         return [{"id2": "does not see it", "id3": "cannot write into it", "id4": None}.get(node, "") for node in found]
 
-    monkeypatch.setattr(node_questions, "nodes_in_order", lambda: NODES)
-    monkeypatch.setattr(node_questions, "ask_nodes", ask)
+    monkeypatch.setattr(process, "nodes_in_order", lambda: NODES)
+    monkeypatch.setattr(process, "ask_nodes", ask)
     return found
 
 

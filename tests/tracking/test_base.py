@@ -203,7 +203,7 @@ def test_steps_come_in_order_and_only_other_metrics_of_the_last_one_come_later()
 def test_trackers_not_asked_for_are_not_imported(tmp_path):
     code = (
         "import sys, pathlib\n"
-        "from grpo_dist.tracking import console, summary\n"
+        "from grpo_dist.tracking import summary\n"
         "from grpo_dist.tracking.base import RunInfo, build_trackers\n"
         "run = dict(project_name='p', experiment_name='e', config={}, resumed_step=None)\n"
         "build_trackers(['console'], RunInfo(run_dir=pathlib.Path(sys.argv[1]), **run)).close()\n"

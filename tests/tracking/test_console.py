@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_dist.tracking import console
-from grpo_dist.tracking.console import Progress, format_line
+from grpo_dist.tracking import summary
+from grpo_dist.tracking.summary import Progress, format_line
 
 METRICS = {
     "critic/score/mean": 0.41,
@@ -38,7 +38,7 @@ def real_terminal(monkeypatch):
 def clock(monkeypatch):
     """10 s pass from one look to the next."""
     looks = itertools.count(step=10.0)
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+    monkeypatch.setattr(summary, "time", SimpleNamespace(monotonic=lambda: next(looks)))
 
 
 def test_pipe_gets_one_line_per_step():

@@ -1,4 +1,4 @@
-from grpo_dist.tracking.samples import as_html, as_markdown, format_samples
+from grpo_dist.tracking.base import as_html, as_markdown, format_samples
 
 SAMPLE = {"step": 0, "uid": "val-7", "input": "1+1=?", "output": "#### 2", "gts": "2", "score": 1.0}
 

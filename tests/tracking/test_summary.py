@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.terminal import as_typed
 from grpo_dist.tracking.summary import format_seconds, format_summary, sparkline, who_waited
 from tests.messages import says
@@ -182,7 +183,7 @@ def test_it_says_which_role_waited(tmp_path):
     idle = {"perf/idle/actor": 0.5, "perf/idle/rollout": 0.25}
     history = [row(step, 0.3, **idle) for step in (1, 2, 3)]
     config, _ = load_config([])
-    assert "from step 3 on" in summary(history, tmp_path, job=config)
+    assert "from step 3 on" in summary(history, tmp_path, job=make_plan(config))
     assert "idle" not in summary(history, tmp_path), "a job of one role"
 
 
@@ -200,7 +201,7 @@ def steps(*, count: int = 4, **idle: float) -> list[dict[str, float]]:
 
 
 def sentence(rows: list[dict[str, float]], *overrides: str) -> str:
-    return who_waited(rows, load_config(list(overrides))[0])
+    return who_waited(rows, make_plan(load_config(list(overrides))[0]))
 
 
 @pytest.mark.parametrize(

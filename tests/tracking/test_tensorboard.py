@@ -3,8 +3,7 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo_dist.tracking.base import RunInfo
-from grpo_dist.tracking.samples import as_markdown
+from grpo_dist.tracking.base import RunInfo, as_markdown
 from grpo_dist.tracking.tensorboard import TensorBoardTracker
 from tests.tracking.test_samples import SAMPLE
 

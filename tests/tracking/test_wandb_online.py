@@ -13,8 +13,7 @@ import pytest
 import wandb
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, check_trackers
-from grpo_dist.tracking.samples import SAMPLES
+from grpo_dist.tracking.base import SAMPLES, RunInfo, Trackers, build_trackers, check_trackers
 from tests.chaos.driver import Fault
 from tests.chaos.runs import train
 from tests.messages import refuses, says

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import (
     CONFIG,
@@ -20,7 +21,7 @@ from grpo_dist.trainer.checkpoint.folder import (
     publish_checkpoint,
 )
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, write_manifest
-from grpo_dist.trainer.model_usage import exported_usage
+from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import EXPORTED, make_run_dir, write_config
 
 
@@ -52,7 +53,7 @@ def finished_run(config: JobConfig, step: int, metrics: Mapping[str, float] | No
 def exported_model(model: Path, config: JobConfig, step: int, checkpoint: Path | None) -> None:
     """The built-in model's files, as what a run in the folder beside exports at its end."""
     shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), model)
-    exported_usage(config, step, config.export_dtype, checkpoint, model.parent).write(model)
+    exported_usage(make_plan(config), step, config.export_dtype, checkpoint, model.parent).write(model)
 
 
 def save(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
-from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.settings import reward_settings
+from grpo_dist.trainer.run_prompts import load_run_prompts, template_kwargs
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.actor import ActorGroup
 from grpo_dist.workers.gang import TrainedGroup
@@ -17,6 +17,7 @@ from grpo_dist.workers.reference import ReferenceGroup
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.rollout import RolloutGroup
+from grpo_dist.workers.scorer import RewardSettings
 from tests.models import policy_folder
 from tests.trainer.recorded import recorded_trainer
 
@@ -51,7 +52,8 @@ def make_trainer(
     )
     restarts = RestartBudget(config.trainer.max_worker_restarts)
     pool = RewardPool(groups["reward"], restarts)
-    run(pool.start([reward_settings(config)]))
+    plan = make_plan(config, 3)
+    run(pool.start([RewardSettings.of(plan, template_kwargs(config))]))
     groups["rollout"].call_all("test", "set_length", length)
     groups["actor"].call_all("test", "forget")
     ref = ReferenceGroup(groups["ref"], restarts)
@@ -61,4 +63,4 @@ def make_trainer(
         groups["critic"].call_all("test", "forget")
         roles.groups["critic"] = TrainedGroup(groups["critic"])
     prompts, _ = load_run_prompts(config, policy_folder(config))
-    return recorded_trainer(config, roles, prompts, 3)
+    return recorded_trainer(plan, roles, prompts)

@@ -18,7 +18,7 @@ from grpo_dist.errors import AgentError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
 from grpo_dist.runtime.event_loop import blocking
-from grpo_dist.trainer.checkpoint.finished_groups import Group
+from grpo_dist.trainer.checkpoint.saver import Group
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.workers.rollout import GroupRequest

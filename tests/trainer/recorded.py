@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.plan.plan import Plan
 from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import Tracker, Trackers
-from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.tracking.summary import Progress
+from grpo_dist.trainer.checkpoint.saver import find_resumed
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
@@ -29,11 +30,11 @@ class Rows(Tracker):
     def close(self) -> None: ...
 
 
-def recorded_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:
+def recorded_trainer(plan: Plan[RunConfig], roles: Roles, prompts: Prompts) -> GRPOTrainer:
     """A trainer that keeps its rows; it goes on from a checkpoint where the config says so."""
-    resumed = find_resumed(config, prompts.identity)
-    finished, trackers = restore_roles(config, roles, resumed), Trackers({"rows": Rows()}, resumed_step=None)
-    trainer = GRPOTrainer(config, roles, prompts, steps, trackers, Progress(steps, 0, None), Preemption())
+    resumed = find_resumed(plan.config, prompts.identity)
+    finished, trackers = restore_roles(plan, roles, resumed), Trackers({"rows": Rows()}, resumed_step=None)
+    trainer = GRPOTrainer(plan, roles, prompts, trackers, Progress(plan.steps, 0, None), Preemption())
     if resumed is not None:
         trainer.restore(resumed, finished)
     return trainer

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_dist.errors import AgentError
 from grpo_dist.runtime.event_loop import blocking, run
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
+from grpo_dist.trainer.checkpoint.saver import FinishedGroups
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from tests.trainer.instant_pump import (

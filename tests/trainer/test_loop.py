@@ -8,7 +8,7 @@ import pytest
 from grpo_dist.errors import BatchError, RewardError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
-from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.summary import Progress
 from grpo_dist.trainer.loop import mini_batches, stage
 from tests.messages import refuses, says
 

@@ -16,7 +16,7 @@ import pytest
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo, build_trackers
 from grpo_dist.tracking.metric_names import DistinctNames
-from grpo_dist.trainer.prometheus import gauge_name
+from grpo_dist.trainer.record import gauge_name
 from tests.messages import refuses
 from tests.trainer.metrics_page import PAGE, documented_names
 

@@ -19,7 +19,7 @@ from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError, DiskError, GrpoDistError
 from grpo_dist.plan.commands import REWARD_MODEL
 from grpo_dist.tracking.jsonl import read_metrics
-from grpo_dist.trainer.checkpoint.resume import Resumed
+from grpo_dist.trainer.checkpoint.saver import Resumed
 from grpo_dist.trainer.record import (
     FILE_NAME,
     RESOLVED_CONFIG,

@@ -18,21 +18,22 @@ from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.checkpoint.folder import read_state
-from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.trainer.checkpoint.saver import find_resumed
 from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.actor import ActorGroup
 from grpo_dist.workers.reward import RewardPool, RewardWorker
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.rollout import RolloutGroup, group_batch
+from grpo_dist.workers.scorer import RewardSettings
 from tests.messages import says
 from tests.models import policy_folder
 from tests.processes import spawned
@@ -116,14 +117,15 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
     )
     restarts = RestartBudget(config.trainer.max_worker_restarts)
     pool = RewardPool(groups["reward"], restarts)
-    run(pool.start([reward_settings(config)]))
+    plan = make_plan(config, STEPS)
+    run(pool.start([RewardSettings.of(plan, {})]))
     for role in ("actor", "rollout"):
         groups[role].call_all("test", "set_seconds", seconds)
     groups["actor"].call_all("test", "forget")
     rollout = RolloutGroup(groups["rollout"], restarts)
     prompts, _ = load_run_prompts(config, policy_folder(config))
     roles = Roles({"actor": ActorGroup(groups["actor"]), "rollout": rollout, "reward": pool}, restarts)
-    return recorded_trainer(config, roles, prompts, STEPS)
+    return recorded_trainer(plan, roles, prompts)
 
 
 def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:

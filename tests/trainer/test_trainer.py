@@ -452,7 +452,7 @@ class TextTracker(Tracker):
 
 
 def test_greedy_validation_needs_no_seed(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    sampling = make_trainer(tmp_path, groups).val_sampling
+    sampling = make_trainer(tmp_path, groups).plan.val_sampling
     assert (sampling.n, sampling.temperature, sampling.seed) == (1, 0.0, None)
 
 

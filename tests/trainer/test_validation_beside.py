@@ -216,7 +216,7 @@ def test_a_checkpoint_that_is_judged_by_it_has_its_figures(groups: dict, tmp_pat
 def test_before_engines_sleep_it_is_waited_for(groups: dict, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, *BESIDE)
     assert not trainer.validation.comes_first
-    trainer.validation.place = dataclasses.replace(trainer.place, colocate="all")
+    trainer.validation.place = dataclasses.replace(trainer.plan.place, colocate="all")
     assert trainer.validation.comes_first is trainer.config.actor_rollout_ref.rollout.free_cache_engine
     trainer.config.actor_rollout_ref.rollout.__dict__["free_cache_engine"] = True
     assert trainer.validation.comes_first

@@ -11,11 +11,10 @@ import pytest
 import ray
 
 from grpo_dist.assets.model_folder import Usage, read_usage
-from grpo_dist.engines.settings import PassLimits
+from grpo_dist.engines.settings import PassLimits, RankSettings
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.actor import ActorGroup, ActorWorker
-from grpo_dist.workers.gang import PolicySettings
 from tests.engines.fakes import LOG_PROB, FakeTrainEngine
 from tests.models import objective, random_batch
 from tests.processes import spawned
@@ -24,7 +23,7 @@ from tests.worker_settings import lora, model_settings, policy_settings
 pytestmark = pytest.mark.ray
 
 
-def actor_settings(path: str, **changes: Any) -> PolicySettings:
+def actor_settings(path: str, **changes: Any) -> RankSettings:
     """An actor with LoRA, which is its own reference."""
     own = {"update": PassLimits("actor_rollout_ref.actor.ppo_", 4), "reference_columns": ("ref_log_probs",)}
     return policy_settings(**{"model": model_settings(path, lora=lora())} | own | changes)

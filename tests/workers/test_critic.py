@@ -12,13 +12,10 @@ import pytest
 import torch
 
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.trainer.loss_settings import value_settings
-from grpo_dist.trainer.settings import rank_settings
 from grpo_dist.workers.gang import TrainedGroup, TrainedWorker
 from tests.models import random_batch
 from tests.processes import spawned
@@ -44,7 +41,7 @@ def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str
     """On one rank with passes of 16 sequences, on two ranks with passes of 3, and on two that split these."""
     path = f"critic.model.path={random_models['tied']}"
     config, _ = load_config(["recipe=ppo", path, "critic.optim.lr=1e-3"])
-    plain = rank_settings(config, ROLES["critic"], placement(config), STEPS)
+    plain = make_plan(config, STEPS).ranks("critic")
     with ExitStack() as stack:
         groups = {}
         for name, ranks, size in (("one", 1, 16), ("two", 2, 3), ("split", 2, 3)):
@@ -77,7 +74,9 @@ def trained(critic: TrainedGroup, steps: range) -> Trained:
     for step in steps:
         with_values = batch.union(run(critic.compute_log_probs("values", batch)))
         found.values.append(with_values.fetch(("values",))["values"].values.numpy())
-        updated, metrics = run(critic.update(with_returns(with_values), MINI_BATCHES, value_settings(config), step + 1))
+        updated, metrics = run(
+            critic.update(with_returns(with_values), MINI_BATCHES, make_plan(config).value_objective, step + 1)
+        )
         assert "old_log_probs" not in updated.columns
         found.metrics.append(metric_values(metrics))
     return found

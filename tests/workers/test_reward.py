@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label

@@ -15,14 +15,14 @@ import transformers
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_models import RewardModelConfig
 from grpo_dist.data.step_tokens import StepForm, step_tokens
-from grpo_dist.engines.settings import PassLimits
+from grpo_dist.engines.settings import PassLimits, RewardModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.workers.reward_model import RewardModelGroup, RewardModelSettings, RewardModelWorker, scored_rows
+from grpo_dist.workers.reward_model import RewardModelGroup, RewardModelWorker, scored_rows
 from tests.messages import says
 from tests.models import builtin_reward_model
 from tests.processes import spawned
@@ -183,7 +183,7 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
     path, log_odds = judge_of(tmp_path, kind)
     of_tokens = kind == "next token"
     judging = {"bad": "1", "good": "2"} if of_tokens else {}
-    process = section().process.replaced(**judging)
+    process = section().process.replaced(enable=True, step_tag=" *\n" if of_tokens else None, **judging)
     form = StepForm(token=" *\n" if of_tokens else None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     expected = []
@@ -195,7 +195,7 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
                 odds = log_odds(torch.tensor(ids).long()[None])
             expected.append((torch.sigmoid(odds[torch.tensor(ends)]).tolist(), len(steps)))
     assert np.ptp([score for scores, _ in expected for score in scores]) > 0.01, "they differ"
-    changed = replace(settings(path), steps=form, section=section(process=process))
+    changed = replace(settings(path), step_separator="\n", section=section(process=process))
     (found,) = run_ranks(1, scores, changed, steps_batch())
     for given, score, (wanted, count) in zip(found["rm_step_scores"], found["rm_score"], expected, strict=True):
         assert given == pytest.approx(wanted[:count], abs=1e-5)
@@ -208,7 +208,9 @@ def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_pa
     path, _ = judge_of(tmp_path, "one output")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     _, _, ends = step_tokens(tokenizer, MESSAGES["b"], ["10 + 20", "+ 30", "= 60"], StepForm(), None)
-    changed = replace(settings(path), steps=StepForm(), section=section(max_length=int(ends[1]) + 1))
+    process = section().process.replaced(enable=True)
+    longest = section(process=process, max_length=int(ends[1]) + 1)
+    changed = replace(settings(path), step_separator="\n", section=longest)
     (found,) = run_ranks(1, scores, changed, steps_batch())
     first, second, third = found["rm_step_scores"][3]
     assert first != second == third

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.advantage import STD_EPS
-from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.errors import BatchError, ConfigError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet

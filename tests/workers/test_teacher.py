@@ -14,14 +14,11 @@ import transformers
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import ROLES
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.protocol.sequences import TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.trainer.loss_settings import objective_settings
-from grpo_dist.trainer.settings import rank_settings
 from grpo_dist.workers.actor import ActorGroup, ActorWorker
 from grpo_dist.workers.gang import PolicyWorker
 from grpo_dist.workers.reference import ReferenceGroup
@@ -55,15 +52,15 @@ def overrides(policy: str, teacher: str, kl_loss_type: str) -> list[str]:
 def taught(local_ray: None, random_models: dict[str, str], teacher: str) -> Iterator[dict[str, Taught]]:
     """On one rank of each with passes of 16 sequences, and on two ranks of each with passes of 3."""
     config, _ = load_config(overrides(random_models["tied"], teacher, "full"))
-    place, found = placement(config), {}
+    plan, found = make_plan(config, STEPS), {}
     with ExitStack() as stack:
         for name, ranks, size in (("one", 1, 16), ("two", 2, 3)):
             args = [(rank, ranks) for rank in range(ranks)]
             actor = ActorGroup(stack.enter_context(spawned("actor", ActorWorker, args)))
             ref = ReferenceGroup(stack.enter_context(spawned("ref", PolicyWorker, args)))
             columns = ("ref_log_probs", "ref_hidden_states")
-            policy = changed_sizes(rank_settings(config, ROLES["actor"], place, STEPS), update=size)
-            reference = changed_sizes(rank_settings(config, ROLES["ref"], place, STEPS), columns=columns, forward=size)
+            policy = changed_sizes(plan.ranks("actor"), update=size)
+            reference = changed_sizes(plan.ranks("ref"), columns=columns, forward=size)
             start_together(actor.start(policy), ref.start(reference))
             run(actor.take_reference_head(ref))
             found[name] = actor, ref
@@ -121,7 +118,7 @@ def plain_kl(policy: str, teacher: str, name: str) -> float:
 def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
     taught: dict[str, Taught], random_models: dict[str, str], teacher: str, name: str, tmp_path: Path
 ) -> None:
-    objective = objective_settings(load_config(overrides(random_models["tied"], teacher, name))[0])
+    objective = make_plan(load_config(overrides(random_models["tied"], teacher, name))[0]).objective
     starts = {key: save(actor, tmp_path / key) for key, (actor, _) in taught.items()}
     one, two = (trained(groups, objective, range(STEPS)) for groups in taught.values())
     assert one[0]["actor/kl_loss"] == pytest.approx(plain_kl(random_models["tied"], teacher, name), rel=1e-4)
@@ -169,7 +166,7 @@ def test_each_row_has_its_own_teachers_log_probs(local_ray: None, random_models:
     config, _ = load_config(
         [*overrides(random_models["tied"], "x", "k2"), f"actor_rollout_ref.ref.model.path={{{named}}}"]
     )
-    settings = changed_sizes(rank_settings(config, ROLES["ref"], placement(config), STEPS), forward=3)
+    settings = changed_sizes(make_plan(config, STEPS).ranks("ref"), forward=3)
     assert [each.path for each in (settings.model, *settings.teachers)] == list(paths.values())
     batch = stored_batch()
     number = np.array([1, 0, 0, 1] + [0] * (ROWS - 4))

@@ -14,7 +14,7 @@ import ray
 import torch
 
 from grpo_dist.config.schema_roles import CheckpointEngineConfig
-from grpo_dist.engines.settings import GroupAddress
+from grpo_dist.engines.settings import GroupAddress, RankSettings
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
 from grpo_dist.runtime.call import Call
@@ -22,7 +22,7 @@ from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address
 from grpo_dist.workers.actor import ActorWorker
-from grpo_dist.workers.gang import Gang, PolicySettings
+from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
@@ -138,7 +138,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
         yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S, backend))
 
 
-def actor_settings(path: str) -> PolicySettings:
+def actor_settings(path: str) -> RankSettings:
     """Of a rank that sends its weights in several buckets."""
     return policy_settings(model_settings(path), weight_bucket_bytes=BUCKET_BYTES)
 

@@ -153,8 +153,8 @@ class ShardWriter:
 def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> None:
     """Read a checkpoint into a model, its optimizer and its schedule, on any number of ranks. Collective.
 
-    Learning rate, weight decay and betas stay those that the optimizer was built with, at the saved place in the
-    schedule. Random states are read only on as many ranks as there were, and only for a model that trains.
+    The optimizer's settings stay those that it was built with, at the saved place in the schedule. Random states
+    are read only on as many ranks as there were, and only for a model that trains.
 
     Raises:
         CheckpointError: the folder is not a readable checkpoint of this model.

@@ -391,7 +391,7 @@ def _sample_rows(data: DataProto) -> DataProto:
     """The beginnings of a few responses of the first prompts, and the longest sequence, whole."""
     if not len(data):
         return data
-    groups = group_rows(data["prompts"])
+    groups = group_rows(data)
     rows = np.concatenate([np.flatnonzero(groups == g)[:CHECKED_RESPONSES] for g in range(CHECKED_PROMPTS)])
     longest = int((data["prompts"].lengths + data["responses"].lengths).argmax())
     names = [name for name in columns_for(data.columns(), "forward", "router") if name != "uid"]

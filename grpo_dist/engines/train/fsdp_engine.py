@@ -362,7 +362,7 @@ class FSDPEngine:
         lengths = Lengths(empty, empty, empty)
         if len(data):
             prompts = data["prompts"]
-            groups = group_rows(prompts) if whole_groups is None else whole_groups
+            groups = group_rows(data) if whole_groups is None else whole_groups
             lengths = Lengths(groups, prompts.lengths.numpy(), response_tokens(data, self.forward.layout))
         return plan_micro_batches(
             lengths,

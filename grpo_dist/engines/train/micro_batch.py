@@ -63,7 +63,7 @@ def cut_into_pieces(data: DataProto, layout: str) -> list[list[Run]]:
     """
     prompts, responses = data["prompts"].lengths.tolist(), data["responses"].lengths.tolist()
     predecessors = data[PREDECESSORS].rows() if PREDECESSORS in data.batch else [None] * len(data)
-    groups = group_rows(data["prompts"]) if layout == "shared" else np.arange(len(data))
+    groups = group_rows(data) if layout == "shared" else np.arange(len(data))
     pieces: list[list[Run]] = []
     for group in np.unique(groups):
         rows = np.flatnonzero(groups == group).tolist()

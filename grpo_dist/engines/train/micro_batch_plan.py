@@ -15,11 +15,12 @@ from functools import cached_property
 
 import numpy as np
 
-from grpo_dist.protocol import Ragged
+from grpo_dist.protocol import DataProto
 
 # Pairs of tokens whose attention costs as much as one token in the linear layers: 6 * hidden_size, for a model of
 # hidden_size 2048. It weighs the balance only; results do not depend on it.
 ATTENTION_PAIRS = 12_288
+PROMPT_DIGEST = "prompt_digest"  # a column: (N,) object (str)
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,16 @@ class Lengths:
         return responses + responses * (prompts + responses / 2) / ATTENTION_PAIRS
 
 
-def group_rows(prompts: Ragged) -> np.ndarray:
-    """The group of each row: rows with equal prompts have equal numbers, from 0 in order of appearance."""
-    numbers: dict[bytes, int] = {}
-    return np.array([numbers.setdefault(row.numpy().tobytes(), len(numbers)) for row in prompts.rows()], dtype=np.int64)
+def group_rows(data: DataProto) -> np.ndarray:
+    """The group of each row: rows with equal prompts have equal numbers, from 0 in order of appearance.
+
+    Prompts are equal if their tokens are, and what belongs to these besides: rows that have some, such as media, carry
+    a digest of it.
+    """
+    digests = data[PROMPT_DIGEST] if PROMPT_DIGEST in data.batch else [""] * len(data)
+    numbers: dict[tuple[str, bytes], int] = {}
+    keys = zip(digests, (row.numpy().tobytes() for row in data["prompts"].rows()), strict=True)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:

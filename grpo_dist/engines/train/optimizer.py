@@ -7,10 +7,11 @@ inputs of layers (its `enable_activation_offload`).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
+from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_roles import AdamWConfig, OptimConfig
 from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard
 from grpo_dist.errors import ConfigError
@@ -44,26 +46,64 @@ def lr_ratio(step: int, optim: AdamWConfig, total_steps: int) -> float:
     return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left
 
 
+def optimizer_class(optim: AdamWConfig, dtype: torch.dtype) -> Callable[..., Optimizer]:
+    """Return the class of the optimizer of weights of this type.
+
+    Raises:
+        ConfigError: there is no torchao, which 8-bit states and bf16 weights need.
+    """
+    name = getattr(optim, "optimizer", "AdamW")
+    if name != EIGHT_BIT and dtype != torch.bfloat16:
+        return torch.optim.AdamW
+    try:
+        from grpo_dist.engines.train.low_memory_adamw import LowMemoryAdamW
+    except ImportError as error:
+        raise ConfigError(f"optim.optimizer={name}, weights in {dtype}: {NEEDS_TORCHAO} ({error})") from None
+    return LowMemoryAdamW
+
+
+def check_overrides(optim: AdamWConfig, dtype: torch.dtype, key: str) -> None:
+    """Take a step over one weight of this type with `override_optimizer_config`, whose dotted name is `key`.
+
+    Raises:
+        ConfigError: the optimizer has no such setting, or refuses the value.
+    """
+    build, more = optimizer_class(optim, dtype), optim.override_optimizer_config or {}
+    # amsgrad keeps a third state, which a checkpoint without it lacks and no estimate of memory counts
+    known = inspect.signature(build).parameters.keys() - {"params", "amsgrad", *type(optim).model_fields}
+    setting, names = f"{key}={shown(more)}", ", ".join(sorted(known))
+    if unknown := [name for name in more if name not in known]:
+        raise ConfigError(f"{setting}: {unknown[0]} is no setting of {build.__name__} here; it has {names}")
+    weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        optimizer, _schedule = build_optimizer([weight], optim, 1)
+        optimizer.step()
+    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}: {build.__name__} refuses it ({error}); set another value, or leave it out"
+        ) from error
+
+
 def build_optimizer(
     parameters: Iterable[Tensor], optim: AdamWConfig, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Build AdamW over the parameters that train, and its schedule, which ends with `total_steps`.
 
     Raises:
-        ConfigError: there is no torchao, which 8-bit states and bf16 weights need.
+        ConfigError: see `optimizer_class`.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer: Optimizer = torch.optim.AdamW(
-        trainable, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
-    )
-    name, dtype = getattr(optim, "optimizer", "AdamW"), trainable[0].dtype
-    if name == EIGHT_BIT or dtype == torch.bfloat16:
-        try:
-            from grpo_dist.engines.train.low_memory_adamw import LowMemoryAdamW
-        except ImportError as error:
-            raise ConfigError(f"optim.optimizer={name}, weights in {dtype}: {NEEDS_TORCHAO} ({error})") from None
-        groups, block = optimizer.param_groups, 256 if name == EIGHT_BIT else math.inf
-        optimizer = LowMemoryAdamW(groups, block_size=block, bf16_stochastic_round=True)
+    build, more = optimizer_class(optim, trainable[0].dtype), optim.override_optimizer_config or {}
+    own: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
+    if build is torch.optim.AdamW:
+        optimizer: Optimizer = build(trainable, **own, **{"fused": True, **more})
+    else:
+        # with all entries of torch's group, so that a checkpoint of one is a checkpoint of the other
+        group = {**torch.optim.AdamW(trainable, **own, fused=True).param_groups[0]}
+        group |= {name: more[name] for name in group.keys() & more.keys()}
+        block = 256 if getattr(optim, "optimizer", "") == EIGHT_BIT else math.inf
+        optimizer = build([group], **{"block_size": block, "bf16_stochastic_round": True, **more})
         optimizer.param_groups[0]["lr"] = optim.lr  # torchao made a tensor of it
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, optim, total_steps))
     return optimizer, schedule
@@ -71,13 +111,13 @@ def build_optimizer(
 
 @contextlib.contextmanager
 def keep_settings(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> Iterator[None]:
-    """Keep learning rate, betas and weight decay while the block loads a saved state; the schedule goes on from there.
+    """Keep all that the optimizer was built with while the block loads a saved state; the schedule goes on from there.
 
     A saved state contains the settings of its run, which would silently replace those of the present config.
     """
     assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
     [group], peaks = optimizer.param_groups, list(schedule.base_lrs)
-    built = {name: group[name] for name in ("initial_lr", "betas", "weight_decay")}
+    built = {name: value for name, value in group.items() if name not in ("params", "lr")}
     yield
     schedule.base_lrs = peaks
     schedule._last_lr = [peaks[0] * schedule.lr_lambdas[0](schedule.last_epoch)]

@@ -23,12 +23,12 @@ from grpo_dist.config.environment import recorded
 from grpo_dist.config.field_types import Resume
 from grpo_dist.config.keys import as_text, flatten, resume_mark
 from grpo_dist.config.load import as_yaml, with_later_keys
-from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.data.prompts import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import command_of
+from grpo_dist.plan.plan import resolve
 from grpo_dist.plugins.names import parse_code
 from grpo_dist.plugins.registry import DIGEST
 from grpo_dist.redact import lacks_secret, names_a_secret
@@ -69,29 +69,8 @@ class Changes:
 
 
 def saved_config(config: JobConfig) -> str:
-    """Return the resolved config as YAML, as it may be seen; null dtypes are replaced by the dtypes that are used."""
-    return as_yaml(recorded(config, _resolved(config)))
-
-
-def _resolved(config: JobConfig) -> dict[str, Any]:
-    """Return the config as plain values, with null replaced by what is used where that depends on the machine."""
-    resolved, default = config.model_dump(mode="json"), config.default_dtype
-    if isinstance(config, SupervisedConfig):
-        resolved["engine"]["dtype"] = config.engine.resolved_dtype(default)
-        return resolved
-    assert isinstance(config, RunConfig)
-    roles, saved = config.actor_rollout_ref, resolved[_ROLES]
-    saved["actor"]["fsdp_config"]["dtype"] = roles.actor.fsdp_config.resolved_dtype(default)
-    saved["rollout"]["dtype"] = roles.rollout.resolved_dtype(default)
-    saved["rollout"]["deterministic"] = roles.rollout.resolved_deterministic(config.device)
-    if config.needs_reference_workers:
-        saved["ref"]["fsdp_config"]["dtype"] = roles.ref.fsdp_config.resolved_dtype(default)
-    if config.reward_model.enable:
-        dtype = config.reward_model.model.fsdp_config.resolved_dtype(default)
-        resolved["reward_model"]["model"]["fsdp_config"]["dtype"] = dtype
-    resolved["critic"]["enable"] = config.needs_critic
-    resolved["critic"]["model"]["fsdp_config"]["dtype"] = config.critic.model.fsdp_config.resolved_dtype(default)
-    return resolved
+    """Return the config as YAML, as it may be seen, with the types and seeds that are used where a null leaves them."""
+    return as_yaml(recorded(config, resolve(config).model_dump(mode="json")))
 
 
 def check_changes(

@@ -1,7 +1,12 @@
-"""Saves checkpoints: started by the driver, written by the workers, published when all of them have finished.
+"""Saves checkpoints, started by the driver, written by the workers, published when all of them have finished; and
+finds the one that a run resumes from, checks it against the config, and has the roles load it.
 
-Training continues meanwhile (`checkpoint.async_save`). Only one checkpoint is written at a time: the next one and
-the end of the run wait for it.
+Training continues while one is written (`checkpoint.async_save`). Only one is written at a time: the next one and the
+end of the run wait for it.
+
+Groups that were sampled ahead and scored are saved too, so that they need not be sampled again. A reward process writes
+and reads them; the driver has only handles. Tensors are stored as safetensors, the rest as JSON. Log-probs of the
+reference are not saved but computed again, which is cheap compared with sampling.
 """
 
 from __future__ import annotations
@@ -12,24 +17,86 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import CheckpointError, GrpoDistError, WorkerError
+from grpo_dist.plan.roles import roles_of
+from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.trainer.checkpoint.config_changes import saved_config
-from grpo_dist.trainer.checkpoint.finished_groups import FOLDER, FinishedGroups
+from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, saved_config
 from grpo_dist.trainer.checkpoint.folder import (
     RunState,
     begin_checkpoint,
     cannot_write,
+    clear_leftovers,
     discard_checkpoint,
+    find_checkpoint,
+    forget_last,
     prune_checkpoints,
     publish_checkpoint,
+    read_state,
 )
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.reward import RewardPool
+
+FOLDER = "groups"
+
+# Handles to a group's responses and to its scores.
+Group = tuple[DataProtoRef, DataProtoRef]
+
+
+@dataclass(frozen=True)
+class FinishedGroups:
+    """The finished groups of one batch of prompts.
+
+    Attributes:
+        name: name of its files, without suffix.
+        groups: handles by uid.
+    """
+
+    name: str
+    groups: Mapping[str, Group]
+
+    def begin_write(self, folder: Path, reward: RewardPool) -> asyncio.Task[dict[str, FileDigest]]:
+        """Start writing them into a checkpoint's folder; the task returns the files by name."""
+        responses, scores = self._handles()
+        return reward.write_groups(responses.union(scores), str(folder / FOLDER / self.name))
+
+    def describe(self) -> dict[str, Any]:
+        """The JSON description that `read_finished` needs."""
+        responses, scores = self._handles()
+        labels = [{"columns": list(label.columns), "small": list(label.small)} for label in (responses, scores)]
+        rows = {uid: len(responses) for uid, (responses, _) in self.groups.items()}
+        return {"name": self.name, "rows": rows, "responses": labels[0], "scores": labels[1]}
+
+    def _handles(self) -> Group:
+        responses, scores = zip(*self.groups.values(), strict=True)
+        return DataProtoRef.concat(responses), DataProtoRef.concat(scores)
+
+
+async def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], reward: RewardPool) -> dict[str, Group]:
+    """Read the groups of a checkpoint, by uid, as if they had just been sampled and scored.
+
+    Raises:
+        GrpoDistError: the files cannot be read.
+    """
+    groups: dict[str, Group] = {}
+    for description in described:
+        if "said" not in description["scores"]["columns"]:  # of an earlier version: they are sampled again
+            continue
+        rows: dict[str, int] = description["rows"]
+        names = [*description["responses"]["small"], *description["scores"]["small"]]
+        small, data = await reward.read_groups(str(folder / FOLDER / description["name"]), names)
+        parts = []
+        for label in (description["responses"], description["scores"]):
+            own = {name: small[name] for name in label["small"]}
+            handle = DataProtoRef.stored(data, Label(tuple(label["columns"]), own, sum(rows.values())))
+            parts.append(handle.split(list(rows.values())))
+        groups |= dict(zip(rows, zip(*parts, strict=True), strict=True))
+    return groups
 
 
 @dataclass
@@ -162,3 +229,53 @@ class CheckpointSaver:
             if isinstance(error, CheckpointError) and not str(error).startswith("cannot write"):
                 raise cannot_write(pending.folder.with_suffix(""), error) from error
             raise
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint from which a run resumes.
+
+    Attributes:
+        changes: changes of the config since then, as lines "key: old -> new".
+    """
+
+    folder: Path
+    state: RunState
+    changes: Sequence[str]
+
+
+def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | None:
+    """Find the checkpoint to resume from, without loading it; None if there is none, or the config says not to.
+
+    Args:
+        prompts: number and fingerprint of the current training rows.
+
+    Raises:
+        CheckpointError: there are checkpoints but none is intact, or the config does not fit.
+    """
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir)
+    if not trainer.val_only:  # the run that these checkpoints are of may be at work
+        clear_leftovers(run_dir)
+    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    if folder is None:
+        if not trainer.val_only:
+            forget_last(run_dir)
+        return None
+    state = read_state(folder)
+    changes = check_changes(folder, state, config, prompts, digest_code(config, state.code))
+    if changes and (num_groups := sum(len(description["rows"]) for description in state.finished)):
+        changes.append(f"so {num_groups} finished groups of coming steps are not used, but sampled again")
+    return Resumed(folder, state, changes)
+
+
+async def load_checkpoint(resumed: Resumed, config: JobConfig, gangs: Mapping[str, Gang]) -> None:
+    """Have the roles load their shards: those that train, and others of which the checkpoint has some.
+
+    Raises:
+        CheckpointError: the shards do not fit the model, or cannot be read.
+    """
+    for row in roles_of(config):
+        folder = resumed.folder.absolute() / row.name
+        if row.name in gangs and (row.trains or (folder.is_dir() and row.resumes(config))):
+            await gangs[row.name].load_checkpoint(str(folder))

@@ -31,7 +31,7 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
 from grpo_dist.protocol.fields import UNPENALISED
 from grpo_dist.runtime.batch_ref import DataProtoRef
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
+from grpo_dist.trainer.checkpoint.saver import FinishedGroups, Group
 from grpo_dist.trainer.rollout.job import (
     RolloutJob,
     episode_metrics,

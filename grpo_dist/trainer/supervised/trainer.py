@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from grpo_dist.config.schema_job import SupervisedConfig
+from grpo_dist.plan.plan import Plan
 from grpo_dist.protocol import Metric, metric_values
 from grpo_dist.runtime.event_loop import blocking
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metrics
@@ -21,8 +22,9 @@ from grpo_dist.workers.supervised import SupervisedGroup
 class SupervisedTrainer(TrainingLoop):
     """Trains one model on started ranks; `data` are the rows."""
 
-    config: SupervisedConfig
+    plan: Plan[SupervisedConfig]
     data: Rows
+    config: SupervisedConfig = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,8 +71,7 @@ class SupervisedTrainer(TrainingLoop):
     @blocking
     async def measure(self) -> None:
         """Turn the step's timings into metrics."""
-        devices = self.config.world_size if self.config.num_gpus else self.config.trainer.nnodes
-        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=devices)
+        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=self.plan.place.num_devices)
         self.metrics |= {"training/epoch": self.order.epoch} | self.idle.since_last() | self.memory.latest()
 
     def report(self) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import compute_advantage, policy_objective
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets
 from tests.worker_settings import objective_settings
 
 

@@ -134,19 +134,19 @@ def test_a_killed_engine_is_waited_for_and_its_memory_counted(
 
 def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     """One GPU for all, or one each: then the weights go by NCCL."""
-    from grpo_dist.plan.placement import placement
-    from grpo_dist.trainer.settings import engine_settings
+
+    from grpo_dist.plan.plan import make_plan
 
     work = on_gpu(tmp_path)
     work.model.mkdir()
     (work.model / "config.json").write_text(json.dumps(SCALES["full"].model))
-    shared = placement(roles.run_config(work))
+    shared = make_plan(roles.run_config(work)).place
     sizes = {"actor": 1, "rollout": 1, "ref": 1, "reward_model": 0, "critic": 0}
     assert (shared.world_sizes, shared.shares_gpu) == (sizes, True)
-    config = roles.run_config(work, roles.TWO_GPUS)
-    apart = placement(config)
+    plan = make_plan(roles.run_config(work, roles.TWO_GPUS))
+    apart = plan.place
     assert (apart.world_sizes, apart.num_gpus("actor")) == (sizes | {"ref": 0}, 1.0)
-    assert engine_settings(config, apart, 0).weight_transport == "broadcast"
+    assert plan.transport == "broadcast"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

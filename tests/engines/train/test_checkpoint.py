@@ -108,6 +108,15 @@ def save_onto_a_full_disk(engine: FSDPEngine, folder: Path) -> str:
     return ""
 
 
+def with_another_eps(path: str, source: Path) -> float:
+    """Return eps after a resume with another one than the checkpoint's."""
+    optimizer = scheduled(override_optimizer_config={"eps": 1e-4})
+    engine = FSDPEngine(model_settings(path), device="cpu", temperature=1.0, optimizer=optimizer)
+    engine.load_checkpoint(source)
+    assert engine.optimizer is not None
+    return engine.optimizer.param_groups[0]["eps"]
+
+
 def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, target: Path | None) -> dict[str, Any]:
     """A fresh engine that loads, perhaps saves again, and takes step 2."""
     engine = engine_with_schedule(models["tied"])
@@ -117,14 +126,21 @@ def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, targ
     if target is not None:
         save_engine(engine, target)
     metrics = step(engine, rank, world_size, 2)
-    errors = {}
+    errors, eps = {}, with_another_eps(models["tied"], source)
     for name, folder, model in (("absent", source / "absent", "tied"), ("other", source, "untied")):
         other = engine_with_schedule(models[model])
         try:
             other.load_checkpoint(folder)
         except CheckpointError as error:
             errors[name] = str(error)
-    return {"fresh": fresh, "loaded": loaded, "after": weights(engine), "metrics": metrics, "errors": errors}
+    return {
+        "fresh": fresh,
+        "loaded": loaded,
+        "after": weights(engine),
+        "metrics": metrics,
+        "errors": errors,
+        "eps": eps,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +165,11 @@ def test_loaded_weights_are_the_saved_ones(runs: dict, ranks: str) -> None:
         for name, weight in saved.items():
             np.testing.assert_array_equal(result["loaded"][name], weight, err_msg=name)
     assert any((result["fresh"][name] != saved[name]).any() for name in saved), "the steps before changed nothing"
+
+
+@pytest.mark.parametrize("ranks", ["2 -> 1", "1 -> 2"])
+def test_a_setting_of_the_optimizer_is_that_of_the_present_config(runs: dict, ranks: str) -> None:
+    assert [result["eps"] for result in runs[ranks]] == [1e-4] * len(runs[ranks])
 
 
 @pytest.mark.parametrize("ranks", ["2 -> 1", "1 -> 2"])

@@ -154,7 +154,7 @@ def _bytes(tensors: dict[str, torch.Tensor]) -> int:
 # --- reward models -------------------------------------------------------------------------------------------------
 def reward_model(path: str) -> FSDPEngine:
     model = model_settings(path, num_labels=1, new_head_seed=3)
-    optimizer = AdamWConfig(lr=1e-2, weight_decay=0.01, betas=(0.9, 0.999))
+    optimizer = AdamWConfig(lr=1e-2, weight_decay=0.01, betas=(0.9, 0.999), override_optimizer_config=None)
     return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
 
 

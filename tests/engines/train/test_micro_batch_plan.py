@@ -4,13 +4,14 @@ import torch
 
 from grpo_dist.engines.train.micro_batch_plan import (
     ATTENTION_PAIRS,
+    PROMPT_DIGEST,
     Lengths,
     balance,
     first_fit,
     group_rows,
     plan_micro_batches,
 )
-from grpo_dist.protocol import Ragged
+from grpo_dist.protocol import DataProto, Ragged
 
 
 def lengths(groups: list[int], prompts: list[int], responses: list[int]) -> Lengths:
@@ -43,8 +44,14 @@ def plan(
 
 
 def test_equal_prompts_are_a_group() -> None:
-    prompts = Ragged.from_rows([[1, 2], [3], [1, 2], [1, 2, 0], [3]], torch.int32)
-    assert group_rows(prompts).tolist() == [0, 1, 0, 2, 1]
+    columns = {"prompts": Ragged.from_rows([[1, 2], [3], [1, 2], [1, 2, 0], [3]], torch.int32)}
+    assert group_rows(DataProto(columns)).tolist() == [0, 1, 0, 2, 1]
+
+
+def test_equal_tokens_with_other_media_are_two_groups() -> None:
+    prompts = Ragged.from_rows([[1, 2]] * 4, torch.int32)
+    digests = np.array(["a cat", "a dog", "a cat", ""], dtype=object)
+    assert group_rows(DataProto({"prompts": prompts, PROMPT_DIGEST: digests})).tolist() == [0, 1, 0, 2]
 
 
 def test_cost_by_hand() -> None:

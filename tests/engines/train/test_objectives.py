@@ -38,7 +38,7 @@ LR = 0.1
 def engine(path: str, layout: str = "shared", *, checkpointing: bool = False) -> FSDPEngine:
     """Plain SGD: Adam divides by the size of the gradient, which turns rounding of small ones into real steps."""
     model = model_settings(path, enable_gradient_checkpointing=checkpointing, layout=layout, num_labels=1, key=KEY)
-    optimizer = AdamWConfig(lr=LR, weight_decay=0.0, betas=(0.9, 0.999))
+    optimizer = AdamWConfig(lr=LR, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None)
     made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
     made.optimizer = torch.optim.SGD(made.model.parameters(), lr=LR)
     return made

@@ -14,6 +14,7 @@ from grpo_dist.engines.train.optimizer import (
     PINNED_BYTES,
     Offload,
     build_optimizer,
+    check_overrides,
     keep_settings,
     lr_ratio,
     move_states,
@@ -21,6 +22,8 @@ from grpo_dist.engines.train.optimizer import (
     saved_in_cpu_memory,
 )
 from grpo_dist.engines.train.sharded_tensors import local_shard
+from grpo_dist.errors import ConfigError
+from tests.messages import refuses
 from tests.models import objective, random_batch, random_model, scheduled, trainable_engine
 from tests.ranks import run_ranks
 
@@ -119,9 +122,40 @@ def loaded_into(built: OptimConfig) -> tuple[dict, float, float]:
 
 def test_settings_survive_a_saved_state_and_the_place_in_the_schedule_is_the_saved_one() -> None:
     """After 6 of 12 steps, 4 of them warm-up, a quarter of the decay is behind: 0.75, then 0.625 of the peak."""
-    group, now, later = loaded_into(settings(lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), lr_scheduler_type="linear"))
+    changed = {"lr_scheduler_type": "linear", "override_optimizer_config": {"eps": 1e-3, "fused": False}}
+    group, now, later = loaded_into(settings(lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), **changed))
     assert (now, later) == (pytest.approx(0.075), pytest.approx(0.0625))
     assert (group["weight_decay"], group["betas"], group["initial_lr"]) == (0.3, (0.5, 0.6), 0.1)
+    assert (group["eps"], group["fused"]) == (1e-3, False)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+def test_a_setting_by_name_reaches_the_step(name: str) -> None:
+    """With eps equal to the gradient, the first step moves a weight by half of the rate."""
+    weight = nn.Parameter(torch.tensor([1.0]))
+    named = settings(warmup=0, optimizer=name, override_optimizer_config={"eps": 2.0})
+    optimizer, _schedule = build_optimizer([weight], named, STEPS)
+    weight.grad = torch.tensor([2.0])
+    optimizer.step()
+    assert weight.item() == pytest.approx(1 - 0.5 / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "entries", "parts"),
+    [
+        ("AdamW", torch.float32, {"epz": 1}, ("{epz:1}", "eps", "fused")),
+        ("AdamW", torch.float32, {"eps": -1}, ("{eps:-1}", "-1")),
+        ("AdamW", torch.float32, {"foreach": True}, ("{foreach:true}", "`fused`")),
+        ("AdamW", torch.float32, {"amsgrad": True}, ("{amsgrad:true}", "maximize")),
+        ("AdamW", torch.bfloat16, {"maximize": True}, ("{maximize:true}", "eps")),
+        ("AdamW8bit", torch.float32, {"fused": False}, ("{fused:false}", "block_size")),
+    ],
+)
+def test_what_the_optimizer_does_not_take_is_refused(name: str, dtype: Any, entries: dict, parts: tuple) -> None:
+    with refuses(ConfigError, "optim.override_optimizer_config", *parts):
+        check_overrides(
+            settings(optimizer=name, override_optimizer_config=entries), dtype, "optim.override_optimizer_config"
+        )
 
 
 def test_the_same_settings_go_on_as_if_nothing_had_happened() -> None:

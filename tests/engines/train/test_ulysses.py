@@ -57,7 +57,9 @@ SPLITS: dict[str, tuple[int, int, list[list[int]], int, int]] = {
 def engine(path: str, size: int = 1, *, trains: bool = True, **changes: Any) -> FSDPEngine:
     """With plain SGD of rate 1, so that the weights after a step are those before less the gradient."""
     model = model_settings(path, sequence_parallel_size=size, **changes)
-    optimizer = AdamWConfig(lr=1.0, weight_decay=0.0, betas=(0.9, 0.999)) if trains else None
+    optimizer = (
+        AdamWConfig(lr=1.0, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None) if trains else None
+    )
     made = FSDPEngine(model, device="cpu", temperature=0.7, optimizer=optimizer)
     if trains:
         made.optimizer = torch.optim.SGD([p for p in made.model.parameters() if p.requires_grad], lr=1.0)

@@ -26,9 +26,8 @@ from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_tra
 from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import EngineError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.placement import placement
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.trainer.settings import engine_settings as settings_of_run
 from tests.engines.vllm.test_engine import PROMPTS, generate, sampling
 from tests.messages import refuses
 from tests.worker_settings import changed, engine_settings
@@ -64,7 +63,7 @@ RUNS = {
 
 def settings(overrides: list[str]) -> EngineSettings:
     config, _ = load_config([f"{ROLLOUT}.kv_cache_memory_gib=null", *overrides])  # the built-in model names a size
-    found = settings_of_run(config, placement(config), 0)
+    found = make_plan(config).engine(0)
     return changed(found, path=resolve_model_path(found.model.path))
 
 

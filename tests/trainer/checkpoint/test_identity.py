@@ -7,8 +7,14 @@ from pathlib import Path
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.trainer.checkpoint.folder import LATEST, own_checkpoints
-from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run, others, run_digest
+from grpo_dist.trainer.checkpoint.folder import (
+    LATEST,
+    is_model_of,
+    is_model_of_run,
+    others,
+    own_checkpoints,
+    run_digest,
+)
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest
 from grpo_dist.trainer.record import write_config
 from tests.messages import refuses, says

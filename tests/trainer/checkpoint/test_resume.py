@@ -14,14 +14,14 @@ from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.plan.roles import roles_of
 from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, last_checkpoint, publish_checkpoint
-from grpo_dist.trainer.checkpoint.resume import find_resumed
-from grpo_dist.trainer.controllers import Controllers
-from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.trainer.checkpoint.saver import find_resumed
+from grpo_dist.trainer.trainer import Controllers, GRPOTrainer
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.roles import Roles
 from tests.messages import refuses
@@ -120,7 +120,7 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     resumed = find_resumed(config, PROMPTS)
     assert resumed is not None
     roles = make_roles(config)
-    assert restore_roles(config, roles, resumed) == {}
+    assert restore_roles(make_plan(config), roles, resumed) == {}
     assert roles.actor.loaded == [str(folder / "actor")]
     assert roles.critic.loaded == [str(folder / "critic")]
     assert roles.reference.loaded == ([str(folder / "ref")] if moved else [])
@@ -136,7 +136,7 @@ def test_a_teacher_takes_the_place_of_a_reference_that_has_moved(tmp_path: Path)
     assert resumed is not None
     taught = make_config(tmp_path, *exact, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3")
     roles = make_roles(taught)
-    restore_roles(taught, roles, resumed)
+    restore_roles(make_plan(taught), roles, resumed)
     assert (roles.reference.loaded, roles.actor.head_of) == ([], None)
 
 

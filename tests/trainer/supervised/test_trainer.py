@@ -17,15 +17,16 @@ from grpo_dist.config.load import load_command
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import ConfigError, Interrupted, Terminated, TrainingDiverged
 from grpo_dist.plan.commands import REWARD_MODEL
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.tracking.base import Trackers
-from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.summary import Progress
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
-from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.trainer.checkpoint.saver import find_resumed
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.supervised.rows import total_steps
 from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
@@ -119,7 +120,7 @@ def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[S
     told = Told(trained.log)
     steps, trackers = total_steps(config, rows), Trackers({"rows": told}, resumed_step=None)
     roles = Roles({"reward_model": trained})
-    trainer = SupervisedTrainer(config, roles, rows, steps, trackers, Progress(steps, 0, None), Preemption())
+    trainer = SupervisedTrainer(make_plan(config, steps), roles, rows, trackers, Progress(steps, 0, None), Preemption())
     trainer.saver.async_save = False
     resumed = find_resumed(config, rows.identity)
     if resumed is not None:

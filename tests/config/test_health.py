@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from grpo_dist.config.load import readable_config
-from grpo_dist.config.schema_health import RULES, HealthConfig
+from grpo_dist.config.schema_health import RULES, START_STEPS, HealthConfig, HealthMonitor, Judgement
 from grpo_dist.errors import ConfigError, HealthError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.trainer.health import START_STEPS, HealthMonitor, Judgement
 from tests.config.read_back import read_back
 from tests.messages import refuses, says
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_roles import OptimConfig
-from grpo_dist.plan.commands import REWARD_MODEL, SFT
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import SUPERVISED_ROLES
-from grpo_dist.trainer.settings import rank_settings
-from grpo_dist.workers.gang import PolicySettings
+from grpo_dist.engines.settings import RankSettings
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
+from grpo_dist.plan.plan import make_plan
+from grpo_dist.plan.roles import table_of
 from tests.adapters import write_adapter
 
 
-def settings(*overrides: str, command: Any = REWARD_MODEL, steps: int = 100) -> PolicySettings:
+def settings(*overrides: str, command: Any = REWARD_MODEL, steps: int = 100) -> RankSettings:
     config = load_command([*overrides], command)[0]
-    return rank_settings(config, SUPERVISED_ROLES[config.role], placement(config), steps)
+    return make_plan(config, steps).ranks(config.role)
 
 
 def test_a_reward_model_gets_a_head_of_one_output_drawn_with_the_runs_seed() -> None:
@@ -88,3 +90,21 @@ def test_memory_and_types() -> None:
         True,
     )
     assert (model.model_dtype, model.compute_dtype, model.fsdp_config.fsdp_size) == ("fp32", "bf16", 1)
+
+
+PPO = ("recipe=ppo", "reward_model.model.path=builtin:tiny-qwen3")
+
+
+@pytest.mark.parametrize(("command", "overrides"), [(GRPO, PPO), (SFT, ()), (REWARD_MODEL, ())])
+def test_every_key_of_the_advice_is_one_of_the_command(command: AnyCommand, overrides: tuple[str, ...]) -> None:
+    config, _ = load_command(list(overrides), command)
+    advised = [
+        make_plan(config).model(row, row.model(config)).room
+        for row in table_of(config).values()
+        if (row.present(config) or command is GRPO) and row.model(config) is not None
+    ]
+    assert len(advised) == (4 if command is GRPO else 1)
+    for advice in advised:
+        keys = re.findall(r"\w+(?:\.\w+)+", advice)
+        assert len(keys) >= 2
+        assert set(keys) <= set(leaf_keys(command.schema))
