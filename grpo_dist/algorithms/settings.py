@@ -11,6 +11,9 @@ TOP_IDS, TOP_LOG_PROBS = "ref_top_ids", "ref_top_log_probs"
 GRADIENT_NORMS = "old_gradient_norms"
 
 
+ENTROPY_WEIGHT = "actor/entropy_coeff"  # the metric of a weight that a target moves
+
+
 @dataclass(frozen=True)
 class TargetSettings:
     """The settings by which a batch is prepared for the update, under verl's names.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.controllers import AgentBaselines
-from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.algorithms.settings import ENTROPY_WEIGHT, ObjectiveSettings
 from grpo_dist.assets import expanded, resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.cli.arguments import add_shared, command_parser
@@ -296,10 +296,9 @@ def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
     """The loss, and the columns of the batch that the update reads."""
     config, data, objective = recorded.config, recorded.data, recorded.plan.objective
     if config.actor_rollout_ref.actor.entropy_target is not None:
-        name = "actor/entropy_coeff"
-        if name not in recorded.metrics:
-            raise _not_recorded(recorded, "actor_rollout_ref.actor.entropy_target", name)
-        objective = objective.with_entropy_coeff(recorded.metrics[name])
+        if ENTROPY_WEIGHT not in recorded.metrics:
+            raise _not_recorded(recorded, "actor_rollout_ref.actor.entropy_target", ENTROPY_WEIGHT)
+        objective = objective.with_entropy_coeff(recorded.metrics[ENTROPY_WEIGHT])
     _require(recorded, data, (*objective.columns, *((ROUTES,) if config.replays_routes else ())), "the update needs")
     return objective, data.select((*columns_for(data.columns(), "forward"), *objective.columns))
 

@@ -22,7 +22,7 @@ from omegaconf.resolvers import oc
 from grpo_dist.assets import expanded, is_folder
 from grpo_dist.assets.model_folder import read_adapter_folder
 from grpo_dist.config.problems import Problem, shown
-from grpo_dist.config.schema_roles import ADAPTER_KEY
+from grpo_dist.config.schema_roles import ADAPTER_KEY, LORA_RANK
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.redact import hide_in_texts, redact
 
@@ -161,12 +161,12 @@ def take_adapter(raw: dict[str, Any], section: str, given: Collection[str]) -> t
             f"with that; leave {name} out",
             (f"{section}.{name}", key),
         )
-        for name, own, value in (("lora_rank", "r", adapter.rank), ("lora_alpha", "lora_alpha", adapter.alpha))
+        for name, own, value in ((LORA_RANK, "r", adapter.rank), ("lora_alpha", "lora_alpha", adapter.alpha))
         if f"{section}.{name}" in given and model[name] not in (0, value)
     ]
     idle = [f"{section}.{name}" for name in ("target_modules", "exclude_modules") if f"{section}.{name}" in given]
     model |= {
-        "lora_rank": adapter.rank,
+        LORA_RANK: adapter.rank,
         "lora_alpha": adapter.alpha,
         "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layers}),
         "exclude_modules": None,

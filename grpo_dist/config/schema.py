@@ -37,7 +37,7 @@ from grpo_dist.config.schema_algorithm import AlgorithmConfig
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
-from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
+from grpo_dist.config.schema_roles import ULYSSES, ActorRolloutRefConfig, Colocation
 from grpo_dist.plugins.names import (
     OLD_POLICY_ADV_ESTIMATORS,
     OPTIONAL_FUNCTION,
@@ -213,7 +213,7 @@ class RunConfig(JobConfig):
     def sequence_parallel_size(self, role: str) -> int:
         """See `JobConfig.sequence_parallel_size`."""
         section = getattr(self.actor_rollout_ref, role, None) or getattr(self, role, None)
-        size: int = getattr(section, "ulysses_sequence_parallel_size", 1)
+        size: int = getattr(section, ULYSSES, 1)
         return size
 
     @property

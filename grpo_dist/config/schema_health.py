@@ -129,7 +129,7 @@ RULES = {
         {"steps": (Count, 3), "threshold": (Share, 0.05)},
         "{metric} is {value:.3g}, above {threshold:g}: engine and trainer disagree about the same tokens",
         "top_p, top_k or min_p truncate the distribution, dtypes differ (rollout.dtype, actor.fsdp_config.dtype), the "
-        "engine holds other weights than the policy, or responses are old (trainer.max_staleness)",
+        "engine holds other weights than the policy, or responses are old (staleness/max)",
         "remove the cause; algorithm.rollout_correction.rollout_is=token corrects for the rest",
     ),
     # On the first batch alone, before the update. `of_limit` is 1 at what rounding explains.

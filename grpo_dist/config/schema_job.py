@@ -105,6 +105,13 @@ class JobTrainerConfig(Section):
         return tuple(dict.fromkeys((*always, *(name for name in self.logger if name != "console"))))
 
     @property
+    def metrics_named(self) -> dict[str, str]:
+        """The metrics of validation that keys of this section name, by these keys."""
+        ends = self.stop_at.metric if self.stop_at is not None else None
+        named = {"keep_best_metric": self.keep_best_metric, "stop_at.metric": ends}
+        return {key: metric for key, metric in named.items() if metric is not None}
+
+    @property
     def record_dir(self) -> Path:
         """Where config, metrics and samples are written. Validation alone leaves the training's record as it is."""
         return Path(self.default_local_dir, "val_only") if self.val_only else Path(self.default_local_dir)

@@ -39,7 +39,7 @@ from grpo_dist.plugins.names import AGENT_LOOPS, KL_LOSS_TYPES, ROLLOUT_ENGINES,
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
 ALL_LINEAR = "all-linear"  # of `target_modules`
-ADAPTER_KEY = "lora_adapter_path"
+ADAPTER_KEY, LORA_RANK, ULYSSES = "lora_adapter_path", "lora_rank", "ulysses_sequence_parallel_size"
 
 
 class LoraSyncConfig(Section):
@@ -80,6 +80,12 @@ class LoraSection(Section):
         lists = (self.target_modules, self.exclude_modules or ())
         targets, excluded = ({name.rpartition(".")[2] for name in names} for names in lists)
         return "lm_head" in targets - excluded
+
+    @property
+    def factors(self) -> dict[str, Any]:
+        """Rank and scale of the factors, by the names of peft's config."""
+        alpha = self.lora_alpha
+        return {"r": self.lora_rank, "lora_alpha": int(alpha) if alpha.is_integer() else alpha}
 
     def without_factors(self) -> Self:
         """Return the section of the base model alone."""

@@ -15,7 +15,7 @@ from typing import Any
 from grpo_dist.config.problems import Problem, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import Device
+from grpo_dist.config.schema_roles import ULYSSES, Device
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
@@ -349,7 +349,7 @@ _REMEDIES = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu or ppo_max_token_len_per_gpu",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
     "actor_rollout_ref.model.enable_activation_offload=true",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    f"actor_rollout_ref.actor.{ULYSSES}",
     "fsdp_config.param_offload=true of a role that waits",
     "actor_rollout_ref.actor.fsdp_config.defer_grad_sync=false",
     "actor_rollout_ref.rollout.free_cache_engine=true",

@@ -138,7 +138,7 @@ def _experts_are_trained_as_asked(config: RunConfig, entries: Mapping[str, Any])
     elif balance:
         yield f"{key}.router_aux_loss_coef={balance}: {why}; leave it out"
     in_experts = [name for name in model.target_modules if name in MLP_NAMES]
-    if model.lora_rank and in_experts and num_experts(text) and not any(text.get(name) for name in _DENSE_MLPS):
+    if model.trains_factors and in_experts and num_experts(text) and not any(text.get(name) for name in _DENSE_MLPS):
         yield (
             f"<model.target_modules>, <model.path>: {', '.join(in_experts)} are in its experts only, where LoRA cannot "
             "be used; name attention layers, such as q_proj and v_proj, or all-linear, or train all weights with "
@@ -189,7 +189,7 @@ def models_take_it(config: JobConfig) -> Iterator[Problem]:
 def experts_stay_frozen(config: RunConfig) -> Iterator[str]:
     """Note what LoRA adapts of a mixture of experts, if config.json is available locally."""
     model = config.actor_rollout_ref.model
-    if model.lora_rank and num_experts(text_config(model_config_at_hand(model.path) or {})):
+    if model.trains_factors and num_experts(text_config(model_config_at_hand(model.path) or {})):
         why = "LoRA adapts the linear layers of a mixture of experts; the experts and their router stay frozen"
         yield f"<model.lora_rank>, <model.path>: {why}"
 

@@ -71,7 +71,7 @@ class ModelShape:
         """Number of parameters of the LoRA adapters."""
         chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
         names = set(chosen) - set(model.exclude_modules or ())
-        return self.num_layers * model.lora_rank * sum(self.linears.get(name, 0) for name in names)
+        return self.num_layers * model.factors["r"] * sum(self.linears.get(name, 0) for name in names)
 
 
 def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> ModelShape | None:

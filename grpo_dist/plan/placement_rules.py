@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from grpo_dist.config.problems import between_keys, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
+from grpo_dist.config.schema_roles import ULYSSES
 from grpo_dist.plan.placement import copy_size, node_layout, placement
 from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of
 from grpo_dist.sizes import divisor_up_to
@@ -17,7 +18,6 @@ from grpo_dist.sizes import divisor_up_to
 _SIZES = ", ".join(f"<{row.size_key}>" for row in ROLES.values() if row.shares)
 _PER_NODE, _TENSOR_PARALLEL = "<trainer.n_gpus_per_node>", "<rollout.tensor_model_parallel_size>"
 _MOST = "<cluster.max_rollout_world_size>"
-_ULYSSES = "ulysses_sequence_parallel_size"
 _LENGTHS = "<data.max_prompt_length>, <data.max_response_length>"
 
 
@@ -39,7 +39,7 @@ def batches_are_divided(config: RunConfig) -> Iterator[str]:
             why = f"the batch must be a multiple of the mini-batch; for example ppo_mini_batch_size={fitting}"
             yield f"<data.train_batch_size>, {key}: {why}"
         if mini * n % ranks:
-            groups, others = ("ranks", "") if split == 1 else ("groups of ranks", f", <{row.section}.{_ULYSSES}>")
+            groups, others = ("ranks", "") if split == 1 else ("groups of ranks", f", <{row.section}.{ULYSSES}>")
             why = f"{mini} * {n} = {mini * n} sequences of a mini-batch do not split over {ranks} {row.name} {groups}"
             yield f"{key}, <rollout.n>, <{row.size_key}>{others}: {why}"
 
@@ -55,7 +55,7 @@ def ranks_are_divided(config: JobConfig) -> Iterator[str]:
         if ranks % size:
             fitting = " or ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
             why = f"{ranks} {row.name} ranks are no whole number of groups of {size}; set it to {fitting}"
-            yield f"<{row.section}.{_ULYSSES}>, <{row.size_key}>: {why}"
+            yield f"<{row.section}.{ULYSSES}>, <{row.size_key}>: {why}"
         if (
             isinstance(config, RunConfig)
             and ranks
@@ -63,7 +63,7 @@ def ranks_are_divided(config: JobConfig) -> Iterator[str]:
             and not config.actor_rollout_ref.model.use_remove_padding
         ):
             why = "only sequences without padding are split over ranks; set the second to true, or the first to 1"
-            yield f"<{row.section}.{_ULYSSES}>, {padding}: {why}"
+            yield f"<{row.section}.{ULYSSES}>, {padding}: {why}"
         copy = value_of(config, f"{row.fsdp}.fsdp_size") if row.trains else -1
         if copy > 0 and ranks % copy:
             why = f"{ranks} {row.name} ranks do not split into copies of {copy}; set a divisor, or -1"

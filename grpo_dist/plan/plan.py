@@ -15,7 +15,7 @@ from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.problems import value_of, with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import AgentConfig, LoraSection
+from grpo_dist.config.schema_roles import ULYSSES, AgentConfig, LoraSection
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, RankSettings, SamplingSettings, choose_layout
 from grpo_dist.plan.placement import Placement, placement
 from grpo_dist.plan.role_models import Model, engine_dtype, is_deterministic, train_dtype, weight_transport
@@ -52,7 +52,6 @@ class Plan(Generic[C_co]):
         assert row.ranks is not None, f"{role} is a gang"
         passes = [*row.passes(config), *row.own_passes(config)]
         update = next((limits.limits for limits in passes if limits.updates), None)
-        of_ranks = config.actor_rollout_ref if isinstance(config, RunConfig) else config.trainer
         first, *teachers = (self.model(row, model) for model in held_by(config, row))
         return row.ranks(
             config,
@@ -62,7 +61,7 @@ class Plan(Generic[C_co]):
             device=self.place.device,
             num_threads=self.place.num_threads[role],
             seed=config.trainer.seed,
-            collective_timeout_s=of_ranks.nccl_timeout,
+            collective_timeout_s=self.collective_timeout_s,
             forward=next((limits.limits for limits in passes if not limits.updates), update),
             update=update,
         )
@@ -91,11 +90,18 @@ class Plan(Generic[C_co]):
             new_head_seed=config.trainer.seed if model.new_head in ("scores", "values") else None,
             small_new_head=model.new_head == "values",
             sequence_parallel_size=config.sequence_parallel_size(row.name),
-            sequence_parallel_key=f"{row.section}.ulysses_sequence_parallel_size",
+            sequence_parallel_key=f"{row.section}.{ULYSSES}",
             room=_room(row, model),
             layers_key=updates,
             replays_routes=isinstance(config, RunConfig) and config.replays_routes and model.key == POLICY_KEY,
         )
+
+    @property
+    def collective_timeout_s(self) -> int:
+        """Seconds that a rank waits for the others in one operation."""
+        config: JobConfig = self.config
+        assert isinstance(config, RunConfig | SupervisedConfig)
+        return (config.actor_rollout_ref if isinstance(config, RunConfig) else config.trainer).nccl_timeout
 
     # --- engines -------------------------------------------------------------------------------------------------
     @property
@@ -131,7 +137,7 @@ class Plan(Generic[C_co]):
             template_kwargs=template_kwargs or {},
             weight_transport=self.transport,
             shares_gpu=self.place.shares_gpu,
-            collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+            collective_timeout_s=self.collective_timeout_s,
             profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),
             min_group_size=config.algorithm.min_group_size,
             records_routes=config.replays_routes,

@@ -183,7 +183,7 @@ _SAMPLER = (  # what corrects for the sampler
 )
 _WEIGHTS = (  # LoRA's factors, the output layer, and how weights reach the engines
     Rule("actor.kl_loss_type, model.target_modules",
-         lambda v: v.model.lora_rank and v.exact_kl and v.model.targets_output_layer,
+         lambda v: v.model.trains_factors and v.exact_kl and v.model.targets_output_layer,
          "the exact KL needs an output layer without factors; choose low_var_kl or leave lm_head out"),
     Rule("model.lora_rank, model.lora.merge",
          lambda v: v.model.sends_factors and v.model.lora_rank > ENGINE_LORA_RANKS[-1],
@@ -260,7 +260,7 @@ _REFERENCE = (  # which may be a teacher, or the policy that teaches itself
     Rule("ref.ref_model_sync_steps, ref.model.path", lambda v: _moves(v) and v.config.has_teacher,
          "a teacher does not move towards the policy; set the first to -1, or leave the path out"),
     Rule("ref.ref_model_sync_steps, model.lora_rank",
-         lambda v: _moves(v) and not v.config.has_teacher and v.model.lora_rank,
+         lambda v: _moves(v) and not v.config.has_teacher and v.model.trains_factors,
          "with LoRA the reference is the model without its factors and cannot move; set it to -1"),
     Rule("ref.model.path, algorithm.adv_estimator",
          lambda v: v.ref.model.path is None and not (
@@ -419,8 +419,7 @@ def job_rules(config: JobConfig) -> Iterator[str]:
     trainer, validates = config.trainer, bool(config.data.val_files)
     if trainer.val_only and not validates:
         yield "<trainer.val_only>: there is nothing to validate on; set data.val_files"
-    metrics = {"keep_best_metric": trainer.keep_best_metric, "stop_at.metric": trainer.stop_at}
-    for key in (key for key, value in metrics.items() if value is not None):
+    for key in trainer.metrics_named:
         if not (validates and trainer.test_freq > 0):
             why = "the metric is measured by validating; set data.val_files and trainer.test_freq"
             yield f"<trainer.{key}>, <trainer.test_freq>: {why}"

@@ -108,16 +108,11 @@ def why_it_ends(stop_at: StopAtConfig | None, metrics: Mapping[str, float]) -> s
 
 def require_metrics(trainer: JobTrainerConfig, metrics: Collection[str]) -> None:
     """Check that validation produces the metrics that keys of `trainer` name; `metrics` has those of validation."""
-    _require_metric("keep_best_metric", trainer.keep_best_metric, metrics)
-    _require_metric("stop_at.metric", None if trainer.stop_at is None else trainer.stop_at.metric, metrics)
-
-
-def _require_metric(key: str, name: str | None, metrics: Collection[str]) -> None:
     known = [metric for metric in metrics if metric.startswith((VALIDATION, AUXILIARY, SUPERVISED_VALIDATION))]
-    if name is None or name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-    near = near or [metric for metric in known if not metric.startswith(AUXILIARY)]
-    raise ConfigError(
-        f"trainer.{key}={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
-    )
+    for key, name in trainer.metrics_named.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+            near = near or [metric for metric in known if not metric.startswith(AUXILIARY)]
+            raise ConfigError(
+                f"trainer.{key}={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
+            )

@@ -58,26 +58,25 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
     return metrics | means
 
 
-def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: int) -> dict[str, float]:
+def staleness_metrics(batch: DataProtoRef, weight_version: int, limit: int) -> dict[str, float]:
     """Staleness of a batch: how many updates old the weights were that sampled the oldest token of each sequence.
 
     Returns:
         `staleness/mean` and `staleness/max`, the share of sequences of each age (`staleness/share/AGE`), and the share
-        sampled by several weight versions (`staleness/spanning`), if `max_staleness` is above 0.
+        sampled by several weight versions (`staleness/spanning`), if `limit` is above 0.
 
     Raises:
-        GrpoDistError: a sequence is older than `max_staleness`, or newer than the policy, which is a bug.
+        GrpoDistError: a sequence is older than `limit`, or newer than the policy, which is a bug.
     """
     ages = weight_version - batch["weight_version"]
-    if ages.max() > max_staleness or ages.min() < 0:
+    if ages.max() > limit or ages.min() < 0:
         raise GrpoDistError(
-            f"responses came from weights {ages.min()} to {ages.max()} updates old; "
-            f"trainer.max_staleness={max_staleness}"
+            f"responses came from weights {ages.min()} to {ages.max()} updates old, and at most {limit} are allowed"
         )
-    if not max_staleness:
+    if not limit:
         return {}
     spanning = batch["last_weight_version"] > batch["weight_version"]
-    shares = {f"staleness/share/{age}": float((ages == age).mean()) for age in range(max_staleness + 1)}
+    shares = {f"staleness/share/{age}": float((ages == age).mean()) for age in range(limit + 1)}
     spread = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
     return spread | shares | {"staleness/spanning": float(spanning.mean())}
 

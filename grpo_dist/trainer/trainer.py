@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
-from grpo_dist.algorithms.settings import ObjectiveSettings
+from grpo_dist.algorithms.settings import ENTROPY_WEIGHT, ObjectiveSettings
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import HealthMonitor
@@ -83,7 +83,7 @@ class Controllers:
         if self.entropy.target is None:
             return settings, {}
         weight = self.entropy.weight
-        return settings.with_entropy_coeff(weight), {"actor/entropy_coeff": weight}
+        return settings.with_entropy_coeff(weight), {ENTROPY_WEIGHT: weight}
 
     def after_targets(self, metrics: Mapping[str, float], num_sequences: int) -> dict[str, float]:
         """Take in the metrics of a step's targets; returns what the targets were made with, as metrics."""
@@ -137,7 +137,7 @@ class GRPOTrainer(TrainingLoop):
         self.transport = weight_transport(
             plan.transport,
             workers_per_engine=plan.place.tensor_parallel,
-            collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+            collective_timeout_s=plan.collective_timeout_s,
             changes_only=config.actor_rollout_ref.rollout.checkpoint_engine.changes_only,
         )
         in_background = config.actor_rollout_ref.actor.checkpoint.async_save
@@ -356,7 +356,7 @@ class GRPOTrainer(TrainingLoop):
         """Validate the last step now, or beside the next one (`trainer.val_in_background`)."""
         trainer, self.validating = self.config.trainer, bool(self.data.validation)
         self.validation.step = self.step
-        judges = trainer.keep_best_metric is not None and self.save_is_due()  # the checkpoint has to have its figures
+        judges = self.saver.compares and self.save_is_due()
         beside = trainer.val_in_background and not (trainer.val_only or judges) and 0 < self.step < self.total_steps
         if self.validating and not beside:
             self.metrics |= self.end_validation()

@@ -77,7 +77,7 @@ class Validation:
         """
         if self._job is None:
             requests = validation_requests(self.prompts, self.sampling, self.config.trainer.seed, self.step)
-            self._job = self.pump.submit(requests, first=self.config.trainer.max_staleness > 0)
+            self._job = self.pump.submit(requests, first=self.config.trainer.samples_during_updates)
         return self._job
 
     async def finished(self) -> RolloutJob:

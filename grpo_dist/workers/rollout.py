@@ -164,7 +164,7 @@ class RolloutWorker(Mailbox, Process):
         await self.engine.weights.sleep()
 
     async def pause_for_weights(self) -> None:
-        """Hold the running requests, or let them end first (`rollout.partial_rollout`), until weights have come."""
+        """Hold the running requests, or let them end first, until weights have come."""
         await self.engine.weights.pause()
 
     async def receive_weights(self, version: int) -> int:

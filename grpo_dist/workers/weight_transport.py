@@ -15,7 +15,7 @@ rank 0 packs them, cast to the engine's dtype. How the buckets travel:
 - ipc: as broadcast, but each actor rank passes the buckets through shared memory to the engine workers on its own GPU
   or, on CPU, on its own machine (engines/weights/broadcast.py). For the driver it is a broadcast with several senders.
 
-Responses in flight continue with the new weights (`rollout.partial_rollout`), or are finished first. The prefix cache
+Responses in flight continue with the new weights, or are finished first. The prefix cache
 is cleared. Every engine answers with the version it now holds, and tags each token that it samples with it.
 
 A rollout worker that fails during the sync is replaced and does not delay the others (rollout.py). It gets

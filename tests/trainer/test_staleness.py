@@ -370,7 +370,7 @@ def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
         "staleness/share/2": 0.5,
         "staleness/spanning": 0.5,
     }
-    with pytest.raises(GrpoDistError, match=r"0 to 2 updates old; trainer.max_staleness=1"):
+    with pytest.raises(GrpoDistError, match=r"0 to 2 updates old, and at most 1"):
         staleness_metrics(batch, 5, 1)
     with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):
         staleness_metrics(batch, 4, 2)

@@ -197,8 +197,7 @@ def _config(model: Any, settings: ModelSettings) -> Any:
     lora, layers = settings.lora, lora_layers(model)
     assert lora is not None
     config = LoraConfig(
-        r=lora.lora_rank,
-        lora_alpha=int(lora.lora_alpha) if lora.lora_alpha.is_integer() else lora.lora_alpha,  # type: ignore[arg-type]
+        **lora.factors,
         bias="none",
         fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),  # Conv1D
         task_type="CAUSAL_LM",

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from grpo_dist.assets import POLICY_SECTION, expanded
 from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder, some
-from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
+from grpo_dist.config.schema_roles import ALL_LINEAR, LORA_RANK, LoraSection
 from grpo_dist.engines.train.router_replay import routers_of
 from grpo_dist.engines.train.sharded_tensors import free_gathered, replace_tensor, whole
 from grpo_dist.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(
-            f"{section}.lora_rank={lora.lora_rank}: needs peft ({error}); pip install -e '.[lora]'"
+            f"{section}.{LORA_RANK}={lora.factors['r']}: needs peft ({error}); pip install -e '.[lora]'"
         ) from None
     setting = f"{section}.target_modules={lora.targets}"
     if lora.lora_adapter_path is not None:
@@ -47,12 +47,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
         lora = lora.replaced(target_modules=tuple(read_adapter_folder(lora.lora_adapter_path, setting).layers))
     names = _target_names(model, lora, setting, section)
     _check_not_shared(model, names, setting)
-    config = LoraConfig(
-        r=lora.lora_rank,
-        lora_alpha=lora.lora_alpha,  # type: ignore[arg-type]
-        target_modules=names,
-        bias="none",
-    )
+    config = LoraConfig(**lora.factors, target_modules=names, bias="none")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds it by itself for each module, and says so
@@ -63,7 +58,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
     if layers.keys() != set(names) or any(hasattr(layer, "parameter_name") for layer in layers.values()):
         raise ConfigError(
             f"{setting}: the experts of a layer and their router take no factors, and peft "
-            "takes some of these names for theirs; name the layers of the attention, or train all with lora_rank=0"
+            f"takes some of these names for theirs; name the layers of the attention, or train all with {LORA_RANK}=0"
         )
     for name, layer in layers.items():
         if ADAPTER not in layer.lora_A or not _is_linear(layer.get_base_layer()):

@@ -47,6 +47,7 @@ from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo
 from transformers.utils import logging as library
 
 from grpo_dist.assets.model_folder import EMBEDDINGS, read_header, some, weight_files
+from grpo_dist.config.schema_roles import LORA_RANK
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import OWN, attention_implementation
 from grpo_dist.engines.train.lora import merged_names
@@ -387,8 +388,8 @@ def token_classifier(config: Any, settings: ModelSettings, shapes: Mapping[str, 
     setting = settings.setting
     if settings.lora is not None:
         raise ConfigError(
-            f"{setting}: lora_rank={settings.lora.lora_rank}: a model with a linear head is trained whole, since "
-            "LoRA's factors would leave the head as it is; set lora_rank=0"
+            f"{setting}: {LORA_RANK}={settings.lora.factors['r']}: a model with a linear head is trained whole, since "
+            f"LoRA's factors would leave the head as it is; set {LORA_RANK}=0"
         )
     check_head(shapes, num_labels=settings.num_labels, setting=setting)
     known = check_family(config, setting)

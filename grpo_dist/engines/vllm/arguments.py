@@ -148,7 +148,7 @@ def adapter_args(settings: EngineSettings) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": engine_lora_rank(settings.lora.lora_rank),
+        "max_lora_rank": engine_lora_rank(settings.lora.factors["r"]),
         # else vLLM gives factors to the output layer too, and computes with them
         "lora_target_modules": _layers(Path(settings.model.path), settings.lora),
     }

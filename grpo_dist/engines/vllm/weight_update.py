@@ -147,7 +147,7 @@ class WeightUpdater:
         """Where LoRA's factors are sent: put those that have arrived in force, if they are `complete`."""
         if self._lora is None:
             return
-        args = (self._lora.lora_rank, self._lora.lora_alpha, complete)
+        args = (*self._lora.factors.values(), complete)
         problems = await self._call(self._llm.collective_rpc("install_factors", args=args))
         if problem := next(filter(None, problems), ""):
             raise ConfigError(f"{KEY}=false: {problem}; {REMEDY}")

@@ -24,6 +24,7 @@ from grpo_dist.config.field_types import Resume
 from grpo_dist.config.keys import as_text, flatten, resume_mark
 from grpo_dist.config.load import as_yaml, with_later_keys
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_roles import LORA_RANK
 from grpo_dist.data.prompts import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
@@ -44,8 +45,8 @@ _OPTIMS = f"{_ROLES}.actor.optim", "critic.optim", "optim"
 _LORA = "lora_alpha", "target_modules", "exclude_modules", "lora.merge"
 # A key that switches something on, also by keys below it -> beginnings of the keys that have no effect while it is off.
 _IDLE = {
-    f"{_ROLES}.model.lora_rank": tuple(f"{_ROLES}.model.{name}" for name in _LORA),
-    "model.lora_rank": tuple(f"model.{name}" for name in _LORA),
+    f"{_ROLES}.model.{LORA_RANK}": tuple(f"{_ROLES}.model.{name}" for name in _LORA),
+    f"model.{LORA_RANK}": tuple(f"model.{name}" for name in _LORA),
     "reward_model.enable": ("reward_model.",),
     f"{_ROLES}.ref.model.path": tuple(f"{_ROLES}.ref.model.{name}" for name in ("path", "trust", "override")),
     f"{_ROLES}.ref.model.endpoint.base_url": (f"{_ROLES}.ref.model.endpoint.",),

@@ -7,8 +7,8 @@ have no gradient, and more prompts are sampled until the batch is full; surplus 
 finished; their prompts come first in the next batch that is drawn. The handles of dropped groups are kept until their
 batch of prompts is complete, because passes of models have fixed shares and need them.
 
-A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and is sampled in
-the background until its batch is full (`_fill`). Prompts are drawn step by step, so none is skipped or used twice.
+A step is opened when its prompts may be sampled (as many steps ahead of the update as they may be stale), and goes on
+in the background until its batch is full (`_fill`). Prompts are drawn step by step, so none is skipped or used twice.
 """
 
 from __future__ import annotations
