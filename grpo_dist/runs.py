@@ -195,7 +195,7 @@ class Recorded:
     @property
     def only_critic_learned(self) -> bool:
         """Tell whether the policy stood still in the step, since the critic was not warm yet."""
-        return bool(self.plan.config.critic.enable) and self.step <= self.config.trainer.critic_warmup
+        return self.step <= self.plan.config.still_steps
 
 
 def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, trust: bool = False) -> Recorded:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -110,7 +111,7 @@ class Gateway:
             ws="none",
             lifespan="off",
             proxy_headers=False,
-            log_level="critical",
+            log_level=logging.CRITICAL,
             access_log=False,
             callback_notify=self._sweep,
             timeout_notify=SWEEP_S,

@@ -14,7 +14,6 @@ from grpo_dist.errors import ConfigError
 BUILTIN = "builtin:"
 POLICY_KEY, REWARD_MODEL_KEY = "actor_rollout_ref.model.path", "reward_model.model.path"
 POLICY_SECTION = "actor_rollout_ref.model"
-CRITIC_KEY = "critic.model.path"
 TEACHER_KEY, TEACHER_SECTION = "actor_rollout_ref.ref.model.path", "actor_rollout_ref.ref.model"
 TRAINED_MODEL_KEY = "model.path"  # of commands that train one model
 

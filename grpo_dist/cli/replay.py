@@ -115,8 +115,8 @@ def _update(recorded: Recorded, asked: bool) -> bool:
     elif not _tell(what, recorded, old, TOLERANCE[dtype]):
         return False
     if recorded.only_critic_learned:
-        warmup = config.trainer.critic_warmup
-        show(f"update: none of the policy (trainer.critic_warmup={warmup}); the critic's is not computed again\n")
+        still = recorded.plan.config.still_steps
+        show(f"update: none of the policy, which stands still for {still} steps; no other is computed again\n")
         return True
     had = {name: recorded.metrics[name] for name in UPDATE_METRICS if name in recorded.metrics}
     if not had:

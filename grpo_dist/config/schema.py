@@ -253,6 +253,11 @@ class RunConfig(JobConfig):
         return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
 
     @property
+    def still_steps(self) -> int:
+        """How many first steps leave the policy as it is, since the critic alone learns."""
+        return self.trainer.critic_warmup if self.needs_critic else 0
+
+    @property
     def trains_on_scores(self) -> bool:
         """Tell if scores are a part of what trains the policy; else they are only recorded."""
         return self.algorithm.adv_estimator not in SCORELESS_ADV_ESTIMATORS

@@ -106,7 +106,7 @@ class CriticModelConfig(Section):
 class CriticConfig(UpdateSection):
     """`critic`: the model that foresees returns, its loss and its optimizer."""
 
-    enable: Annotated[bool | None, Resume.REFUSED("a checkpoint has a critic if its run had one")]
+    enable: Annotated[bool | None, Resume.REFUSED("a checkpoint has such a model if its run had one")]
     model: CriticModelConfig
     forward_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     forward_max_token_len_per_gpu: Annotated[Count, Resume.FREE]

@@ -18,7 +18,14 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, AgentConfig, LoraSection
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, RankSettings, SamplingSettings, choose_layout
 from grpo_dist.plan.placement import Placement, placement
-from grpo_dist.plan.role_models import Model, engine_dtype, is_deterministic, train_dtype, weight_transport
+from grpo_dist.plan.role_models import (
+    Model,
+    engine_dtype,
+    is_deterministic,
+    train_dtype,
+    value_settings,
+    weight_transport,
+)
 from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
@@ -222,9 +229,8 @@ class Plan(Generic[C_co]):
 
     @property
     def value_objective(self: Plan[RunConfig]) -> ValueSettings:
-        """What the critic's loss is made of."""
-        longest = self.config.actor_rollout_ref.actor.loss_scale_factor or self.config.data.max_response_length
-        return ValueSettings(self.config.critic, longest)
+        """What the loss of the values is made of."""
+        return value_settings(self.config)
 
 
 def make_plan(config: C, steps: int = 0) -> Plan[C]:

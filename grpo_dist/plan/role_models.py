@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
+from grpo_dist.algorithms.settings import ValueSettings
+from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
 from grpo_dist.config.field_types import RolloutDtype, TrainDtype
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.processor import is_wsl
@@ -327,7 +328,7 @@ def critic(config: RunConfig) -> Model:
     model, fsdp = config.critic.model, config.critic.model.fsdp_config
     return Model(
         "critic",
-        CRITIC_KEY,
+        "critic.model.path",
         model.path,
         fsdp.model_dtype,
         train_dtype(config, fsdp),
@@ -352,6 +353,12 @@ def critic_passes(config: RunConfig) -> tuple[Pass, ...]:
 def critic_ranks(config: RunConfig, steps: int, **ranks: Any) -> RankSettings:
     """Return what the critic's ranks are built from; see `actor_ranks`."""
     return RankSettings(**ranks, **_optimizer(config, config.critic, steps), columns=("values",))
+
+
+def value_settings(config: RunConfig) -> ValueSettings:
+    """Return what the critic's loss is made of."""
+    longest = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
+    return ValueSettings(config.critic, longest)
 
 
 # --- commands that train one model --------------------------------------------------------------------------------

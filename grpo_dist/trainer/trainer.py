@@ -269,7 +269,7 @@ class GRPOTrainer(TrainingLoop):
     @property
     def only_critic_learns(self) -> bool:
         """Tell if the policy stands still in the coming step, until the critic is warm."""
-        return self.roles.critic is not None and self.step < self.config.trainer.critic_warmup
+        return self.step < self.config.still_steps
 
     @stage("update_actor", needs=("responses", "advantages"), adds=("old_log_probs",))
     async def update(self, batch: DataProtoRef) -> DataProtoRef:

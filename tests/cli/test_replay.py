@@ -326,7 +326,7 @@ def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, capsy
     exact = DataProto({**made.data.batch, **old.batch}, made.data.non_tensor_batch)
     run_dir = written(Recorded(NOWHERE, 1, made.config, exact, {}), tmp_path)
     assert main([str(run_dir), "1", FLAG]) == 0
-    says(capsys.readouterr().out, "trainer.critic_warmup=1")
+    says(capsys.readouterr().out, "stands still", "1 steps")
 
 
 def test_greedy_scores_are_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
     words) pass value and advantage on unchanged, and what a critic says there has no say; a reward there, such as the
     score on a last token that was rejected, belongs to what follows the trained token before it (verl: lost).
     """
-    values = batch.need("values", "values", "needs a critic's values").float()
+    values = batch.need("values", "values", "needs the values of states").float()
     gamma, lam = config["gamma"], config["lam"]
     rewards, mask = batch.token_level_rewards, batch.response_mask
     advantages = torch.zeros_like(rewards)

@@ -30,6 +30,7 @@ from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.plan import resolve
+from grpo_dist.plan.roles import ROLES
 from grpo_dist.plugins.names import parse_code
 from grpo_dist.plugins.registry import DIGEST
 from grpo_dist.redact import lacks_secret, names_a_secret
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 MISSING = "(not set)"
 _VALUE, _HIDDEN = "value ", "hidden "
 _ROLES = "actor_rollout_ref"
-_OPTIMS = f"{_ROLES}.actor.optim", "critic.optim", "optim"
+_OPTIMS = *(f"{row.section}.optim" for row in ROLES.values() if row.trains), "optim"
 _LORA = "lora_alpha", "target_modules", "exclude_modules", "lora.merge"
 # A key that switches something on, also by keys below it -> beginnings of the keys that have no effect while it is off.
 _IDLE = {
@@ -50,8 +51,7 @@ _IDLE = {
     "reward_model.enable": ("reward_model.",),
     f"{_ROLES}.ref.model.path": tuple(f"{_ROLES}.ref.model.{name}" for name in ("path", "trust", "override")),
     f"{_ROLES}.ref.model.endpoint.base_url": (f"{_ROLES}.ref.model.endpoint.",),
-    "critic.enable": ("critic.", "trainer.critic_warmup"),
-}
+} | {row.switch: (f"{row.section}.", f"trainer.{row.name}_warmup") for row in ROLES.values() if row.switch}
 
 
 @dataclass
