@@ -100,7 +100,6 @@ def _verdict(what: str, recorded: Recorded, difference: Difference | None, same:
 
 def _update(recorded: Recorded, asked: bool) -> bool:
     """Compare the update, if there are weights to begin with."""
-    config = recorded.config
     dtype = recorded.plan.ranks("actor").model.compute_dtype
     try:
         old, metrics = reupdate(recorded)
