@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import workload
-from grpo_dist.algorithms.masking import token_log_probs
+from grpo_dist.algorithms.aggregate import token_log_probs
 from grpo_dist.engines.train.lm_head import HeadRequest, response_values
 
 

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from grpo_dist.algorithms.supervised import supervised_loss
+from grpo_dist.algorithms.losses import supervised_loss
 from grpo_dist.data.training_rows import Conversation
 from grpo_dist.data.training_tokens import tokenize_chats
 from grpo_dist.tasks import arithmetic

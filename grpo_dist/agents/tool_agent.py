@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError, validate_call
 
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
-from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, rendered, tool_call
-from grpo_dist.agents.episode import Episode, Turn
+from grpo_dist.agents.episode import MARK, Episode, Turn, behind_turn, opening_of_calls, rendered, tool_call
 from grpo_dist.agents.runner import USER_ERRORS
 from grpo_dist.engines.base import ParseCalls, ToolCall, builtin_backends
 from grpo_dist.errors import ConfigError

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.masking import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, masked_mean
+from grpo_dist.algorithms.aggregate import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, masked_mean
 from grpo_dist.errors import BatchError, ConfigError
 
 KEY = "algorithm.rollout_correction"

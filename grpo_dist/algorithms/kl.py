@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.masking import bounded_log_ratio, tensor_fault
+from grpo_dist.algorithms.aggregate import bounded_log_ratio, tensor_fault
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.plugins.registry import Fault, Registry
 

@@ -21,10 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import agg_loss
+from grpo_dist.algorithms.aggregate import agg_loss, masked_mean
 from grpo_dist.algorithms.correction import current_weights, off_policy_mask
 from grpo_dist.algorithms.kl import kl_penalty
-from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
 from grpo_dist.algorithms.settings import TOP_LOG_PROBS, ObjectiveSettings
 from grpo_dist.errors import BatchError

@@ -23,8 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import agg_loss
-from grpo_dist.algorithms.masking import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, masked_mean, tensor_fault
+from grpo_dist.algorithms.aggregate import (
+    MAX_LOG_RATIO,
+    agg_loss,
+    binary_kl,
+    bounded_log_ratio,
+    masked_mean,
+    tensor_fault,
+)
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.errors import BatchError
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantage import Groups, compute_advantage
 from grpo_dist.algorithms.advantage.inputs import mean_scores
+from grpo_dist.algorithms.aggregate import masked_mean
 from grpo_dist.algorithms.controllers import SCORES, score_metrics
 from grpo_dist.algorithms.correction import compute_rollout_correction, second_moment_mask
 from grpo_dist.algorithms.kl import kl_penalty
-from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import token_selection
 from grpo_dist.algorithms.settings import GRADIENT_NORMS, TargetSettings
 from grpo_dist.plugins.names import SCORELESS_ADV_ESTIMATORS

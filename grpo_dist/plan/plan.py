@@ -23,7 +23,7 @@ from grpo_dist.plan.role_models import (
     engine_dtype,
     is_deterministic,
     train_dtype,
-    value_settings,
+    value_loss,
     weight_transport,
 )
 from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
@@ -230,7 +230,7 @@ class Plan(Generic[C_co]):
     @property
     def value_objective(self: Plan[RunConfig]) -> ValueSettings:
         """What the loss of the values is made of."""
-        return value_settings(self.config)
+        return ValueSettings(*value_loss(self.config))
 
 
 def make_plan(config: C, steps: int = 0) -> Plan[C]:

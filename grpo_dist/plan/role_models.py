@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_dist.algorithms.settings import ValueSettings
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
 from grpo_dist.config.field_types import RolloutDtype, TrainDtype
 from grpo_dist.config.problems import value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SFTConfig, SupervisedConfig
+from grpo_dist.config.schema_models import CriticConfig
 from grpo_dist.config.schema_roles import LoraSection, ShardsConfig, UpdateSection
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import PassLimits, RankSettings, RewardModelSettings
@@ -355,10 +355,9 @@ def critic_ranks(config: RunConfig, steps: int, **ranks: Any) -> RankSettings:
     return RankSettings(**ranks, **_optimizer(config, config.critic, steps), columns=("values",))
 
 
-def value_settings(config: RunConfig) -> ValueSettings:
-    """Return what the critic's loss is made of."""
-    longest = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
-    return ValueSettings(config.critic, longest)
+def value_loss(config: RunConfig) -> tuple[CriticConfig, float]:
+    """Return what the critic's loss is made of: its section, and the length that seq-mean-token-sum-norm divides by."""
+    return config.critic, config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
 
 
 # --- commands that train one model --------------------------------------------------------------------------------

@@ -1,4 +1,9 @@
-"""What reward processes score responses by: the reward function, and rewards of episodes, their steps and agents."""
+"""What reward processes score responses by: the reward function, and rewards of episodes, their steps and agents.
+
+With them go the prompts of a policy that teaches itself. They show how the question is answered: with another response
+of the group that has earned enough, or feedback on the response itself (SDPO, arXiv 2601.20802), or a demonstration
+that comes with the row (SDFT, 2601.19897).
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,16 @@ import torch
 
 from grpo_dist.algorithms.validation import pred_ids
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_algorithm import SelfDistillationConfig, TeacherEndpointConfig
+from grpo_dist.config.schema_algorithm import TEXT, SelfDistillationConfig, TeacherEndpointConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
-from grpo_dist.data.teacher_prompts import TeacherPrompts
+from grpo_dist.data.tokenize import prompt_ids
 from grpo_dist.errors import RewardError
 from grpo_dist.plan.plan import Plan
 from grpo_dist.plugins.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA, UNPENALISED, columns_for
-from grpo_dist.protocol.sequences import scored_branches
+from grpo_dist.protocol.sequences import TEACHER_MASK, TEACHER_PROMPTS, scored_branches
 from grpo_dist.rewards.contract import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.rewards.teacher_endpoint import TeacherEndpoint
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
@@ -395,3 +400,45 @@ def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None =
     values = torch.zeros(len(responses.values), dtype=torch.float32)
     values[last[nonempty]] = scores[nonempty]
     return Ragged(values, responses.offsets)
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """Makes the prompts of a group's teacher by the section of the config, which says how long they may be."""
+
+    section: SelfDistillationConfig
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any]
+
+    def columns(
+        self, task: Any, texts: Sequence[str], scores: Sequence[float], said: Sequence[Mapping[str, str]], of: Ragged
+    ) -> dict[str, Ragged]:
+        """Return the columns of protocol/sequences.py for a group.
+
+        Args:
+            task: with `messages`, behind the user's last one of which is shown what is, and `extra_info`.
+            texts: the responses. One is shown the first success behind it in the group, and never itself.
+            scores: of the responses; nan: none.
+            said: what the reward function has said of each, by name; where it has not, `extra_info` may.
+            of: the responses as tokens.
+        """
+        section, count, prompts = self.section, len(texts), []
+        for i in range(count):
+            others = [(i + step) % count for step in range(1, count)]
+            good = [] if (least := section.success_threshold) is None else [k for k in others if scores[k] >= least]
+            parts = [(section.success_template, texts[k]) for k in good[:1]]
+            feedback = str(said[i].get(section.feedback_name or "") or task.extra_info.get(section.feedback_name) or "")
+            parts += [(section.feedback_template, feedback)] * bool(feedback.strip())
+            prompts.append(self._rendered(task, "".join(form.replace(TEXT, text) for form, text in parts)))
+        mask = torch.tensor([float(bool(prompt)) for prompt in prompts]).repeat_interleave(of.lengths)
+        return {TEACHER_PROMPTS: Ragged.from_rows(prompts, torch.int32), TEACHER_MASK: Ragged(mask, of.offsets)}
+
+    def _rendered(self, task: Any, shown: str) -> list[int]:
+        asked = [i for i, message in enumerate(task.messages) if message["role"] == "user"]
+        if not (shown and asked):
+            return []
+        changed = [dict(message) for message in task.messages]
+        changed[asked[-1]]["content"] += shown
+        row = Prompt(0, "", changed, None, {}, "the prompt of a teacher", is_plain=task.is_plain)
+        token_ids = prompt_ids(row, self.tokenizer, self.template_kwargs)
+        return token_ids if len(token_ids) <= (self.section.longest_prompt or len(token_ids)) else []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.agents import Episode, Row
-from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, tool_call
+from grpo_dist.agents.episode import MARK, behind_turn, opening_of_calls, tool_call
 from grpo_dist.engines.settings import SamplingSettings
 from tests.agents.speaking import MESSAGES, QWEN3, Speaker, parts, tokenizer_of
 from tests.messages import refuses

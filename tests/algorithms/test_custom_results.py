@@ -9,7 +9,7 @@ import torch
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
-from grpo_dist.algorithms.masking import tensor_fault
+from grpo_dist.algorithms.aggregate import tensor_fault
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
 from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.algorithms.targets import compute_targets

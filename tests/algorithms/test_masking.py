@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from grpo_dist.algorithms.masking import (
+from grpo_dist.algorithms.aggregate import (
     binary_kl,
     bounded_log_ratio,
     masked_mean,

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from grpo_dist.algorithms.supervised import label_loss, pair_loss, supervised_loss
+from grpo_dist.algorithms.losses import label_loss, pair_loss, supervised_loss
 from grpo_dist.errors import BatchError
 from tests.messages import refuses
 

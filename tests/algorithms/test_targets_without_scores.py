@@ -96,7 +96,7 @@ def test_everything_is_as_if_they_had_not_been_sampled(estimator: str) -> None:
         top_entropy_quantile=0.6,
         loss_mode="kl_cov",
         loss_options={"kl_cov_ratio": 0.3},
-        critic=estimator == "gae",
+        has_values=estimator == "gae",
     )
     left = [0, 2, 3, 5]
     components = torch.tensor([1.0, NAN, 0, 3, NAN, 2, NAN, NAN])

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import Ragged
-from grpo_dist.workers.scorer import Task
+from grpo_dist.workers.scorer import Task, TeacherPrompts
 from tests.data.test_tokenize import byte_tokenizer
 
 MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1?"}]

@@ -14,7 +14,6 @@ import torch
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.algorithms.validation import pred_ids
 from grpo_dist.data import Prompt, TokenizedPrompt
-from grpo_dist.data.teacher_prompts import TeacherPrompts
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.plan.commands import load_config
@@ -23,7 +22,7 @@ from grpo_dist.rewards.contract import RewardResult, Sample
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.trainer.rollout.job import make_request
 from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.scorer import OverlongPenalty, RewardSettings, on_agents, on_last_token
+from grpo_dist.workers.scorer import OverlongPenalty, RewardSettings, TeacherPrompts, on_agents, on_last_token
 from tests.messages import refuses, says
 from tests.workers.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 

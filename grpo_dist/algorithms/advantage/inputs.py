@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.masking import tensor_fault
+from grpo_dist.algorithms.aggregate import tensor_fault
 from grpo_dist.errors import BatchError
 from grpo_dist.plugins.registry import Fault, Registry, described
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs, Groups
 from grpo_dist.algorithms.advantage.outcome import grpo
-from grpo_dist.algorithms.masking import discounted_returns, masked_whiten
+from grpo_dist.algorithms.aggregate import discounted_returns, masked_whiten
 
 
 @ADVANTAGE.register("reinforce_plus_plus")

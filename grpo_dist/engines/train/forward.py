@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.masking import token_entropy, token_log_probs
+from grpo_dist.algorithms.aggregate import token_entropy, token_log_probs
 from grpo_dist.engines.train.attention import (
     FLEX,
     GRADIENT_TOLERANCE,

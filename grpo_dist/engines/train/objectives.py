@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms import policy_objective
+from grpo_dist.algorithms.losses import compute_value_loss, label_loss, pair_loss, supervised_loss
 from grpo_dist.algorithms.objective import SUMS
 from grpo_dist.algorithms.settings import (
     TOP_IDS,
@@ -25,8 +26,6 @@ from grpo_dist.algorithms.settings import (
     TrainingSettings,
     ValueSettings,
 )
-from grpo_dist.algorithms.supervised import label_loss, pair_loss, supervised_loss
-from grpo_dist.algorithms.value_loss import compute_value_loss
 from grpo_dist.engines.train.forward import PolicyForward, ValueForward, Values
 from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
 from grpo_dist.engines.train.micro_batch import MicroBatch

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.func import functional_call
 
-from grpo_dist.algorithms.masking import token_log_probs
+from grpo_dist.algorithms.aggregate import token_log_probs
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import model_loading
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine

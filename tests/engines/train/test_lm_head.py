@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from grpo_dist.algorithms import kl_penalty
-from grpo_dist.algorithms.masking import token_entropy, token_log_probs
+from grpo_dist.algorithms.aggregate import token_entropy, token_log_probs
 from grpo_dist.engines.train import forward, lm_head
 from grpo_dist.engines.train.lm_head import HeadRequest, ReferenceHead, ResponseHead, copy_output_layer, response_values
 from grpo_dist.engines.train.lora import add_lora

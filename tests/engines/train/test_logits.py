@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import kl_penalty
-from grpo_dist.algorithms.masking import token_entropy, token_log_probs
+from grpo_dist.algorithms.aggregate import token_entropy, token_log_probs
 from grpo_dist.engines.train.lm_head import HeadValues, TopTokens, logits_gradient, token_values
 
 M, V, TEMPERATURE = 5, 37, 0.7
