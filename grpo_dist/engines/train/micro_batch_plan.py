@@ -66,7 +66,7 @@ def group_rows(data: DataProto) -> np.ndarray:
     Prompts are equal if their tokens are, and what belongs to these besides: rows that have some, such as media, carry
     a digest of it.
     """
-    digests = data[PROMPT_DIGEST] if PROMPT_DIGEST in data.batch else [""] * len(data)
+    digests = data[PROMPT_DIGEST] if PROMPT_DIGEST in data.columns() else [""] * len(data)
     numbers: dict[tuple[str, bytes], int] = {}
     keys = zip(digests, (row.numpy().tobytes() for row in data["prompts"].rows()), strict=True)
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)

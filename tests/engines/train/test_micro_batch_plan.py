@@ -51,7 +51,7 @@ def test_equal_prompts_are_a_group() -> None:
 def test_equal_tokens_with_other_media_are_two_groups() -> None:
     prompts = Ragged.from_rows([[1, 2]] * 4, torch.int32)
     digests = np.array(["a cat", "a dog", "a cat", ""], dtype=object)
-    assert group_rows(DataProto({"prompts": prompts, PROMPT_DIGEST: digests})).tolist() == [0, 1, 0, 2]
+    assert group_rows(DataProto({"prompts": prompts}, {PROMPT_DIGEST: digests})).tolist() == [0, 1, 0, 2]
 
 
 def test_cost_by_hand() -> None:
