@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from grpo_dist.algorithms.settings import ObjectiveSettings, TargetSettings, ValueSettings
 from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.problems import value_of, with_value
 from grpo_dist.config.schema import RunConfig
@@ -28,6 +27,9 @@ from grpo_dist.plan.role_models import (
 )
 from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
+
+if TYPE_CHECKING:
+    from grpo_dist.algorithms.settings import ObjectiveSettings, TargetSettings, ValueSettings
 
 C = TypeVar("C", bound=JobConfig)
 C_co = TypeVar("C_co", bound=JobConfig, covariant=True)
@@ -176,6 +178,8 @@ class Plan(Generic[C_co]):
     @property
     def targets(self: Plan[RunConfig]) -> TargetSettings:
         """What advantages, corrections and targets are computed with, before the loss."""
+        from grpo_dist.algorithms.settings import TargetSettings  # loads torch, which a plan does without
+
         config = self.config
         algorithm, actor, correction = (
             config.algorithm,
@@ -204,6 +208,8 @@ class Plan(Generic[C_co]):
     @property
     def objective(self: Plan[RunConfig]) -> ObjectiveSettings:
         """What the policy's loss is made of."""
+        from grpo_dist.algorithms.settings import ObjectiveSettings  # loads torch, which a plan does without
+
         config = self.config
         actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
         reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
@@ -230,6 +236,8 @@ class Plan(Generic[C_co]):
     @property
     def value_objective(self: Plan[RunConfig]) -> ValueSettings:
         """What the loss of the values is made of."""
+        from grpo_dist.algorithms.settings import ValueSettings  # loads torch, which a plan does without
+
         return ValueSettings(*value_loss(self.config))
 
 

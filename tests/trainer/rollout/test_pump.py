@@ -20,7 +20,7 @@ import pytest
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, WorkerError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.run.build import reward_settings
+from grpo_dist.plan.plan import make_plan
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
@@ -30,7 +30,7 @@ from grpo_dist.trainer.rollout.pump import SCORER_RESTART_S, SCORER_START_S, Rol
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
-from grpo_dist.workers.scorer import Task
+from grpo_dist.workers.scorer import RewardSettings, Task
 from tests.messages import refuses, says
 from tests.processes import spawned, start_together
 from tests.trainer.fakes import HeldRolloutWorker
@@ -297,7 +297,7 @@ def test_the_background_ends_with_the_run() -> None:
 def make_pump(groups: dict[str, WorkerGroup], engines: WorkerGroup, most: int = 0) -> RolloutPump:
     """With the reference as the only source of log-probs."""
     reward, rollout = RewardPool(groups["reward"]), RolloutGroup(engines, RestartBudget(most))
-    start_together(reward.start([reward_settings(load_config([])[0])]), rollout.start([None] * len(engines)))
+    start_together(reward.start([RewardSettings.of(make_plan(load_config([])[0]))]), rollout.start([None] * len(engines)))
     reference = functools.partial(Gang(groups["ref"]).compute_log_probs, "ref_log_prob")
     return RolloutPump(rollout, reward, {"ref": reference}, reward_timeout_s=TIMEOUT_S)
 
