@@ -60,14 +60,13 @@ from grpo_dist.trainer.checkpoint.folder import checkpoints, is_model_of, is_mod
 from grpo_dist.trainer.checkpoint.manifest import damage
 from grpo_dist.trainer.loop import exported_usage, model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
-from grpo_dist.trainer.rollout.job import group_seed
+from grpo_dist.trainer.rollout.job import VALIDATION_STEP, group_seed
 from grpo_dist.trainer.run_prompts import overlong_note, read_prompts
 
 AGENT_KEY, SINGLE_TURN = "actor_rollout_ref.rollout.agent.default_agent_loop", "single_turn_agent"
 ASKED = "data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.engine_kwargs."  # what asking a model needs
 MAX_TOKENS = 512  # of a response, where neither the run nor the user says how long it may be
 NO_ANSWERS = RowNeeds(ground_truth=False, taken=None, asked=False)  # of rows that are not scored
-VALIDATION_STEP = 0  # whose seeds validation has, so that a run's own figures come out again
 MOST_TOKENS = 8192  # of a sequence, where nobody asks for more: memory of the KV cache
 
 
@@ -325,7 +324,7 @@ class Asker:
         return [(prompt.prompt, prompt.token_ids.tolist()) for prompt in tokenized if len(prompt.token_ids) < longest]
 
     async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
-        """`sampling.n` responses to a prompt, with seeds as in validation."""
+        """`sampling.n` responses to a prompt, with validation's seeds, so that a run's own figures come out again."""
         whole, room = self.sampling, self.engine.settings.max_model_len - len(token_ids)
         seed = None if whole.seed is None else group_seed(whole.seed, VALIDATION_STEP, index)
         sampling = replace(whole, seed=seed, max_tokens=min(whole.max_tokens, room))

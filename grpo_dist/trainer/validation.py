@@ -26,13 +26,12 @@ from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.sizes import GIB
 from grpo_dist.tracking.jsonl import ROLLOUTS, VALIDATION
-from grpo_dist.trainer.rollout.job import RolloutJob, group_seed, make_request
+from grpo_dist.trainer.rollout.job import VALIDATION_STEP, RolloutJob, group_seed, make_request
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.rollout import GroupRequest
 
 CORE, AUX = "val-core", "val-aux"
-_SEED_STEP = 0  # training steps count from 1
 
 
 def validation_requests(
@@ -46,7 +45,7 @@ def validation_requests(
     """
 
     def request(prompt: TokenizedPrompt, index: int) -> GroupRequest:
-        seed = None if sampling.seed is None else group_seed(run_seed, _SEED_STEP, index)
+        seed = None if sampling.seed is None else group_seed(run_seed, VALIDATION_STEP, index)
         seeded = dataclasses.replace(sampling, seed=seed)
         return make_request(f"val-{index}", prompt, seeded, validation=True, step=step)
 

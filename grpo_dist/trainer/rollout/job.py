@@ -198,6 +198,7 @@ def describe_failures(
 
 # vLLM seeds response i of a group with seed + i; leave room below 2^31 for any group size.
 _SEED_BITS = 30
+VALIDATION_STEP = 0  # whose seeds every validation has; training steps count from 1
 
 
 def group_seed(run_seed: int, step: int, prompt_index: int, attempt: int = 0) -> int:
