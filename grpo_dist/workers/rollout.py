@@ -415,7 +415,7 @@ class RolloutGroup(Pool):
             self.workers.tell(call.rank, "abort", [uid])
 
     def _aborted_by_engine(self, rank: int, uid: str) -> WorkerError:
-        backend = rollout_backend("" if self.settings[rank] is None else self.settings[rank].rollout.name)
+        backend = rollout_backend(self.settings[rank].rollout.name)
         return self.workers.error(
             rank,
             "generate",

@@ -297,8 +297,9 @@ def test_the_background_ends_with_the_run() -> None:
 def make_pump(groups: dict[str, WorkerGroup], engines: WorkerGroup, most: int = 0) -> RolloutPump:
     """With the reference as the only source of log-probs."""
     reward, rollout = RewardPool(groups["reward"]), RolloutGroup(engines, RestartBudget(most))
-    settings = RewardSettings.of(make_plan(load_config([])[0]), {})
-    start_together(reward.start([settings]), rollout.start([None] * len(engines)))
+    plan = make_plan(load_config([])[0])
+    engine = SimpleNamespace(rollout=plan.config.actor_rollout_ref.rollout)
+    start_together(reward.start([RewardSettings.of(plan, {})]), rollout.start([engine] * len(engines)))
     reference = functools.partial(Gang(groups["ref"]).compute_log_probs, "ref_log_prob")
     return RolloutPump(rollout, reward, {"ref": reference}, reward_timeout_s=TIMEOUT_S)
 
