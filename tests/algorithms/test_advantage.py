@@ -1,31 +1,33 @@
+"""Advantage estimators on numbers worked out on paper; tests/fuzz has their formulas on random batches."""
+
+from __future__ import annotations
+
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from grpo_dist.algorithms import compute_advantage
+from grpo_dist.algorithms import compute_advantage, policy_objective
 from grpo_dist.algorithms.advantage import ADVANTAGE, STD_EPS
+from grpo_dist.algorithms.settings import TargetSettings
+from grpo_dist.algorithms.targets import compute_targets, turn_states
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases, tensors
 from tests.messages import refuses
+from tests.worker_settings import objective_settings
 
 NAN = float("nan")
-
-
-def outcome(rewards: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards on the last of 3 tokens; the mask covers 1, 2, 3, 3, ... tokens."""
-    mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]] + [[1.0, 1, 1]] * (len(rewards) - 2))[: len(rewards)]
-    rows = torch.zeros_like(mask)
-    rows[torch.arange(len(rewards)), mask.sum(-1).long() - 1] = torch.tensor(rewards)
-    return rows, mask
-
-
 GROUP_RELATIVE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_process")
 GROUP_RELATIVE += ("maxrl", "lite_ppo", "scale_rl", "a2po")
 # Without a case: verl's gdpo has its own arguments, and it does not have the others.
 NOT_VERLS = {"gdpo", "grpo_process", "distill", "maxrl", "lite_ppo", "scale_rl", "rl_zvp", "rae", "gigpo"}
-NOT_VERLS |= {"optimal_token_baseline", "a2po"}  # tests/fuzz has its formula
+NOT_VERLS |= {"optimal_token_baseline", "a2po"}
 IN_GOLDEN = sorted(set(ADVANTAGE.names()) - NOT_VERLS)
+PLAIN = {"norm_adv_by_std_in_grpo": False}
+ROOT = 2**0.5
+VALUE = math.log((math.e**2 + 3) / 4)
 
 
 @pytest.mark.parametrize("case", cases("advantage", tuple(IN_GOLDEN)))
@@ -39,274 +41,97 @@ def test_equals_verl(case: dict) -> None:
         assert not ours[mask == 0].any()
 
 
-def test_grpo_by_hand() -> None:
-    """Rewards 1, 0, 0, 0: mean 1/4, sample variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4, std 1/2."""
-    rewards, mask = outcome([1.0, 0.0, 0.0, 0.0])
-    advantages, _ = compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask, index=["a"] * 4)
-    expected = torch.tensor([0.75, -0.25, -0.25, -0.25]) / (0.5 + STD_EPS)
-    torch.testing.assert_close(advantages, expected.unsqueeze(-1) * mask)
+def of(name: str, rewards: list[list[float]], mask: Any = None, **more: Any) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) of rows of rewards, without a mask all trained, without an index one group."""
+    given = torch.tensor(rewards)
+    trained = torch.ones_like(given) if mask is None else torch.as_tensor(mask)
+    arguments = {"index": ["a"] * len(rewards)} | more
+    return compute_advantage(name, token_level_rewards=given, response_mask=trained, **arguments)
 
 
-def test_dr_grpo_leaves_the_std_out() -> None:
-    rewards, mask = outcome([1.0, 0.0, 0.0, 0.0])
-    advantages, _ = compute_advantage(
-        "grpo",
-        token_level_rewards=rewards,
-        response_mask=mask,
-        index=[7] * 4,
-        config={"norm_adv_by_std_in_grpo": False},
-    )
-    torch.testing.assert_close(advantages, torch.tensor([[0.75], [-0.25], [-0.25], [-0.25]]) * mask)
+def outcome(rewards: list[float]) -> tuple[Tensor, Tensor]:
+    """Rewards on the last of 3 tokens; the mask covers 1, 2, 3, 3, ... tokens."""
+    mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]] + [[1.0, 1, 1]] * (len(rewards) - 2))[: len(rewards)]
+    rows = torch.zeros_like(mask)
+    rows[torch.arange(len(rewards)), mask.sum(-1).long() - 1] = torch.tensor(rewards)
+    return rows, mask
 
 
-def test_rloo_by_hand() -> None:
-    """Rewards 3, 0, 0: the others' means are 0, 1.5, 1.5."""
-    rewards, mask = outcome([3.0, 0.0, 0.0])
-    advantages, _ = compute_advantage("rloo", token_level_rewards=rewards, response_mask=mask, index=["a"] * 3)
-    torch.testing.assert_close(advantages, torch.tensor([[3.0], [-1.5], [-1.5]]) * mask)
-
-
-def advantage(name: str, scores: list[float], index: list[str], **more: Any) -> list[float]:
+def advantage(name: str, scores: list[float], index: Any, **more: Any) -> list[float]:
     """The advantage of each response's first token."""
     rewards, mask = outcome(scores)
     if name == "grpo_process":
         more["step_mask"] = rewards.cumsum(-1).diff(dim=-1, prepend=rewards[:, :1] * 0) != 0
-    advantages, _ = compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=index, **more)
+    advantages, _ = compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=list(index), **more)
     assert torch.equal(advantages, advantages[:, :1] * mask), "the same on every token"
     return advantages[:, 0].tolist()
 
 
-def test_grpo_passk_by_hand() -> None:
-    """Scores 5, 3, 1: only the best counts, by its lead of 2, over the standard deviation 2. Two best: no lead."""
-    assert advantage("grpo_passk", [5.0, 3.0, 1.0], ["a"] * 3) == pytest.approx([2 / (2 + STD_EPS), 0, 0])
-    plain = {"norm_adv_by_std_in_grpo": False}
-    assert advantage("grpo_passk", [5.0, 3.0, 5.0, 2.0, 7.0], ["a"] * 3 + ["b"] * 2, config=plain) == [0, 0, 0, 0, 5]
+@pytest.mark.parametrize(
+    ("name", "scores", "index", "config", "expected"),
+    [
+        # mean 1/4, sample variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4, std 1/2
+        ("grpo", [1.0, 0, 0, 0], "aaaa", {}, [x / (0.5 + STD_EPS) for x in (0.75, -0.25, -0.25, -0.25)]),
+        ("grpo", [1.0, 0, 0, 0], [7] * 4, PLAIN, [0.75, -0.25, -0.25, -0.25]),  # Dr. GRPO
+        # the others' means are 0, 1.5, 1.5; and of groups whose rows take turns
+        ("rloo", [3.0, 0, 0], "aaa", {}, [3, -1.5, -1.5]),
+        ("rloo", [3.0, 1, 0, 5], "abab", {}, [3, -4, -3, 4]),
+        # only the best counts, by its lead of 2, over the standard deviation 2; two best have no lead
+        ("grpo_passk", [5.0, 3, 1], "aaa", {}, [2 / (2 + STD_EPS), 0, 0]),
+        ("grpo_passk", [5.0, 3, 5, 2, 7], "aaabb", PLAIN, [0, 0, 0, 0, 5]),
+        # lengths 1, 2, 3: baseline (6 + 6 + 0) / 6 = 2
+        ("opo", [6.0, 3, 0], "aaa", {}, [4, 1, -2]),
+        # 4 responses, 1 non-zero, alpha 4; divided by f_norm 2
+        ("gpg", [1.0, 0, 0, 0], "aabb", {"f_norm": 2.0}, [1, -1, 0, 0]),
+        # mean 1/4; a group without a success, or with a negative mean, teaches nothing
+        ("maxrl", [1.0, 0, 0, 0], "aaaa", {}, [3, -1, -1, -1]),
+        ("maxrl", [0.0, 0, 1, -3], "aabb", {}, [0, 0, 0, 0]),
+        # means 3 and 1, differences 1, -1, 0, 0: the scores deviate by sqrt((4 + 0 + 1 + 1) / 3) = sqrt 2 over the
+        # batch, the differences by sqrt(2 / 3)
+        ("lite_ppo", [4.0, 2, 1, 1], "aabb", {}, [1 / (ROOT + STD_EPS), -1 / (ROOT + STD_EPS), 0, 0]),
+        ("scale_rl", [4.0, 2, 1, 1], "aabb", {}, [1.5**0.5, -(1.5**0.5), 0, 0]),
+        # lengths 1 and 2: centred 1 and -1, -1; mean -1/3, sample variance 4/3
+        ("reinforce_plus_plus_baseline", [3.0, 1], "aa", {}, [4 / 3 / (4 / 3) ** 0.5, -2 / 3 / (4 / 3) ** 0.5]),
+        # V = beta ln((e^(2 / beta) + 3) / 4); near beta = 0 it is the best one's, where exp(2000) would overflow
+        ("a2po", [2.0, 0, 0, 0], "aaaa", {"a2po_beta": 1.0}, [2 - VALUE, -VALUE, -VALUE, -VALUE]),
+        ("a2po", [2.0, 0, 0, 0], "aaaa", {"a2po_beta": 1e-3}, [1e-3 * math.log(4)] + [1e-3 * math.log(4) - 2] * 3),
+    ],
+)
+def test_scores_by_hand(name: str, scores: list[float], index: Any, config: dict, expected: list[float]) -> None:
+    assert advantage(name, scores, index, config=config) == pytest.approx(expected, rel=2e-6, abs=1e-7)
 
 
-def test_opo_by_hand() -> None:
-    """Lengths 1, 2, 3 and scores 6, 3, 0: baseline (6 + 6 + 0) / 6 = 2."""
-    assert advantage("opo", [6.0, 3.0, 0.0], ["a"] * 3) == pytest.approx([4, 1, -2])
-
-
-def test_gpg_by_hand() -> None:
-    """Scores 1, 0 and 0, 0: 4 responses, 1 non-zero, alpha 4; divided by f_norm 2."""
-    assert advantage("gpg", [1.0, 0, 0, 0], ["a", "a", "b", "b"], config={"f_norm": 2.0}) == pytest.approx(
-        [1, -1, 0, 0]
-    )
-
-
-def test_maxrl_by_hand() -> None:
-    """Scores 1, 0, 0, 0, mean 1/4: 3 and -1; a group without a success, or with a negative mean, teaches nothing."""
-    assert advantage("maxrl", [1.0, 0, 0, 0], ["a"] * 4) == [3, -1, -1, -1]
-    assert advantage("maxrl", [0.0, 0, 1, -3], ["a", "a", "b", "b"]) == [0, 0, 0, 0]
-
-
-def test_the_deviation_of_the_batch_by_hand() -> None:
-    """Scores 4, 2 and 1, 1, means 3 and 1, differences 1, -1, 0, 0.
-
-    Over the batch the scores deviate by sqrt((4 + 0 + 1 + 1) / 3) = sqrt 2, the differences by sqrt(2 / 3).
-    """
-    for name, std in {"lite_ppo": 2**0.5, "scale_rl": (2 / 3) ** 0.5}.items():
-        found = advantage(name, [4.0, 2.0, 1.0, 1.0], ["a", "a", "b", "b"])
-        assert found == pytest.approx([1 / (std + STD_EPS), -1 / (std + STD_EPS), 0, 0])
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
+def test_equal_rewards_and_single_responses_teach_nothing(name: str) -> None:
+    """0.1 has no exact float: the mean of three must still be itself."""
+    assert advantage(name, [0.1, 0.1, 0.1, 2.0], "aaab") == [0] * 4
 
 
 def test_rl_zvp_by_hand() -> None:
     """A solved group trains by 0.1 H, a failed one by 0.1 (H - max H), another as with grpo; one alone by 0."""
     rewards, mask = outcome([1.0, 1.0, 0.0, 0.0, 3.0, 1.0, 1.0])
     entropies = torch.tensor([[2.0, 9.0, 9.0]] * 2 + [[1.0, 3.0, 2.0]] * 5)
-    arguments = {"token_level_rewards": rewards, "response_mask": mask, "entropies": entropies}
-    advantages, _ = compute_advantage("rl_zvp", index=list("aabbccd"), **arguments)
-    root = 2**0.5 / (2**0.5 + STD_EPS)
+    advantages, _ = compute_advantage(
+        "rl_zvp", token_level_rewards=rewards, response_mask=mask, entropies=entropies, index=list("aabbccd")
+    )
     solved, failed = [[0.2, 0, 0], [0.2, 0.9, 0]], [[-0.2, 0, -0.1]] * 2
-    mixed = [[root / 2**0.5] * 3, [-root / 2**0.5] * 3]
+    mixed = [[1 / (ROOT + STD_EPS)] * 3, [-1 / (ROOT + STD_EPS)] * 3]
     torch.testing.assert_close(advantages, torch.tensor([*solved, *failed, *mixed, [0.0] * 3]))
 
 
+# --- returns -----------------------------------------------------------------------------------------------------
 def test_reinforce_plus_plus_by_hand() -> None:
     """One response, rewards 1, 0, 4, gamma 1/2: returns 2, 2, 4; mean 8/3, sample variance 4/3."""
-    rewards, mask = torch.tensor([[1.0, 0.0, 4.0]]), torch.ones(1, 3)
-    advantages, returns = compute_advantage(
-        "reinforce_plus_plus", token_level_rewards=rewards, response_mask=mask, config={"gamma": 0.5}
-    )
+    advantages, returns = of("reinforce_plus_plus", [[1.0, 0.0, 4.0]], config={"gamma": 0.5})
     assert returns.tolist() == [[2, 2, 4]]
-    expected = [[(g - 8 / 3) / (4 / 3) ** 0.5 for g in (2, 2, 4)]]
-    torch.testing.assert_close(advantages, torch.tensor(expected))
-
-
-def test_reinforce_plus_plus_baseline_by_hand() -> None:
-    """Scores 3, 1 in a group, lengths 1 and 2: centred 1 and -1, -1; mean -1/3, sample variance 4/3."""
-    expected = [(c + 1 / 3) / (4 / 3) ** 0.5 for c in (1, -1)]
-    rewards, mask = outcome([3.0, 1.0])
-    advantages, _ = compute_advantage(
-        "reinforce_plus_plus_baseline", token_level_rewards=rewards, response_mask=mask, index=["a", "a"]
-    )
-    torch.testing.assert_close(advantages, torch.tensor([[expected[0]], [expected[1]]]) * mask)
+    torch.testing.assert_close(advantages, torch.tensor([[(g - 8 / 3) / (4 / 3) ** 0.5 for g in (2, 2, 4)]]))
 
 
 def test_remax_by_hand() -> None:
     """Score 3 against a greedy score of 1, and 0 against 2; with a token reward 1 in the middle, the return falls."""
-    assert advantage("remax", [3.0, 0.0], ["a", "b"], reward_baselines=torch.tensor([1.0, 2.0])) == [2, -2]
-    rewards = torch.tensor([[0.0, 1.0, 3.0]])
-    advantages, returns = compute_advantage(
-        "remax", token_level_rewards=rewards, response_mask=torch.ones(1, 3), reward_baselines=torch.tensor([1.0])
-    )
-    assert returns.tolist() == [[4, 4, 3]]
-    assert advantages.tolist() == [[3, 3, 2]]
-
-
-def test_gae_by_hand() -> None:
-    """Rewards 0, 2, values 1, 1, gamma 1, lam 1/2: deltas 0, 1; advantages 0 + 1/2, 1; returns 1.5, 2."""
-    arguments = {"token_level_rewards": torch.tensor([[0.0, 2.0]]), "response_mask": torch.ones(1, 2)}
-    advantages, returns = compute_advantage("gae", **arguments, values=torch.ones(1, 2), config={"lam": 0.5})
-    assert returns.tolist() == [[1.5, 2.0]]
-    torch.testing.assert_close(advantages, torch.tensor([[-0.5, 0.5]]) * 2**0.5)  # mean 3/4, sample variance 1/8
-
-
-def test_gae_passes_over_a_tools_words() -> None:
-    """A masked token in the middle changes nothing for the others."""
-    plain = {"token_level_rewards": torch.tensor([[0.0, 2.0]]), "response_mask": torch.ones(1, 2)}
-    tool = {"token_level_rewards": torch.tensor([[0.0, 0.0, 2.0]]), "response_mask": torch.tensor([[1.0, 0.0, 1.0]])}
-    options = {"gamma": 0.9, "lam": 0.5}
-    expected = compute_advantage("gae", **plain, values=torch.tensor([[1.0, 3.0]]), config=options)
-    found = compute_advantage("gae", **tool, values=torch.tensor([[1.0, 9.0, 3.0]]), config=options)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours[:, [0, 2]], theirs)
-
-
-def test_gae_reads_no_value_off_the_mask() -> None:
-    """Not even one that is no number."""
-    arguments = {"token_level_rewards": torch.tensor([[0.0, 0, 2, 0]]), "response_mask": torch.tensor([[1.0, 0, 1, 0]])}
-    values = torch.tensor([[1.0, 0.0, 3.0, 0.0]])
-    noisy = values.where(arguments["response_mask"] > 0, torch.tensor([float("nan"), float("inf")]).repeat(2))
-    expected = compute_advantage("gae", **arguments, values=values)
-    for ours, wanted in zip(compute_advantage("gae", **arguments, values=noisy), expected, strict=True):
-        assert torch.equal(ours, wanted)
-    assert expected[1].tolist() == [[2, 0, 2, 0]]
-
-
-def test_gae_keeps_a_reward_off_the_mask() -> None:
-    """The score 2 sits on a rejected last token: for the token before it, it is what the next token would be worth.
-
-    gamma 1/2, lam 1, values 0: advantages 1/2 * (1/2 * 2) and 1/2 * 2, as the returns of REINFORCE++.
-    """
-    arguments = {"token_level_rewards": torch.tensor([[0.0, 0.0, 2.0]]), "response_mask": torch.tensor([[1.0, 1, 0]])}
-    _, returns = compute_advantage("gae", **arguments, values=torch.zeros(1, 3), config={"gamma": 0.5})
-    assert returns.tolist() == [[0.5, 1, 0]]
-    _, same = compute_advantage("reinforce_plus_plus", **arguments, config={"gamma": 0.5})
-    assert returns.tolist() == same.tolist()
-
-
-def test_gdpo_by_hand() -> None:
-    """Two components, each normalised to +-1/sqrt 2 in its group; the second weighs 3. Summed: +-4/sqrt 2, whitened.
-
-    The plain sum of the rewards, 100 + 0 against 0 + 1, would have drowned the second component.
-    """
-    components = {"big": torch.tensor([100.0, 0.0]), "small": torch.tensor([0.0, 1.0])}
-    mask = torch.ones(2, 1)
-    arguments = {"token_level_rewards": mask * 0, "response_mask": mask, "index": ["a", "a"]}
-    opposed, _ = compute_advantage("gdpo", **arguments, reward_components=components)
-    assert opposed.tolist() == [[0], [0]]
-    options = {"gdpo_reward_keys": ["small", "big"], "gdpo_reward_weights": [3.0, 1.0]}
-    weighted, _ = compute_advantage("gdpo", **arguments, reward_components=components, config=options)
-    torch.testing.assert_close(weighted, torch.tensor([[-1.0], [1.0]]) * 0.5**0.5)
-    with refuses(ConfigError, "1 weights", "2"):
-        compute_advantage("gdpo", **arguments, reward_components=components, config={"gdpo_reward_weights": [1.0]})
-    with refuses(ConfigError, "algorithm.gdpo_reward_keys", "huge", "big, small"):
-        compute_advantage("gdpo", **arguments, reward_components=components, config={"gdpo_reward_keys": ["huge"]})
-
-
-def test_gdpo_counts_tokens_in_whitening() -> None:
-    """Values +-c, lengths 1 and 2: mean -c / 3, centred 4 c / 3 and -2 c / 3, sample variance 4 / 3 c^2."""
-    rewards, mask = outcome([0.0, 0.0])
-    arguments = {"token_level_rewards": rewards, "response_mask": mask, "index": ["a", "a"]}
-    advantages, _ = compute_advantage("gdpo", **arguments, reward_components={"x": torch.tensor([5.0, -1.0])})
-    torch.testing.assert_close(advantages, torch.tensor([[2.0], [-1.0]]) / 3**0.5 * mask)
-
-
-def test_gdpo_leaves_out_a_component_that_a_response_has_not() -> None:
-    """x is +-1 / sqrt 2 for the two that have it, y is -1, 1, 0: sums -h, h, 0 with h = 1 - 1 / sqrt 2; deviation h.
-
-    The other group has nothing to tell apart; none of its responses has x.
-    """
-    nan = float("nan")
-    components = {"x": torch.tensor([1.0, 0, nan, nan, nan]), "y": torch.tensor([0.0, 2, 1, 7, 7])}
-    mask = torch.ones(5, 1)
-    arguments = {"token_level_rewards": mask * 0, "response_mask": mask, "index": ["a"] * 3 + ["b"] * 2}
-    advantages, _ = compute_advantage("gdpo", **arguments, reward_components=components)
-    torch.testing.assert_close(advantages[:, 0], torch.tensor([-1.0, 1, 0, 0, 0]) * 2**0.5)
-
-
-def test_gdpo_makes_no_signal_of_rounding() -> None:
-    """Four groups in which y = 1000 - x / 4 takes back what x gives, up to the rounding of float32; z is constant."""
-    x = torch.tensor([0.1, 0.7, 0.2, 0.9, 0.3, 0.4, 0.8, 0.5, 0.6, 0.25, 0.15, 0.35])
-    z = torch.tensor([0.1, 0.1, 0.1]).repeat(4) + torch.tensor([0.0, 1e-8, -1e-8]).repeat(4)
-    components = {"x": x, "y": 1000 - x / 4, "z": z}
-    mask = torch.ones(12, 1)
-    arguments = {"token_level_rewards": mask * 0, "response_mask": mask, "index": list("aaabbbcccddd")}
-    advantages, _ = compute_advantage("gdpo", **arguments, reward_components=components)
-    assert not advantages.any()
-    weights = {"gdpo_reward_weights": [1.0, 0.5, 1.0]}
-    weighted, _ = compute_advantage("gdpo", **arguments, reward_components=components, config=weights)
-    assert weighted.std().item() == pytest.approx(1)
-    alone, _ = compute_advantage("gdpo", **arguments, reward_components={"x": x})
-    torch.testing.assert_close(weighted, alone, atol=1e-2, rtol=0)
-
-
-def test_grpo_process_by_hand() -> None:
-    """Step rewards 1, 3 and 2, 0, 4 of two responses: mean 2, sample variance (1 + 1 + 0 + 4 + 4) / 4 = 2.5.
-
-    The first response's steps end at tokens 1 and 3, normalised -1 and 1 (over sqrt 2.5): its first two tokens see
-    both, the last two the second. The second response's steps end at 0, 1, 2: 0 - 2 + 2, then -2 + 2, then 2. The
-    tokens of a step earn together: 0.75 + 0.25, and 5 on the last step less 1 behind its end.
-    """
-    rewards = torch.tensor([[0.75, 0.25, 0, 3], [2, 0, 5, -1]])
-    steps = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0]])
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0]])
-    advantages, _ = compute_advantage(
-        "grpo_process", token_level_rewards=rewards, response_mask=mask, index=["a", "a"], step_mask=steps
-    )
-    expected = torch.tensor([[0.0, 0, 1, 1], [0, 0, 2, 0]]) / (2.5**0.5 + STD_EPS)
-    torch.testing.assert_close(advantages, expected)
-
-
-def test_grpo_process_without_a_steps_end_is_one_step() -> None:
-    """Rewards 3 = 1 + 2 without an end, 1 on one: mean 2, std sqrt 2. A row without tokens that train still counts."""
-    rewards, mask = torch.tensor([[1.0, 2, 0], [0, 1, 0]]), torch.tensor([[1.0, 1, 0], [1, 1, 0]])
-    steps = torch.tensor([[0, 0, 0], [0, 1, 0]])
-    arguments = {"token_level_rewards": rewards, "index": ["a", "a"], "step_mask": steps}
-    advantages, _ = compute_advantage("grpo_process", **arguments, response_mask=mask)
-    torch.testing.assert_close(advantages, torch.tensor([[1.0, 1, 0], [-1, -1, 0]]) / (2**0.5 + STD_EPS))
-    mask[0] = 0
-    advantages, _ = compute_advantage("grpo_process", **arguments, response_mask=mask)
-    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0, 0], [-1, -1, 0]]) / (2**0.5 + STD_EPS))
-
-
-def test_grpo_process_with_one_step_is_grpo() -> None:
-    scores, index = [1.0, 0.0, 0.5, 2.0], ["a", "b", "a", "b"]
-    rewards, mask = outcome(scores)
-    last = torch.zeros_like(mask)
-    last[torch.arange(4), mask.sum(-1).long() - 1] = 1
-    arguments = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
-    process, _ = compute_advantage("grpo_process", **arguments, step_mask=last)
-    torch.testing.assert_close(process, compute_advantage("grpo", **arguments)[0])
-
-
-@pytest.mark.parametrize("name", GROUP_RELATIVE)
-def test_equal_rewards_and_single_responses_teach_nothing(name: str) -> None:
-    """0.1 has no exact float: the mean of three must still be itself."""
-    assert advantage(name, [0.1, 0.1, 0.1, 2.0], ["a"] * 3 + ["b"]) == [0] * 4
-
-
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk"])
-def test_groups_may_be_interleaved(name: str) -> None:
-    rewards, mask = outcome([1.0, 0.0, 0.0, 5.0])
-    mixed, _ = compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=["a", "b", "a", "b"])
-    order = torch.tensor([0, 2, 1, 3])
-    sorted_, _ = compute_advantage(
-        name, token_level_rewards=rewards[order], response_mask=mask[order], index=["a", "a", "b", "b"]
-    )
-    torch.testing.assert_close(mixed[order], sorted_)
+    assert advantage("remax", [3.0, 0.0], "ab", reward_baselines=torch.tensor([1.0, 2.0])) == [2, -2]
+    advantages, returns = of("remax", [[0.0, 1.0, 3.0]], reward_baselines=torch.tensor([1.0]))
+    assert (returns.tolist(), advantages.tolist()) == ([[4, 4, 3]], [[3, 3, 2]])
 
 
 @pytest.mark.parametrize(
@@ -317,18 +142,175 @@ def test_distill_by_hand(gamma: float, expected: list[float]) -> None:
     """Rewards -1, 2, 0 and -4, the third on a token of an environment: the return is the advantage, neither centred nor
     scaled, and what lies between two trained tokens takes no time.
     """
-    rewards, mask = torch.tensor([[-1.0, 2.0, 0.0, -4.0]]), torch.tensor([[1.0, 1.0, 0.0, 1.0]])
-    found = compute_advantage("distill", token_level_rewards=rewards, response_mask=mask, config={"gamma": gamma})
+    found = of("distill", [[-1.0, 2.0, 0.0, -4.0]], [[1.0, 1.0, 0.0, 1.0]], config={"gamma": gamma})
     for values in found:
         torch.testing.assert_close(values, torch.tensor([expected]))
 
 
+def test_gae_by_hand() -> None:
+    """Rewards 0, 2, values 1, 1, gamma 1, lam 1/2: deltas 0, 1; advantages 0 + 1/2, 1; returns 1.5, 2."""
+    advantages, returns = of("gae", [[0.0, 2.0]], values=torch.ones(1, 2), config={"lam": 0.5})
+    assert returns.tolist() == [[1.5, 2.0]]
+    torch.testing.assert_close(advantages, torch.tensor([[-0.5, 0.5]]) * ROOT)  # mean 3/4, sample variance 1/8
+
+
+def test_gae_passes_over_a_tools_words_and_reads_no_value_there() -> None:
+    """Not even one that is no number."""
+    options = {"gamma": 0.9, "lam": 0.5}
+    expected = of("gae", [[0.0, 2.0]], values=torch.tensor([[1.0, 3.0]]), config=options)
+    values = torch.tensor([[1.0, NAN, 3.0, math.inf]])
+    found = of("gae", [[0.0, 0.0, 2.0, 0.0]], [[1.0, 0.0, 1.0, 0.0]], values=values, config=options)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:, [0, 2]], theirs)
+        assert not ours[:, [1, 3]].any()
+
+
+def test_gae_keeps_a_reward_off_the_mask() -> None:
+    """The score 2 sits on a rejected last token: for the token before it, it is what the next token would be worth.
+
+    gamma 1/2, lam 1, values 0: advantages 1/2 * (1/2 * 2) and 1/2 * 2, as the returns of REINFORCE++.
+    """
+    for name in ("gae", "reinforce_plus_plus"):
+        _, returns = of(name, [[0.0, 0, 2]], [[1.0, 1, 0]], values=torch.zeros(1, 3), config={"gamma": 0.5})
+        assert returns.tolist() == [[0.5, 1, 0]]
+
+
+# --- components --------------------------------------------------------------------------------------------------
+def gdpo(components: dict[str, list[float]], index: str = "aa", mask: Any = None, **config: Any) -> Tensor:
+    scores = {name: torch.tensor(values) for name, values in components.items()}
+    mask = torch.ones(len(index), 1) if mask is None else mask
+    nothing = torch.zeros(mask.shape).tolist()
+    return of("gdpo", nothing, mask, index=list(index), reward_components=scores, config=config)[0]
+
+
+def test_gdpo_by_hand() -> None:
+    """Two components, each normalised to +-1/sqrt 2 in its group; the second weighs 3. Summed: +-4/sqrt 2, whitened.
+
+    The plain sum of the rewards, 100 + 0 against 0 + 1, would have drowned the second component.
+    """
+    components = {"big": [100.0, 0.0], "small": [0.0, 1.0]}
+    assert gdpo(components).tolist() == [[0], [0]]
+    weighted = gdpo(components, gdpo_reward_keys=["small", "big"], gdpo_reward_weights=[3.0, 1.0])
+    torch.testing.assert_close(weighted, torch.tensor([[-1.0], [1.0]]) / ROOT)
+    with refuses(ConfigError, "1 weights", "2"):
+        gdpo(components, gdpo_reward_weights=[1.0])
+    with refuses(ConfigError, "algorithm.gdpo_reward_keys", "huge", "big, small"):
+        gdpo(components, gdpo_reward_keys=["huge"])
+
+
+def test_gdpo_counts_tokens_in_whitening() -> None:
+    """Values +-c, lengths 1 and 2: mean -c / 3, centred 4 c / 3 and -2 c / 3, sample variance 4 / 3 c^2."""
+    mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]])
+    torch.testing.assert_close(gdpo({"x": [5.0, -1.0]}, mask=mask), torch.tensor([[2.0], [-1.0]]) / 3**0.5 * mask)
+
+
+def test_gdpo_leaves_out_a_component_that_a_response_has_not() -> None:
+    """x is +-1 / sqrt 2 for the two that have it, y is -1, 1, 0: sums -h, h, 0 with h = 1 - 1 / sqrt 2; deviation h.
+
+    The other group has nothing to tell apart; none of its responses has x.
+    """
+    found = gdpo({"x": [1.0, 0, NAN, NAN, NAN], "y": [0.0, 2, 1, 7, 7]}, "aaabb")
+    torch.testing.assert_close(found[:, 0], torch.tensor([-1.0, 1, 0, 0, 0]) * ROOT)
+
+
+def test_gdpo_makes_no_signal_of_rounding() -> None:
+    """Four groups in which y = 1000 - x / 4 takes back what x gives, up to the rounding of float32; z is constant."""
+    x = torch.tensor([0.1, 0.7, 0.2, 0.9, 0.3, 0.4, 0.8, 0.5, 0.6, 0.25, 0.15, 0.35])
+    z = torch.tensor([0.1, 0.1, 0.1]).repeat(4) + torch.tensor([0.0, 1e-8, -1e-8]).repeat(4)
+    components = {"x": x.tolist(), "y": (1000 - x / 4).tolist(), "z": z.tolist()}
+    assert not gdpo(components, "aaabbbcccddd").any()
+    weighted = gdpo(components, "aaabbbcccddd", gdpo_reward_weights=[1.0, 0.5, 1.0])
+    assert weighted.std().item() == pytest.approx(1)
+    torch.testing.assert_close(weighted, gdpo({"x": x.tolist()}, "aaabbbcccddd"), atol=1e-2, rtol=0)
+
+
+# --- steps and turns ---------------------------------------------------------------------------------------------
+def test_grpo_process_by_hand() -> None:
+    """Step rewards 1, 3 and 2, 0, 4 of two responses: mean 2, sample variance (1 + 1 + 0 + 4 + 4) / 4 = 2.5.
+
+    The first response's steps end at tokens 1 and 3, normalised -1 and 1 (over sqrt 2.5): its first two tokens see
+    both, the last two the second. The second response's steps end at 0, 1, 2: 0 - 2 + 2, then -2 + 2, then 2. The
+    tokens of a step earn together: 0.75 + 0.25, and 5 on the last step less 1 behind its end.
+    """
+    steps, mask = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0]]), [[1.0, 1, 1, 1], [1, 1, 1, 0]]
+    advantages, _ = of("grpo_process", [[0.75, 0.25, 0, 3], [2, 0, 5, -1]], mask, step_mask=steps)
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0, 1, 1], [0, 0, 2, 0]]) / (2.5**0.5 + STD_EPS))
+
+
+@pytest.mark.parametrize("trained", [1.0, 0.0])
+def test_grpo_process_without_a_steps_end_is_one_step(trained: float) -> None:
+    """Rewards 3 = 1 + 2 without an end, 1 on one: mean 2, std sqrt 2. A row without tokens that train still counts."""
+    steps, mask = torch.tensor([[0, 0, 0], [0, 1, 0]]), [[trained, trained, 0], [1, 1, 0]]
+    advantages, _ = of("grpo_process", [[1.0, 2, 0], [0, 1, 0]], mask, step_mask=steps)
+    torch.testing.assert_close(advantages, torch.tensor([[trained, trained, 0], [-1, -1, 0]]) / (ROOT + STD_EPS))
+
+
+def test_the_optimal_token_baseline_by_hand() -> None:
+    """W_1 is 1/2, 1/4 and 0, so B_1 = 1/2 / (3/4); W_2 is 1, 1 and 0; the last token is its response's alone."""
+    norms = torch.tensor([[0.5, 0.5, 9], [0.25, 0.75, 9], [0, 0, 0]])
+    rewards, mask = [[0.0, 1, 0], [0, 0, 0], [0, 0, 0]], [[1.0, 1, 0], [1, 1, 0], [1, 1, 1]]
+    advantages, returns = of("optimal_token_baseline", rewards, mask, gradient_norms=norms)
+    torch.testing.assert_close(advantages, torch.tensor([[1 / 3, 0.5, 0], [-2 / 3, -0.5, 0], [-2 / 3, -0.5, 0]]))
+    assert returns.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_gigpo_by_hand() -> None:
+    """Scores 1 and 0, less 1/2. With gamma 1/2 the turns of the first return 1/2 and 1, those of the second 0."""
+    mask = torch.tensor([[1.0, 1, 0, 1, 0, 0], [1, 0, 1, 0, 1, 0]])
+    states = turn_states(torch.tensor([[5, 6, 9, 7, 0, 0], [5, 9, 8, 3, 4, 0]]), mask)
+    assert states.tolist() == [[1, 1, 0, 2, 0, 0], [1, 0, 2, 0, 3, 0]], "at the beginning, after 9, after 3"
+    rewards = [[0, 0, 0, 0.75, 0.25, 0], [0.0] * 6]  # a part lies behind the turn that it is for
+    config = {**PLAIN, "gamma": 0.5}
+    advantages, _ = of("gigpo", rewards, mask, turn_states=states, config=config)
+    assert advantages.tolist() == [[0.75, 0.75, 0, 1, 0, 0], [-0.75, 0, -1, 0, -0.5, 0]]
+    elsewhere, _ = of("gigpo", rewards, mask, turn_states=states, config=config, index=["a", "b"])
+    assert not elsewhere.any(), "other prompts are other states"
+    assert not of("gigpo", rewards, mask * 0, turn_states=states * 0, config=config)[0].any()
+
+
+@pytest.mark.parametrize("agents", [None, torch.full((2, 4), 1)])
+def test_gigpo_tells_two_tries_at_a_turn_apart(agents: Tensor | None) -> None:
+    """Rewards 1 and 0 of two tries: they return 1 and 0, less 1/2; both episodes have the same score."""
+    follows = torch.tensor([[-1, 0, -1, 2]] * 2)
+    states = turn_states(torch.tensor([[5, 6, 7, 8], [4, 3, 2, 1]]), torch.ones(2, 4), follows)
+    advantages, _ = of("gigpo", [[0.0, 1, 0, 0]] * 2, turn_states=states, config=PLAIN, agent_ids=agents)
+    assert advantages.tolist() == [[0.5, 0.5, -0.5, -0.5]] * 2
+
+
+def test_the_gradient_of_a2po_is_that_of_the_squared_loss() -> None:
+    """(b log(pi / pi_ref) - (r - V))^2 of 6 responses, V by importance sampling from the reference; 2 b times ours."""
+    generator, b = torch.Generator().manual_seed(0), 0.3
+    log_probs = (-2 + 0.3 * torch.randn(6, 4, generator=generator)).requires_grad_()
+    reference = -2 + 0.3 * torch.randn(6, 4, generator=generator)
+    mask = (torch.rand(6, 4, generator=generator) > 0.2).float()
+    scores = torch.tensor([1.0, 0, 0, 1, 1, 0])
+    ratios = ((log_probs - reference) * mask).sum(-1)
+    weights = (scores / b - ratios.detach()).exp()  # pi_ref / pi * exp(r / b)
+    value = b * torch.cat([weights[:3].mean().expand(3), weights[3:].mean().expand(3)]).log()
+    (expected,) = torch.autograd.grad((b * ratios - (scores - value)).square().mean(), log_probs)
+    columns = {"token_level_scores": scores[:, None] * torch.eye(4)[3], "response_mask": mask}
+    columns |= {"old_log_probs": log_probs.detach(), "rollout_log_probs": log_probs.detach()}
+    settings = TargetSettings("a2po", {"a2po_beta": b}, kl_penalty="k1")
+    targets, _ = compute_targets(
+        columns | {"ref_log_probs": reference}, settings, index=list("aaabbb"), truncated=torch.zeros(6), kl_coef=b
+    )
+    loss, _ = policy_objective(
+        {**columns, **targets, "log_probs": log_probs},
+        objective_settings(loss_mode="gpg", loss_agg_mode="seq-mean-token-sum", use_kl_loss=False),
+        global_tokens=mask.sum(),
+        global_sequences=6,
+    )
+    (found,) = torch.autograd.grad(loss, log_probs)
+    torch.testing.assert_close(2 * b * found, expected, rtol=1e-4, atol=1e-6)
+
+
+# --- all of them -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ADVANTAGE.names())
 def test_bf16_empty_responses_and_masked_rows(name: str) -> None:
     """float32 comes out, finite, 0 off the mask; the last row has no token that trains."""
     rewards = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 0.25], [0.0, 0.0]], dtype=torch.bfloat16)
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]])
-    advantages, returns = compute_advantage(
+    found = compute_advantage(
         name,
         token_level_rewards=rewards,
         response_mask=mask,
@@ -340,37 +322,26 @@ def test_bf16_empty_responses_and_masked_rows(name: str) -> None:
         step_mask=rewards != 0,
         reward_components={"all": rewards.sum(-1)},
     )
-    for values in (advantages, returns):
+    for values in found:
         assert values.dtype == torch.float32
         assert torch.isfinite(values).all()
         assert not values[mask == 0].any()
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        ("gae", "values"),
-        ("remax", "reward_baselines"),
-        ("grpo_process", "step_mask"),
-        ("gdpo", "reward_components"),
-        ("rl_zvp", "entropies"),
-        ("optimal_token_baseline", "gradient_norms"),
-        ("gigpo", "turn_states"),
-    ],
-)
-def test_a_missing_input_is_named(name: str, argument: str) -> None:
-    rewards, mask = outcome([1.0, 0.0])
-    with refuses(BatchError, f"`{argument}`"):
-        compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=["a", "a"])
+MISSING = {"gae": "values", "remax": "reward_baselines", "grpo_process": "step_mask", "gdpo": "reward_components"}
+MISSING |= {"rl_zvp": "entropies", "optimal_token_baseline": "gradient_norms", "gigpo": "turn_states"}
 
 
 def test_mistakes_are_named() -> None:
-    rewards, mask = outcome([1.0, 0.0])
+    rewards, mask = [[1.0, 0], [0, 0]], torch.ones(2, 2)
+    for name, argument in MISSING.items():
+        with refuses(BatchError, f"`{argument}`"):
+            of(name, rewards)
     with refuses(BatchError, "`index`"):
-        compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask)
+        compute_advantage("grpo", token_level_rewards=mask, response_mask=mask)
     with refuses(BatchError, "1 entries", "2"):
-        compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask, index=["a"])
+        of("grpo", rewards, index=["a"])
     with refuses(BatchError, "response_mask", "(2, 3)", "token_level_rewards (2, 2)"):
-        compute_advantage("grpo", token_level_rewards=rewards[:, :2], response_mask=mask, index=["a", "a"])
+        of("grpo", rewards, torch.ones(2, 3))
     with refuses(ConfigError, "algorithm.adv_estimator=grp", "'grpo'"):
-        compute_advantage("grp", token_level_rewards=rewards, response_mask=mask, index=["a", "a"])
+        of("grp", rewards)

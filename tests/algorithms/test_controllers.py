@@ -1,10 +1,10 @@
-"""Moving averages of the scores of agents."""
+"""What a run moves from step to step: the weights of KL and entropy, and the average scores of agents."""
 
 from __future__ import annotations
 
 import pytest
 
-from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, score_metrics
+from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController, score_metrics
 
 
 def test_the_sequences_of_a_step_count_together() -> None:
@@ -18,25 +18,32 @@ def test_the_sequences_of_a_step_count_together() -> None:
     assert AgentBaselines.recorded(baselines.metrics() | {"actor/lr": 1.0}) == baselines.values
 
 
-def test_the_weight_moves_towards_the_target() -> None:
-    """Entropies 0.5, 0.1, 0.2, 0.3, target 0.2: c goes 0.01, 0.005, 0.01, 0.015, 0.01; it acts up to the target."""
-    controller, weights = EntropyController(0.01, target=0.2, delta=0.005), []
-    for entropy in (0.5, 0.1, 0.2, 0.3):
-        weights.append(controller.weight)
+@pytest.mark.parametrize(
+    ("coef", "options", "entropies", "weights", "after"),
+    [
+        # c goes 0.01, 0.005, 0.01, 0.015, 0.01; it acts up to the target
+        (0.01, {"target": 0.2, "delta": 0.005}, [0.5, 0.1, 0.2, 0.3], [0, 0, 0.01, 0.015, 0], 0.01),
+        (0.0, {"target": 0.2}, [1.0, 0.0], [0, 0, 0.005], 0.005),  # never negative
+        (0.01, {}, [0.0], [0.01, 0.01], 0.01),  # without a target it is fixed
+    ],
+)
+def test_the_weight_moves_towards_the_target(
+    coef: float, options: dict[str, float], entropies: list[float], weights: list[float], after: float
+) -> None:
+    controller, found = EntropyController(coef, **options), []
+    for entropy in entropies:
+        found.append(controller.weight)
         controller.update(entropy)
-    assert [*weights, controller.weight] == pytest.approx([0, 0, 0.01, 0.015, 0])
-    assert (controller.coef, controller.entropy) == (pytest.approx(0.01), 0.3)
+    assert [*found, controller.weight] == pytest.approx(weights)
+    assert controller.coef == pytest.approx(after)
+    assert controller.entropy == (entropies[-1] if options else None)
 
 
-def test_it_is_never_negative() -> None:
-    controller = EntropyController(0.0, target=0.2)
-    controller.update(1.0)
-    assert controller.coef == 0
-    controller.update(0.0)
-    assert controller.weight == 0.005
-
-
-def test_without_a_target_it_is_fixed() -> None:
-    controller = EntropyController(0.01)
-    controller.update(0.0)
-    assert (controller.weight, controller.entropy) == (0.01, None)
+@pytest.mark.parametrize(("kl", "error"), [(0.11, 0.1), (0.05, -0.2), (1.0, 0.2), (0.1, 0.0)])
+def test_the_coefficient_of_the_kl_adapts(kl: float, error: float) -> None:
+    """Target 0.1: the relative error, at most 0.2 either way, times 500 sequences over a horizon of 1000."""
+    controller, fixed = KLController(0.2, target_kl=0.1, horizon=1000), KLController(0.2)
+    for each in (controller, fixed):
+        each.update(kl, 500)
+    assert controller.coef == pytest.approx(0.2 * (1 + error / 2))
+    assert fixed.coef == 0.2
