@@ -1,8 +1,20 @@
+"""Means over tokens, sequences and prompts, and ratios of probabilities, on paper numbers."""
+
+import math
+
 import pytest
 import torch
 
 from grpo_dist.algorithms import agg_loss
-from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
+from grpo_dist.algorithms.aggregate import (
+    LOSS_AGG_MODES,
+    binary_kl,
+    bounded_log_ratio,
+    masked_mean,
+    masked_whiten,
+    token_entropy,
+    token_log_probs,
+)
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases, tensors
 from tests.messages import refuses
@@ -30,7 +42,10 @@ def test_equals_verl(case: dict) -> None:
     ],
 )
 def test_by_hand(mode: str, expected: float) -> None:
-    assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(expected)
+    """Whatever stands off the mask; of an empty batch it is 0."""
+    loss = LOSS.where(MASK > 0, torch.tensor([[0.0], [torch.nan], [torch.inf]]))
+    assert agg_loss(loss, MASK, mode).item() == pytest.approx(expected)
+    assert agg_loss(loss, torch.zeros_like(MASK), mode).item() == 0
 
 
 def test_a_mean_over_prompts_by_hand() -> None:
@@ -53,20 +68,35 @@ def test_the_scale_is_a_constant_not_the_padding() -> None:
     assert agg_loss(*padded, mode, loss_scale_factor=8).item() == pytest.approx(10 / (2 * 8))
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_parts_add_up_with_global_counts(mode: str) -> None:
-    whole = agg_loss(LOSS, MASK, mode)
-    parts = [agg_loss(LOSS[i : i + 1], MASK[i : i + 1], mode, global_tokens=4, global_sequences=2) for i in range(3)]
-    torch.testing.assert_close(sum(parts), whole)
+def test_log_prob_and_entropy_by_hand() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
+    assert token_log_probs(logits, torch.tensor([1]), 1.0).item() == pytest.approx(math.log(0.25))
+    assert token_entropy(logits, 1.0).item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
+    cold = token_log_probs(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), 0.5)  # the temperature divides the logits
+    assert cold.item() == pytest.approx(4.0 - math.log(math.exp(4) + 1), abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_masked_infinities_and_empty_batches_are_harmless(mode: str) -> None:
-    loss = LOSS.clone()
-    loss[2] = float("inf")
-    loss[1, 1] = float("nan")
-    torch.testing.assert_close(agg_loss(loss, MASK, mode), agg_loss(LOSS, MASK, mode))
-    assert agg_loss(loss, torch.zeros_like(MASK), mode).item() == 0
+def test_mean_and_whitening_by_hand_and_of_equal_values() -> None:
+    """Mean 2, sample variance 2: +-1/sqrt 2. The float32 mean of 0.1 thrice is not 0.1."""
+    values, mask = torch.tensor([[1.0, float("nan")], [3.0, 5.0]]), torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    assert masked_mean(values, mask).item() == 2.0
+    assert masked_mean(values, torch.zeros(2, 2)).item() == 0.0
+    found = masked_whiten(values, mask)
+    torch.testing.assert_close(found, torch.tensor([[-(0.5**0.5), 0.0], [0.5**0.5, 0.0]]))
+    assert masked_whiten(torch.full((7, 3), 0.1), torch.ones(7, 3)).abs().max() < 1e-10
+
+
+def test_the_kl_of_a_token_or_not_by_hand() -> None:
+    """0.5 against 0.25: 0.5 ln 2 + 0.5 ln 2/3; a sure token against 0.25: ln 4."""
+    p, q = torch.tensor([0.5, 1.0, 0.25]).log(), torch.tensor([0.25, 0.25, 0.25]).log()
+    expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(4), 0.0]
+    torch.testing.assert_close(binary_kl(p, q), torch.tensor(expected))
+
+
+def test_the_ratio_is_bounded_on_both_sides() -> None:
+    found = bounded_log_ratio(torch.tensor([-1.0, -50.0, 0.0]), torch.tensor([-3.0, 0.0, -50.0]))
+    assert found.tolist() == [2.0, -20.0, 20.0]
+    assert found.exp().isfinite().all()
 
 
 def test_mistakes_are_named() -> None:

@@ -33,36 +33,24 @@ def correct(**options: object) -> tuple[torch.Tensor | None, torch.Tensor, dict[
     return compute_rollout_correction(old_log_probs=OLD, rollout_log_probs=ROLLOUT, response_mask=MASK, **options)
 
 
-def kept(name: str, threshold: float | str) -> list[list[int]]:
-    return correct(rollout_rs=name, rollout_rs_threshold=threshold)[1].tolist()
-
-
-def test_token_weights_are_truncated() -> None:
-    weights, mask, _ = correct(rollout_is="token", rollout_is_threshold=3.0)
-    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5, 3.0], [1.0, 1.0, 1.0]]))
+@pytest.mark.parametrize(
+    ("level", "threshold", "normalised", "expected"),
+    [
+        ("token", 3.0, False, [[2.0, 0.5, 3.0], [1, 1, 1]]),  # truncated
+        ("sequence", 3.0, False, [[3.0, 3.0, 3.0], [1, 1, 1]]),  # 2 * 0.5 * 4 = 4, truncated
+        ("token", "0.6_3", False, [[2.0, 0.0, 0.0], [1, 1, 1]]),  # IcePop zeroes what is outside
+        ("token", 3.0, True, [[2 / 1.625, 0.5 / 1.625, 3 / 1.625], [1 / 1.625, 1, 1]]),  # mean (2 + 0.5 + 3 + 1) / 4
+        ("sequence", 3.0, True, [[1.5, 1.5, 1.5], [0.5, 1, 1]]),  # mean (3 + 1) / 2
+    ],
+)
+def test_weights_by_hand(level: str, threshold: float | str, normalised: bool, expected: list) -> None:
+    """All tokens still count."""
+    options = {"rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalised}
+    weights, mask, metrics = correct(rollout_is=level, **options)
+    torch.testing.assert_close(weights, torch.tensor(expected))
     assert mask.tolist() == MASK.tolist()
-
-
-def test_sequence_weights_are_the_product() -> None:
-    """2 * 0.5 * 4 = 4, truncated at 3."""
-    weights, _, _ = correct(rollout_is="sequence", rollout_is_threshold=3.0)
-    torch.testing.assert_close(weights, torch.tensor([[3.0, 3.0, 3.0], [1.0, 1.0, 1.0]]))
-
-
-def test_icepop_zeroes_what_is_outside() -> None:
-    weights, mask, metrics = correct(rollout_is="token", rollout_is_threshold="0.6_3")
-    assert metrics["rollout_corr/rollout_is_oob_ratio"] == 0.5
-    assert "rollout_corr/rollout_is_oob_ratio" not in correct(rollout_is="token", rollout_is_threshold=3.0)[2]
-    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
-    assert mask.tolist() == MASK.tolist(), "the tokens still count"
-
-
-def test_weights_are_normalised_over_the_batch() -> None:
-    """Tokens: mean (2 + 0.5 + 3 + 1) / 4; sequences: mean (3 + 1) / 2."""
-    weights, _, _ = correct(rollout_is="token", rollout_is_threshold=3.0, rollout_is_batch_normalize=True)
-    torch.testing.assert_close(weights[0], torch.tensor([2.0, 0.5, 3.0]) / 1.625)
-    weights, _, _ = correct(rollout_is="sequence", rollout_is_threshold=3.0, rollout_is_batch_normalize=True)
-    torch.testing.assert_close(weights[:, 0], torch.tensor([1.5, 0.5]))
+    out_of_band = {"rollout_corr/rollout_is_oob_ratio": 0.5} if threshold == "0.6_3" else {}
+    assert {name: value for name, value in metrics.items() if "oob" in name} == out_of_band
 
 
 def test_metrics_of_the_weights_mean_what_they_mean_in_verl() -> None:
@@ -107,7 +95,10 @@ def test_metrics_of_the_weights_mean_what_they_mean_in_verl() -> None:
     ],
 )
 def test_rejection(name: str, threshold: float | str, expected: list) -> None:
-    assert kept(name, threshold) == expected
+    """Tokens, and the share of the four that goes."""
+    _, mask, metrics = correct(rollout_rs=name, rollout_rs_threshold=threshold)
+    assert mask.tolist() == expected
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1 - mask.sum() / 4
 
 
 def test_weights_and_rejection_are_verls() -> None:
@@ -125,12 +116,6 @@ def test_weights_and_rejection_are_verls() -> None:
             torch.testing.assert_close(weights[trained], torch.tensor(expected["weights"])[trained], rtol=1e-5, atol=0)
         for name, value in expected.get("metrics", {}).items():
             assert metrics[name] == pytest.approx(value, rel=1e-4), (name, case["config"])
-
-
-def test_the_share_of_rejected_tokens_is_reported() -> None:
-    assert (
-        correct(rollout_rs="seq_sum_k1", rollout_rs_threshold=3.9)[2]["rollout_corr/rollout_rs_masked_fraction"] == 0.75
-    )
 
 
 def test_kpop_is_the_larger_of_two_binary_kls() -> None:
@@ -168,17 +153,11 @@ def test_the_second_moment_is_bounded_by_the_tokens_that_are_farthest() -> None:
     assert m2(up, 0.47) == [[0, 1, 0], [1, 1, 1]], "0.5 goes against its advantage and stays"
     assert m2([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]], 0.47) == [[1, 0, 1], [1, 1, 1]]
     assert m2([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]], 1.0) == [[1, 1, 0], [1, 1, 1]], "without an advantage none counts"
-
-
-def test_tokens_as_far_as_the_nearest_that_is_left_out_are_too() -> None:
-    """ln(2)^2 twice and ln(1.1)^2 = 0.009: two of them have a mean of 0.245, all three 0.323."""
+    # ln(2)^2 twice and ln(1.1)^2 = 0.009: two of them have a mean of 0.245, all three 0.323; equal ones go together
     old = ROLLOUT + torch.tensor([[2.0, 1.1, 2.0], [1.0, 1.0, 1.0]]).log()
-    up = [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     assert m2(up, 0.33, old_log_probs=old) == [[1, 1, 1], [1, 1, 1]]
     assert m2(up, 0.30, old_log_probs=old) == [[0, 1, 0], [1, 1, 1]]
-
-
-def test_no_token_that_counts_is_no_second_moment() -> None:
+    # no token that counts is no second moment
     assert m2([[1.0] * 3] * 2, 1e-6, response_mask=MASK * 0) == [[1, 1, 1], [1, 1, 1]]
     assert m2([[-1.0, 0.0, -1.0], [0.0] * 3], 1e-6) == [[1, 1, 1], [1, 1, 1]]
 
@@ -201,22 +180,20 @@ def test_off_policy_sequences_with_a_negative_advantage_are_left_out() -> None:
     assert left(down, 0.5, nothing) == [[0, 0, 0], [0, 1, 1]], "what is off the mask does not count"
 
 
-def test_current_weights_are_zero_on_rejected_tokens() -> None:
-    """Ratios 2, 0.5 and 4: truncated at 3; token_k1 within 1/3 and 3 rejects the last."""
-    policy = OLD.clone().requires_grad_()
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [2.0, 0.5, 3.0, 1.0]),  # truncated at 3
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}, [2.0, 0.5, 0.0, 1.0]),  # within 1/3 and 3
+        ({"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}, [1.0, 1.0, 0.0, 1.0]),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_5"}, [0.0, 0.5, 0.0, 1.0]),  # 0.5, 2, 0.25 and 1
+    ],
+)
+def test_current_weights_are_zero_on_rejected_tokens(changes: dict, expected: list[float]) -> None:
     options = {"rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_rs": None, "rollout_rs_threshold": None}
-    weights = current_weights(policy, ROLLOUT, MASK, options)
-    torch.testing.assert_close(weights[MASK > 0], torch.tensor([2.0, 0.5, 3.0, 1.0]))
+    weights = current_weights(OLD.clone().requires_grad_(), ROLLOUT, MASK, options | changes)
+    torch.testing.assert_close(weights[MASK > 0], torch.tensor(expected))
     assert not weights.requires_grad
-    rejecting = options | {"rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}
-    torch.testing.assert_close(
-        current_weights(policy, ROLLOUT, MASK, rejecting)[MASK > 0], torch.tensor([2.0, 0.5, 0.0, 1.0])
-    )
-    alone = current_weights(policy, ROLLOUT, MASK, rejecting | {"rollout_is": None})
-    torch.testing.assert_close(alone[MASK > 0], torch.tensor([1.0, 1.0, 0.0, 1.0]))
-    # of the inverse ratios 0.5, 2, 0.25 and 1
-    uneven = current_weights(policy, ROLLOUT, MASK, rejecting | {"rollout_rs_threshold": "0.6_5"})
-    torch.testing.assert_close(uneven[MASK > 0], torch.tensor([0.0, 0.5, 0.0, 1.0]))
 
 
 def test_diagnostics_by_hand() -> None:
@@ -224,76 +201,64 @@ def test_diagnostics_by_hand() -> None:
     weights, _, metrics = correct()
     assert weights is None
     logs = [math.log(2), -math.log(2), math.log(4), 0.0]
-    ratios = [2.0, 0.5, 4.0, 1.0]
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx((0.1 + 0.05 + 0.3 + 0) / 4)
-    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.3)
-    assert metrics["rollout_corr/kl"] == pytest.approx(-sum(logs) / 4)
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx(sum(r - 1 - x for r, x in zip(ratios, logs, strict=True)) / 4)
-    assert metrics["rollout_corr/reverse_kl"] == pytest.approx(
-        sum(r * x for r, x in zip(ratios, logs, strict=True)) / 4
-    )
+    pairs = list(zip([2.0, 0.5, 4.0, 1.0], logs, strict=True))
     first = 0.004 ** (-1 / 3)
-    assert metrics["rollout_corr/training_ppl"] == pytest.approx((first + 10) / 2)
-    assert metrics["rollout_corr/rollout_ppl"] == pytest.approx(10)
-    assert metrics["rollout_corr/training_log_ppl"] == pytest.approx((math.log(first) + math.log(10)) / 2)
-    assert metrics["rollout_corr/rollout_log_ppl"] == pytest.approx(math.log(10))
-    assert metrics["rollout_corr/ppl_ratio"] == pytest.approx((first / 10 + 1) / 2)
-    assert metrics["rollout_corr/chi2_token"] == pytest.approx((4 + 0.25 + 16 + 1) / 4 - 1)
-    assert metrics["rollout_corr/chi2_seq"] == pytest.approx((16 + 1) / 2 - 1)
-    assert metrics["rollout_corr/eff_sample_size"] == pytest.approx(7.5**2 / (4 * 21.25))
+    expected = {
+        "training/rollout_probs_diff_mean": (0.1 + 0.05 + 0.3 + 0) / 4,
+        "training/rollout_probs_diff_max": 0.3,
+        "rollout_corr/kl": -sum(logs) / 4,
+        "rollout_corr/k3_kl": sum(ratio - 1 - log for ratio, log in pairs) / 4,
+        "rollout_corr/reverse_kl": sum(ratio * log for ratio, log in pairs) / 4,
+        "rollout_corr/training_ppl": (first + 10) / 2,
+        "rollout_corr/rollout_ppl": 10,
+        "rollout_corr/training_log_ppl": (math.log(first) + math.log(10)) / 2,
+        "rollout_corr/rollout_log_ppl": math.log(10),
+        "rollout_corr/ppl_ratio": (first / 10 + 1) / 2,
+        "rollout_corr/chi2_token": (4 + 0.25 + 16 + 1) / 4 - 1,
+        "rollout_corr/chi2_seq": (16 + 1) / 2 - 1,
+        "rollout_corr/eff_sample_size": 7.5**2 / (4 * 21.25),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_equal_policies_need_nothing() -> None:
-    weights, mask, metrics = compute_rollout_correction(
-        old_log_probs=OLD,
-        rollout_log_probs=OLD,
-        response_mask=MASK,
-        rollout_is="sequence",
+@pytest.mark.parametrize(
+    ("old", "mask", "level"), [(OLD, MASK * 0, "token"), (OLD - 1000, MASK, "sequence"), (ROLLOUT, MASK, "sequence")]
+)
+def test_an_empty_mask_and_huge_differences_stay_finite(old: torch.Tensor, mask: torch.Tensor, level: str) -> None:
+    """And equal policies need nothing."""
+    weights, kept, metrics = compute_rollout_correction(
+        old_log_probs=old,
+        rollout_log_probs=ROLLOUT,
+        response_mask=mask,
+        rollout_is=level,
         rollout_rs="token_k1",
         rollout_rs_threshold=1.001,
     )
-    assert torch.equal(weights, torch.ones(2, 3))
-    assert mask.tolist() == MASK.tolist()
-    assert metrics["training/rollout_probs_diff_max"] == 0
-    assert metrics["rollout_corr/eff_sample_size"] == 1
-
-
-def test_an_empty_mask_and_huge_differences_stay_finite() -> None:
-    empty = compute_rollout_correction(
-        old_log_probs=OLD, rollout_log_probs=ROLLOUT, response_mask=MASK * 0, rollout_is="token"
-    )
-    far = compute_rollout_correction(
-        old_log_probs=OLD - 1000, rollout_log_probs=ROLLOUT, response_mask=MASK, rollout_is="sequence"
-    )
-    for weights, _, metrics in (empty, far):
-        assert torch.isfinite(weights).all()
-        assert all(math.isfinite(value) for value in metrics.values())
+    assert torch.isfinite(weights).all()
+    assert all(math.isfinite(value) for value in metrics.values())
+    if old is ROLLOUT:
+        assert torch.equal(weights, torch.ones(2, 3))
+        assert kept.tolist() == MASK.tolist()
+        assert metrics["rollout_corr/eff_sample_size"] == 1
 
 
 def test_bounds_are_read() -> None:
     assert read_bounds(2.0, key="k") == (None, 2.0)
-    assert read_bounds("0.5_5", key="k") == (0.5, 5.0)
+    assert read_weight_bounds(1) == (None, 1.0)
+    assert read_bounds("0.5_5", key="k") == read_weight_bounds("0.5_5.0") == (0.5, 5.0)
     assert read_rejections("token_k1, seq_max_k2", "2,0.1") == [("token_k1", (0.5, 2.0)), ("seq_max_k2", (None, 0.1))]
     assert len(read_rejections(",".join(REJECTIONS), 1.1)) == len(REJECTIONS)
     assert read_rejections("token_kpop", 0.1) == [("token_kpop", (None, 0.1))]
     assert read_rejections(None, None) == []
 
 
-@pytest.mark.parametrize("text", ["two", "5_0.5", "1_2_3", "-1", "0", "nan", ""])
-def test_bounds_that_are_none(text: str) -> None:
-    with refuses(ConfigError, "lower_upper"):
-        read_bounds(text, key="algorithm.rollout_correction.rollout_is_threshold")
-
-
-def test_two_bounds_that_yaml_takes_for_one_number() -> None:
-    assert read_weight_bounds("0.5_5.0") == (0.5, 5.0)
-    assert read_weight_bounds(1) == (None, 1.0)
-    (found,) = yaml.safe_load("- 0.5_5")
+def test_mistakes_are_named() -> None:
+    for bounds in ("two", "5_0.5", "1_2_3", "-1", "0", "nan", ""):
+        with refuses(ConfigError, "lower_upper"):
+            read_bounds(bounds, key="algorithm.rollout_correction.rollout_is_threshold")
+    (found,) = yaml.safe_load("- 0.5_5")  # two bounds that YAML takes for one number
     with refuses(ConfigError, "rollout_is_threshold=0.55", "0.5_5.0"):
         read_weight_bounds(found)
-
-
-def test_mistakes_are_named() -> None:
     with refuses(ConfigError, "rollout_is=tokens", "token, sequence"):
         correct(rollout_is="tokens")
     with refuses(ConfigError, "rollout_rs=token_k4"):
@@ -303,9 +268,8 @@ def test_mistakes_are_named() -> None:
             correct(rollout_rs="seq_mean_k1", rollout_rs_threshold=threshold)
     with refuses(ConfigError, "rollout_rs_threshold=None"):
         correct(rollout_rs="token_k1")
-    with refuses(ConfigError, "token_k2", "one upper"):
-        correct(rollout_rs="token_k2", rollout_rs_threshold="0.1_0.2")
-    with refuses(ConfigError, "token_kpop", "one upper"):
-        correct(rollout_rs="token_kpop", rollout_rs_threshold="0.1_0.2")
+    for name in ("token_k2", "token_kpop"):
+        with refuses(ConfigError, name, "one upper"):
+            correct(rollout_rs=name, rollout_rs_threshold="0.1_0.2")
     with refuses(BatchError, "rollout_log_probs"):
         compute_rollout_correction(old_log_probs=OLD, rollout_log_probs=ROLLOUT[:1], response_mask=MASK)
