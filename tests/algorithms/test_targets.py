@@ -1,7 +1,11 @@
+"""What a batch's scores become before an update, on numbers worked out on paper."""
+
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_dist.algorithms import compute_advantage
 from grpo_dist.algorithms.advantage.inputs import agent_id
@@ -24,37 +28,43 @@ COLUMNS = {
     "ref_log_probs": torch.full((2, 3), -2.0),
     "old_entropies": torch.tensor([[0.1, 0.5, 9.0], [0.3, 0.2, 0.4]]),
 }
-ROWS = {"index": ["a", "a"], "truncated": torch.tensor([0, 1])}
+ROWS: dict[str, Any] = {"index": ["a", "a"], "truncated": torch.tensor([0, 1])}
 TOKEN_METRICS = {f"critic/{what}/{how}" for what in ("advantages", "returns") for how in ("mean", "max", "min")}
 CRITIC_METRICS = {"critic/vf_explained_var", "critic/values/mean", "critic/values/max", "critic/values/min"}
 PLAIN = {"norm_adv_by_std_in_grpo": False}
+WITHOUT_OLD = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
+
+
+def grpo(columns: dict[str, Tensor] = COLUMNS, kl_coef: float = 0.0, **settings: Any) -> tuple[dict, dict]:
+    """Of two rows, without the standard deviation."""
+    return compute_targets(columns, TargetSettings("grpo", PLAIN, **settings), **ROWS, kl_coef=kl_coef)
 
 
 def test_without_options_only_advantages_are_made() -> None:
-    out, metrics = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
+    """0.5 on two tokens, -0.5 on three, and metrics that count tokens."""
+    out, metrics = grpo()
     assert out.keys() == {"token_level_rewards", "advantages", "returns", "response_mask"}
     torch.testing.assert_close(out["advantages"], torch.tensor([[0.5], [-0.5]]) * MASK)
     assert metrics["rollout_corr/kl"] == pytest.approx(0.5)
-
-
-def test_metrics_of_advantages_count_tokens() -> None:
-    """0.5 on two tokens, -0.5 on three. With gae the return is 1 on the two and 0 on the others."""
-    _, metrics = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
     for name in ("critic/advantages", "critic/returns"):
         assert metrics[f"{name}/mean"] == pytest.approx(-0.1)
         assert (metrics[f"{name}/max"], metrics[f"{name}/min"]) == (0.5, -0.5)
-    _, metrics = compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)
+    assert not TOKEN_METRICS & grpo(COLUMNS | {"response_mask": MASK * 0})[1].keys()
+
+
+def test_gae_without_a_critic() -> None:
+    """Values of 0: the return to go, whitened; 1 on the two tokens of the first response, 0 on the others."""
+    out, metrics = compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)
+    assert out["returns"].tolist() == [[1, 1, 0], [0, 0, 0]]
     assert metrics["critic/returns/mean"] == pytest.approx(0.4)
     assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
-    nothing = COLUMNS | {"response_mask": MASK * 0}
-    assert not TOKEN_METRICS & compute_targets(nothing, TargetSettings("grpo", PLAIN), **ROWS)[1].keys()
+    assert not metrics.keys() & CRITIC_METRICS
 
 
 def test_the_metric_of_the_kl_in_the_reward_is_a_mean_over_responses() -> None:
     """0.5 on each of the first one's two tokens, 1 on the other's three: 0.75, where the tokens' mean is 0.8."""
     columns = COLUMNS | {"ref_log_probs": torch.tensor([[-2.0] * 3, [-2.5] * 3])}
-    settings = TargetSettings("grpo", PLAIN, kl_penalty="k1")
-    assert compute_targets(columns, settings, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.75)
+    assert grpo(columns, kl_penalty="k1")[1]["actor/reward_kl_penalty"] == pytest.approx(0.75)
     masked = TargetSettings("grpo", PLAIN, kl_penalty="k1", mask_truncated=True)
     assert compute_targets(columns, masked, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.5)
     nothing = compute_targets(columns, masked, index=["a", "a"], truncated=torch.ones(2))[1]
@@ -74,91 +84,83 @@ def test_of_distillation_only_the_kl_is_left() -> None:
 
 def test_kl_in_the_reward() -> None:
     """k1 is 0.5 on every token; with coefficient 0.1 the rewards sum to 1 - 0.1 and -0.15, and differ by 1.05."""
-    settings = TargetSettings("grpo", PLAIN, kl_penalty="k1")
-    out, metrics = compute_targets(COLUMNS, settings, **ROWS, kl_coef=0.1)
+    out, metrics = grpo(kl_coef=0.1, kl_penalty="k1")
     torch.testing.assert_close(out["token_level_rewards"], torch.tensor([[-0.05, 0.95, 0.0], [-0.05, -0.05, -0.05]]))
     torch.testing.assert_close(out["advantages"][:, 0], torch.tensor([0.525, -0.525]))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
 
 
-def test_kl_in_the_reward_reaches_the_steps() -> None:
-    """Two responses of two steps, all scored 1; the second is 25 nats from the reference on a token inside its step.
+# Two steps each, all scored 1; the second response is 25 nats from the reference on a token inside its second step,
+# which with coefficient 0.1 earns 1 - 2.5: less the mean, 0.625 and 0.625, and 0.625 and 0.625 - 2.5.
+FAR = ["0 1 0 1, 1 0 0 1", "1 1 1 1, 1 1 1 1", "0 1 0 1, 1 0 0 1", "0 0 0 0, 0 0 25 0"]
+FAR += ["1.25 1.25 0.625 0.625, -1.25 -1.875 -1.875 -1.875"]
+# Both score 1 on their only step; a penalty of 0.5 behind it counts in it: the mean is 0.75.
+LATE = ["0 1 -0.5, 0 1 0", "1 1 1, 1 1 1", "0 1 0, 0 1 0", "0 0 0, 0 0 0", "-0.25 -0.25 0, 0.25 0.25 0"]
+# Step rewards 1 and 0, on a last token that an environment put in: +-0.5 on what was sampled.
+PUT_IN = ["0 0 1, 0 0 0", "1 1 0, 1 1 0", "0 0 1, 0 0 1", "0 0 0, 0 0 0", "0.5 0.5 0, -0.5 -0.5 0"]
 
-    With coefficient 0.1 its second step earns 1 - 2.5: less the mean, 0.375 and 0.375 of the first, 0.375 and
-    0.375 - 2.5 of the second. A token's advantage is the sum from its step on.
-    """
-    columns = {
-        "token_level_scores": torch.tensor([[0.0, 1, 0, 1], [1, 0, 0, 1]]),
-        "response_mask": torch.ones(2, 4, dtype=torch.int8),
-        "rollout_log_probs": torch.full((2, 4), -1.0),
-        "old_log_probs": torch.full((2, 4), -1.0),
-        "ref_log_probs": torch.tensor([[-1.0, -1, -1, -1], [-1, -1, -26, -1]]),
-        "step_mask": torch.tensor([[0, 1, 0, 1], [1, 0, 0, 1]]),
-    }
+
+@pytest.mark.parametrize("rows", [FAR, LATE, PUT_IN], ids=["far", "late", "put in"])
+def test_steps(rows: list[str]) -> None:
+    """Scores, mask, ends of steps, nats from the reference, advantages: the sum of a token's step and those behind."""
+    scores, mask, steps, nats, expected = (
+        torch.tensor([[float(x) for x in row.split()] for row in text.split(", ")]) for text in rows
+    )
+    columns = {"token_level_scores": scores, "response_mask": mask, "step_mask": steps, "ref_log_probs": -1 - nats}
+    columns |= dict.fromkeys(("rollout_log_probs", "old_log_probs"), torch.full_like(nats, -1))
     settings = TargetSettings("grpo_process", PLAIN, kl_penalty="k1")
     out, _ = compute_targets(columns, settings, index=["a", "a"], truncated=torch.zeros(2), kl_coef=0.1)
-    step = 2.5 / 4
-    first, second = [2 * step, 2 * step, step, step], [2 * step - 2.5, step - 2.5, step - 2.5, step - 2.5]
-    torch.testing.assert_close(out["advantages"], torch.tensor([first, second]))
-
-
-def test_an_overlong_penalty_behind_the_last_step_counts_in_it() -> None:
-    """Both score 1 on their only step; the end-of-sequence token of the first costs 0.5. Mean 0.75."""
-    columns = {
-        "token_level_scores": torch.tensor([[0.0, 1, -0.5], [0, 1, 0]]),
-        "response_mask": torch.ones(2, 3, dtype=torch.int8),
-        "rollout_log_probs": torch.full((2, 3), -1.0),
-        "old_log_probs": torch.full((2, 3), -1.0),
-        "step_mask": torch.tensor([[0, 1, 0], [0, 1, 0]]),
-    }
-    settings = TargetSettings("grpo_process", PLAIN)
-    out, _ = compute_targets(columns, settings, index=["a", "a"], truncated=torch.zeros(2))
-    torch.testing.assert_close(out["advantages"], torch.tensor([[-0.25, -0.25, 0], [0.25, 0.25, 0]]))
+    torch.testing.assert_close(out["advantages"], expected)
 
 
 def test_truncated_responses_do_not_train_but_count_in_their_group() -> None:
-    out, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, mask_truncated=True), **ROWS)
+    out, _ = grpo(mask_truncated=True)
     assert out["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0]]
     torch.testing.assert_close(out["advantages"], torch.tensor([[0.5, 0.5, 0], [0, 0, 0]]))
 
 
 def test_correction_weighs_and_rejects() -> None:
     """Every ratio is e^-0.5 = 0.61."""
-    weigh = TargetSettings("grpo", PLAIN, rollout_correction={"rollout_is": "token"})
-    out, _ = compute_targets(COLUMNS, weigh, **ROWS)
+    out, _ = grpo(rollout_correction={"rollout_is": "token"})
     torch.testing.assert_close(out["rollout_is_weights"][MASK == 1], torch.full((5,), math.exp(-0.5)))
-    reject = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": math.exp(1.2)}
-    out, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, rollout_correction=reject), **ROWS)
+    out, _ = grpo(rollout_correction={"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": math.exp(1.2)})
     assert out["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0]], "the products are e^-1 and e^-1.5"
 
 
-def test_tokens_beyond_the_second_moment_get_weight_0() -> None:
+@pytest.mark.parametrize(
+    ("threshold", "weighs", "weights", "gone"),
+    [
+        (0.2, False, [1, 1, 0, 0, 0], 0.6),
+        (0.2, True, [math.exp(-0.5), math.exp(-0.5), 0, 0, 0], 0.6),
+        (0.26, False, [1, 1, 1, 1, 1], 0),
+    ],
+)
+def test_tokens_beyond_the_second_moment_get_weight_0(
+    threshold: float, weighs: bool, weights: list[float], gone: float
+) -> None:
     """Advantages 0.5 and -0.5, lambda -0.5 on all five tokens: the three of the second response go its way."""
-    settings = TargetSettings("grpo", PLAIN, m2_threshold=0.2)
-    out, metrics = compute_targets(COLUMNS, settings, **ROWS)
-    assert out["rollout_is_weights"][MASK == 1].tolist() == [1, 1, 0, 0, 0]
+    correction = {"rollout_is": "token"} if weighs else {}
+    out, metrics = grpo(m2_threshold=threshold, rollout_correction=correction)
+    assert out["rollout_is_weights"][MASK == 1].tolist() == pytest.approx(weights)
     assert torch.equal(out["response_mask"], MASK.float()), "they still count"
-    assert metrics["rollout_corr/m2_masked_fraction"] == pytest.approx(0.6)
-    weigh = TargetSettings("grpo", PLAIN, m2_threshold=0.2, rollout_correction={"rollout_is": "token"})
-    weighed, _ = compute_targets(COLUMNS, weigh, **ROWS)
-    expected = [math.exp(-0.5), math.exp(-0.5), 0, 0, 0]
-    assert weighed["rollout_is_weights"][MASK == 1].tolist() == pytest.approx(expected)
-    kept, metrics = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, m2_threshold=0.26), **ROWS)
-    assert (kept["rollout_is_weights"] == 1).all()
-    assert metrics["rollout_corr/m2_masked_fraction"] == 0
+    assert metrics["rollout_corr/m2_masked_fraction"] == pytest.approx(gone)
 
 
-def test_bypass_takes_the_samplers_log_probs() -> None:
-    columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
-    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, old_log_probs_from="rollout"), **ROWS)
-    assert torch.equal(out["old_log_probs"], COLUMNS["rollout_log_probs"])
-    assert metrics.keys() == TOKEN_METRICS, "nothing to compare: zeros would be no measurement"
+@pytest.mark.parametrize("source", ["rollout", "update"])
+def test_without_old_log_probs_nothing_is_compared(source: str) -> None:
+    """Zeros would be no measurement. Bypass takes the sampler's; on policy the update brings them."""
+    out, metrics = grpo(WITHOUT_OLD, old_log_probs_from=source)
+    assert torch.equal(out["advantages"], grpo()[0]["advantages"])
+    assert ("old_log_probs" in out) == (source == "rollout")
+    if source == "rollout":
+        assert torch.equal(out["old_log_probs"], COLUMNS["rollout_log_probs"])
+    assert metrics.keys() == TOKEN_METRICS
 
 
 def test_only_tokens_of_high_entropy_earn_an_advantage() -> None:
     """40 % of 5 tokens are those with 0.5 and 0.4; the masked 9.0 is not one."""
-    out, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, top_entropy_quantile=0.4), **ROWS)
+    out, _ = grpo(top_entropy_quantile=0.4)
     torch.testing.assert_close(out["advantages"], torch.tensor([[0.0, 0.5, 0.0], [0.0, 0.0, -0.5]]))
     assert out["response_mask"].tolist() == MASK.tolist(), "all tokens still count in the loss"
     assert not high_entropy(COLUMNS["old_entropies"], MASK * 0, 0.4).any()
@@ -176,12 +178,6 @@ def test_selected_tokens_are_reproducible() -> None:
     assert torch.equal(picks[0], picks[1])
     assert {int(pick.sum()) for pick in picks} == {1}
     assert len({tuple(pick.flatten().tolist()) for pick in picks}) > 2
-
-
-def test_gae_has_no_critic() -> None:
-    """Values of 0: the return to go, whitened; 1 on the first response, 0 on the second."""
-    out, _ = compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)
-    assert out["returns"].tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
 def test_a_critics_values_are_what_gae_compares_with() -> None:
@@ -203,7 +199,6 @@ def test_a_critics_values_are_what_gae_compares_with() -> None:
     returns = torch.tensor([0.25, 1.0, 1.0, 0.0, 0.0])
     explained = 1 - deltas.var() / (returns.var() + 1e-5)
     assert metrics["critic/vf_explained_var"] == pytest.approx(explained.item())
-    assert compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)[1].keys() & CRITIC_METRICS == set()
 
 
 def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
@@ -217,25 +212,22 @@ def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
     assert compute_targets(columns, settings, **ROWS)[1]["critic/vf_explained_var"] == 1
 
 
-def test_columns_are_those_that_are_read() -> None:
-    assert TargetSettings("grpo").columns[:3] == ("token_level_scores", "response_mask", "rollout_log_probs")
-    assert TargetSettings("grpo").columns[3:] == ("old_log_probs",)
-    assert TargetSettings("gigpo").columns[3:] == ("old_log_probs", "responses", "predecessors")
-    assert TargetSettings("optimal_token_baseline").columns[3:] == ("old_log_probs", "old_gradient_norms")
-    everything = TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2)
-    assert everything.columns[3:] == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
-    assert TargetSettings("grpo", old_log_probs_from="rollout").columns[3:] == ()
-    assert TargetSettings("grpo", old_log_probs_from="update").columns[3:] == ()
-
-
-def test_on_policy_nothing_is_compared_yet() -> None:
-    """The advantages do not need the old log-probs, and the update brings them."""
-    columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
-    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, old_log_probs_from="update"), **ROWS)
-    expected, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
-    assert torch.equal(out["advantages"], expected["advantages"])
-    assert "old_log_probs" not in out
-    assert metrics.keys() == TOKEN_METRICS
+@pytest.mark.parametrize(
+    ("settings", "columns"),
+    [
+        (TargetSettings("grpo"), ("old_log_probs",)),
+        (TargetSettings("gigpo"), ("old_log_probs", "responses", "predecessors")),
+        (TargetSettings("optimal_token_baseline"), ("old_log_probs", "old_gradient_norms")),
+        (
+            TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2),
+            ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask"),
+        ),
+        (TargetSettings("grpo", old_log_probs_from="rollout"), ()),
+        (TargetSettings("grpo", old_log_probs_from="update"), ()),
+    ],
+)
+def test_columns_are_those_that_are_read(settings: TargetSettings, columns: tuple[str, ...]) -> None:
+    assert settings.columns == ("token_level_scores", "response_mask", "rollout_log_probs", *columns)
 
 
 # --- tokens that an environment put in ---------------------------------------------------------------------------
@@ -273,15 +265,6 @@ def test_the_reward_reaches_every_sampled_token_and_no_other(estimator: str) -> 
     whole = compute_targets(environment_columns(-30.0), TargetSettings(estimator, options), **ROWS, **more)[0]
     credited = whole["advantages"][0][ENVIRONMENT_MASK[0] == 1] > 0
     assert credited.all() != (estimator in SCORELESS_ADV_ESTIMATORS), "the first turn is credited too"
-
-
-def test_a_step_that_ends_in_an_environments_words_credits_the_sampled_tokens_before_it() -> None:
-    """Step rewards 1 and 0, both on the last token: advantages of +-0.5 on what was sampled."""
-    scores = torch.tensor([[0.0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
-    steps = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 1]])
-    columns = environment_columns(0.0) | {"token_level_scores": scores, "step_mask": steps}
-    out, _ = compute_targets(columns, TargetSettings("grpo_process", PLAIN), **ROWS)
-    torch.testing.assert_close(out["advantages"], torch.tensor([[0.5], [-0.5]]) * ENVIRONMENT_MASK)
 
 
 def test_groups_of_equal_scores_are_left_out() -> None:
