@@ -53,7 +53,7 @@ test: setup
 	$(BIN)/python -m pytest -m "(ray or slow) and not long and not deep"
 
 test-deep: setup
-	$(BIN)/python -m pytest -n 2 -m "deep and not ray and not slow and not long"
+	$(BIN)/python -m pytest -n 2 -m "(deep or hypothesis) and not ray and not slow and not long" --hypothesis-profile=deep
 	$(BIN)/python -m pytest -m "deep and (ray or slow) and not long"
 
 test-long: setup

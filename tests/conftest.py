@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from grpo_dist.runtime import event_loop
 from grpo_dist.runtime.cluster import TIMELINE_VARIABLE, prepare, set_local_environment
@@ -19,6 +20,11 @@ from tests.chaos.runs import Outcome, train
 # Test modules import Ray when they are collected; what `connect` sets for a local cluster would come too late then.
 set_local_environment()
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPU, also where there are GPUs
+
+# Examples of a property in each tier; `make test-deep` has --hypothesis-profile=deep.
+for tier, max_examples in (("fast", 16), ("deep", 100)):
+    settings.register_profile(tier, max_examples=max_examples, deadline=None, derandomize=True, database=None)
+settings.load_profile("fast")
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

@@ -17,9 +17,8 @@ from torch import Tensor
 from tests.fuzz.papers import Rows, Undecided, masked
 from tests.fuzz.papers.policy_losses import Row
 
-EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 # For each of many pairs of options.
-FEW = settings(EXAMPLES, max_examples=8)
+FEW = settings(max_examples=settings().max_examples // 4)
 # Of float32 sums of a few dozen terms, relative to the sum of their sizes.
 RTOL = 1e-5
 # Of a central difference in float64: the truncation is of order STEP^2, the rounding of order 1e-16 / STEP.
@@ -54,12 +53,15 @@ class Shape:
         return torch.tensor(self.masks)
 
     @property
-    def tokens(self) -> int:
-        return int(sum(map(sum, self.masks)))
+    def counts(self) -> dict[str, int]:
+        """Of the whole, for losses of parts."""
+        tokens = int(sum(map(sum, self.masks)))
+        return {"global_tokens": tokens, "global_sequences": sum(any(mask) for mask in self.masks)}
 
-    @property
-    def sequences(self) -> int:
-        return sum(any(mask) for mask in self.masks)
+    def in_place(self, rows: Rows, off: float = 0.0) -> Rows:
+        """Numbers of trained tokens, row by row, at their places; `off` elsewhere."""
+        numbers = iter(value for row in rows for value in row)
+        return [[float(next(numbers)) if m else off for m in mask] for mask in self.masks]
 
 
 @st.composite
@@ -82,11 +84,12 @@ class Batch:
     advantages: Rows
     weights: Rows | None = None
 
-    def columns(self, log_probs: Tensor) -> dict[str, Tensor]:
+    @property
+    def columns(self) -> dict[str, Tensor]:
         """The columns of `compute_policy_loss`, nan off the mask."""
         hide = self.shape.hide
-        columns = {"log_probs": log_probs, "old_log_probs": hide(self.old), "advantages": hide(self.advantages)}
-        columns["response_mask"] = self.shape.mask
+        columns = {"log_probs": hide(self.new).requires_grad_(), "old_log_probs": hide(self.old)}
+        columns |= {"advantages": hide(self.advantages), "response_mask": self.shape.mask}
         return columns | ({} if self.weights is None else {"rollout_is_weights": hide(self.weights)})
 
     def trained(self, selected: set[tuple[int, int]]) -> list[Row]:
@@ -129,6 +132,39 @@ def decided() -> Iterator[None]:
         yield
     except Undecided:
         reject()
+
+
+def check_in_parts(
+    loss: Callable[..., tuple[Tensor, object]],
+    columns: dict[str, Tensor],
+    parts: list[slice],
+    shape: Shape,
+    expected: float,
+    slopes: Rows,
+    scale: float,
+) -> None:
+    """The losses of a batch's parts, with the counts of the whole, and their gradients are the expected ones."""
+    cut = [{name: values[part] for name, values in columns.items()} for part in parts]
+    found = sum((loss(part, **shape.counts)[0] for part in cut), torch.zeros(()))
+    found.backward()
+    assert_near(found, expected, scale=scale)
+    assert columns["log_probs"].grad is not None
+    assert_near(columns["log_probs"].grad, slopes, scale=scale)
+
+
+def slopes(function: Callable[[Rows], float], rows: Rows, masks: Rows | None = None) -> Rows:
+    """A function differentiated by each number of its rows; with masks 0 off them."""
+
+    def at(i: int, t: int, x: float) -> float:
+        return function([*rows[:i], [*rows[i][:t], x, *rows[i][t + 1 :]], *rows[i + 1 :]])
+
+    return [
+        [
+            0.0 if masks and not masks[i][t] else derivative(lambda x, i=i, t=t: at(i, t, x), value)
+            for t, value in enumerate(row)
+        ]
+        for i, row in enumerate(rows)
+    ]
 
 
 def derivative(function: Callable[[float], float], x: float) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_dist.algorithms import compute_advantage
 from grpo_dist.algorithms.advantage import ADVANTAGE, DEFAULTS
-from tests.fuzz.batches import EXAMPLES, NAN, assert_near, decided, shapes
+from tests.fuzz.batches import NAN, assert_near, decided, shapes
 from tests.fuzz.papers.advantages import ESTIMATORS, Batch
 from tests.golden import cases
 
@@ -85,7 +85,6 @@ def test_the_formulas_give_verls_numbers(case: dict) -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(batch=batches(), options=OPTIONS)
-@EXAMPLES
 def test_estimators(name: str, batch: Batch, options: dict) -> None:
     with decided():
         expected = ESTIMATORS[name](batch, options)

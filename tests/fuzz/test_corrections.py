@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_dist.algorithms import compute_rollout_correction
 from grpo_dist.algorithms.correction import LEVELS, REJECTIONS, off_policy_mask, second_moment_mask
-from tests.fuzz.batches import EXAMPLES, Shape, assert_near, decided, shapes
+from tests.fuzz.batches import Shape, assert_near, decided, shapes
 from tests.fuzz.papers import Rows, masked
 from tests.fuzz.papers.corrections import importance_weights, kept, kpop_kept, m2po_kept, normalised, opsm_kept
 
@@ -19,12 +19,6 @@ BOUNDS = st.sampled_from([(None, 1.3), (None, 2.0), (None, 5.0), (0.5, 2.0), (0.
 def text(bounds: tuple[float | None, float]) -> str:
     lower, upper = bounds
     return str(upper) if lower is None else f"{lower}_{upper}"
-
-
-def scattered(rows: list[list], masks: Rows, off: float) -> Rows:
-    """Numbers of trained tokens at their places, `off` elsewhere."""
-    numbers = [iter(row) for row in rows]
-    return [[float(next(row)) if m else off for m in mask] for row, mask in zip(numbers, masks, strict=True)]
 
 
 @st.composite
@@ -42,7 +36,6 @@ def lambdas(old: Rows, rollout: Rows) -> Rows:
 
 @pytest.mark.parametrize("level", LEVELS)
 @given(policies=two_policies(), bounds=BOUNDS, normalise=st.booleans())
-@EXAMPLES
 def test_importance_weights(
     level: str, policies: tuple[Shape, Rows, Rows], bounds: tuple[float | None, float], normalise: bool
 ) -> None:
@@ -60,13 +53,12 @@ def test_importance_weights(
         rollout_is_batch_normalize=normalise,
     )
     assert weights is not None
-    assert_near(weights, scattered(expected, shape.masks, 1.0))
+    assert_near(weights, shape.in_place(expected, 1.0))
     assert mask.tolist() == shape.masks, "weights leave the mask alone"
 
 
 @pytest.mark.parametrize("name", REJECTIONS)
 @given(policies=two_policies(), bounds=BOUNDS, second=st.sampled_from([None, *REJECTIONS]))
-@EXAMPLES
 def test_rejection(
     name: str, policies: tuple[Shape, Rows, Rows], bounds: tuple[float | None, float], second: str | None
 ) -> None:
@@ -91,13 +83,13 @@ def test_rejection(
         rollout_rs_threshold=",".join(text(limits) for _, limits in criteria),
     )
     assert weights is None
-    assert mask.tolist() == scattered(expected, shape.masks, 0.0)
-    gone = 1 - sum(map(sum, expected)) / shape.tokens if shape.tokens else 0
+    assert mask.tolist() == shape.in_place(expected, 0.0)
+    tokens = shape.counts["global_tokens"]
+    gone = 1 - sum(map(sum, expected)) / tokens if tokens else 0
     assert_near(torch.tensor(metrics["rollout_corr/rollout_rs_masked_fraction"]), gone)
 
 
 @given(data=st.data(), policies=two_policies(), threshold=st.sampled_from([0.01, 0.04, 0.2, 1.0]))
-@EXAMPLES
 def test_the_second_moment_of_a_batch(
     data: st.DataObject, policies: tuple[Shape, Rows, Rows], threshold: float
 ) -> None:
@@ -111,7 +103,7 @@ def test_the_second_moment_of_a_batch(
     ]
     with decided():
         numbers = iter(m2po_kept(*flat, threshold))
-    expected = scattered([[next(numbers) for _ in masked(m, m)] for m in shape.masks], shape.masks, 1.0)
+    expected = shape.in_place([list(numbers)], 1.0)
     columns = {
         "old_log_probs": shape.hide(old),
         "rollout_log_probs": shape.hide(rollout),
@@ -124,7 +116,6 @@ def test_the_second_moment_of_a_batch(
 
 
 @given(data=st.data(), policies=two_policies(), delta=st.sampled_from([0.01, 0.1, 0.5]))
-@EXAMPLES
 def test_off_policy_sequences(data: st.DataObject, policies: tuple[Shape, Rows, Rows], delta: float) -> None:
     shape, new, rollout = policies
     advantages = data.draw(shape.on_grid(-4, 4, 4))
@@ -139,4 +130,4 @@ def test_off_policy_sequences(data: st.DataObject, policies: tuple[Shape, Rows, 
         response_mask=shape.mask,
         threshold=delta,
     )
-    assert found.tolist() == scattered(expected, shape.masks, 1.0)
+    assert found.tolist() == shape.in_place(expected, 1.0)

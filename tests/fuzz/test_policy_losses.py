@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from grpo_dist.algorithms import agg_loss, compute_policy_loss
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, token_selection
-from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
-from tests.fuzz.batches import EXAMPLES, FEW, Batch, Shape, assert_near, batches, cuts, decided, derivative, shapes
+from tests.fuzz.batches import (
+    FEW,
+    Batch,
+    Shape,
+    assert_near,
+    batches,
+    check_in_parts,
+    cuts,
+    decided,
+    derivative,
+    shapes,
+)
 from tests.fuzz.papers import Rows
 from tests.fuzz.papers.aggregates import AGGREGATES
 from tests.fuzz.papers.policy_losses import LOSSES, Loss, Row, between, covariances, gspo_sequence, highest, share
@@ -67,12 +77,6 @@ def slopes(loss: Loss, rows: list[Row], options: dict[str, Any], mode: str, scal
     ]
 
 
-def in_place(rows: Rows, masks: Rows) -> Rows:
-    """Numbers of trained tokens at their places, 0 elsewhere."""
-    numbers = iter(value for row in rows for value in row)
-    return [[next(numbers) if m else 0.0 for m in mask] for mask in masks]
-
-
 def test_every_loss_and_aggregation_has_a_formula() -> None:
     assert set(LOSSES) == set(POLICY_LOSS.names())
     assert set(AGGREGATES) == set(LOSS_AGG_MODES)
@@ -104,27 +108,20 @@ def test_the_losses_give_verls_numbers_and_gradients(case: dict) -> None:
     rows = batch.trained(selected)
     value, size = total(loss, rows, options, mode, len(mask[0]))
     assert_near(torch.tensor(case["outputs"]["loss"]), value, scale=size)
-    gradients = in_place(slopes(loss, rows, options, mode, len(mask[0])), mask)
+    gradients = batch.shape.in_place(slopes(loss, rows, options, mode, len(mask[0])))
     assert_near(torch.tensor(case["outputs"]["grad"]), gradients, scale=size)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @given(data=st.data(), shape=shapes(), factor=st.sampled_from([None, 7.0]))
-@EXAMPLES
 def test_aggregations(mode: str, data: st.DataObject, shape: Shape, factor: float | None) -> None:
     """Of the whole batch, and of its parts with the counts of the whole."""
     losses, parts = data.draw(shape.on_grid(-32, 32, 8)), data.draw(cuts(shape.rows))
     expected = AGGREGATES[mode](losses, shape.masks, factor or shape.columns)
     hidden, mask = shape.hide(losses), shape.mask
     assert_near(agg_loss(hidden, mask, mode, loss_scale_factor=factor), expected)
-    counts = {"global_tokens": shape.tokens, "global_sequences": shape.sequences}
-    pieces = [agg_loss(hidden[p], mask[p], mode, **counts, loss_scale_factor=factor) for p in parts]
+    pieces = [agg_loss(hidden[p], mask[p], mode, **shape.counts, loss_scale_factor=factor) for p in parts]
     assert_near(sum(pieces, torch.zeros(())), expected)
-
-
-def loss_of(settings: ObjectiveSettings, columns: dict[str, Tensor], part: slice, **counts: Any) -> Tensor:
-    """Our loss of some rows of a batch."""
-    return compute_policy_loss({name: values[part] for name, values in columns.items()}, settings, **counts)[0]
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -142,37 +139,26 @@ def test_policy_losses(
     with decided():
         expected, size = total(LOSSES[name], rows, options, mode, scale)
         gradients = slopes(LOSSES[name], rows, options, mode, scale)
-    log_probs = shape.hide(batch.new).requires_grad_()
-    found = torch.zeros(())
     settings = objective_settings(loss_mode=name, loss_agg_mode=mode, loss_scale_factor=factor, **options)
-    columns = batch.columns(log_probs) | ({} if picked is None else {"selected_tokens": torch.tensor(picked)})
-    counts = {"global_tokens": shape.tokens, "global_sequences": shape.sequences}
-    for part in parts:
-        found = found + loss_of(settings, columns, part, **counts)
-    found.backward()
-    assert log_probs.grad is not None
-    assert_near(found, expected, scale=size)
-    assert_near(log_probs.grad, in_place(gradients, shape.masks), scale=size)
+    columns = batch.columns | ({} if picked is None else {"selected_tokens": torch.tensor(picked)})
+    loss = partial(compute_policy_loss, settings=settings)
+    check_in_parts(loss, columns, parts, shape, expected, shape.in_place(gradients), size)
 
 
 @given(batch=batches(one_advantage=True), options=OPTIONS)
-@EXAMPLES
 def test_gspo_of_one_advantage_a_response_is_the_sequences_own(batch: Batch, options: dict[str, Any]) -> None:
     """GSPO (arXiv 2507.18071) before its token variant: 1/G sum_i ppo(s_i), differentiated through s_i."""
     mode, shape = "seq-mean-token-mean", batch.shape
     plain = replace(batch, weights=None)
     with decided():
         gradients = slopes(gspo_sequence, plain.trained(set()), options, mode, 1.0)
-    log_probs = shape.hide(batch.new).requires_grad_()
-    loss_of(
-        objective_settings(loss_mode="gspo", loss_agg_mode=mode, **options), plain.columns(log_probs), slice(None)
-    ).backward()
-    assert log_probs.grad is not None
-    assert_near(log_probs.grad, in_place(gradients, shape.masks), scale=10.0)
+    columns = plain.columns
+    compute_policy_loss(columns, objective_settings(loss_mode="gspo", loss_agg_mode=mode, **options))[0].backward()
+    assert columns["log_probs"].grad is not None
+    assert_near(columns["log_probs"].grad, shape.in_place(gradients), scale=10.0)
 
 
 @given(batch=batches(), ratio=st.sampled_from([1e-4, 0.2, 0.5, 1.0]))
-@EXAMPLES
 def test_kl_cov_selects_the_highest_covariances(batch: Batch, ratio: float) -> None:
     """An empty batch selects nothing, else at least one token."""
     shape = batch.shape
@@ -182,7 +168,6 @@ def test_kl_cov_selects_the_highest_covariances(batch: Batch, ratio: float) -> N
 
 
 @given(batch=batches(), ratio=st.sampled_from([1e-4, 0.2, 0.5, 1.0]), bounds=st.sampled_from([(0.3, 5.0), (-1.0, 0.5)]))
-@EXAMPLES
 def test_clip_cov_selects_among_the_tokens_between_the_bounds(
     batch: Batch, ratio: float, bounds: tuple[float, float]
 ) -> None:
@@ -192,7 +177,7 @@ def test_clip_cov_selects_among_the_tokens_between_the_bounds(
     options = {"clip_cov_ratio": ratio, "clip_cov_lb": bounds[0], "clip_cov_ub": bounds[1]}
     found = selection("clip_cov", batch, options)
     assert found <= candidates
-    assert len(found) == min(len(candidates), share(shape.tokens, ratio))
+    assert len(found) == min(len(candidates), share(shape.counts["global_tokens"], ratio))
 
 
 def selection(name: str, batch: Batch, options: dict[str, Any]) -> set[tuple[int, int]]:
