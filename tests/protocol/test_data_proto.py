@@ -1,14 +1,18 @@
+"""Batches: their columns, their rows, and the way over the wire and to disk."""
+
 import copy
 import math
 import pickle
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.parquet import read_parquet, write_parquet
 from tests.messages import refuses
 
 
@@ -24,10 +28,14 @@ def batch() -> DataProto:
     )
 
 
+def lists(column: Ragged) -> list[list]:
+    return [row.tolist() for row in column.rows()]
+
+
 def content(data: DataProto) -> dict:
     """Every column as plain lists."""
     return {
-        name: [row.tolist() for row in column.rows()] if isinstance(column, Ragged) else column.tolist()
+        name: lists(column) if isinstance(column, Ragged) else column.tolist()
         for name, column in data.columns().items()
     }
 
@@ -37,27 +45,21 @@ WHOLE = {"x": [10, 20, 30], "y": [[0, 1], [2, 3], [4, 5]], "r": [[1], [2, 3], []
 
 # --- columns -----------------------------------------------------------------------------------------------------
 def test_columns() -> None:
+    """No operation changes the batch."""
     data = batch()
-    assert len(data) == 3
-    assert content(data) == WHOLE
-    assert data["x"].tolist() == [10, 20, 30]
+    assert (len(data), len(DataProto())) == (3, 0)
     assert data["uid"].dtype == object
-    assert len(DataProto()) == 0
-
-
-def test_select_pop() -> None:
-    assert content(batch().select(["uid", "x"])) == {"x": [10, 20, 30], "uid": ["a", "b", "c"]}
-    taken, rest = batch().pop(["r"])
-    assert list(taken.columns()) == ["r"]
-    assert list(rest.columns()) == ["x", "y", "uid"]
-
-
-def test_union() -> None:
-    more = DataProto.from_dict(
-        {"z": torch.tensor([7, 8, 9]), "x": torch.tensor([10, 20, 30])}, {"uid": ["a", "b", "c"]}
-    )
-    both = batch().union(more)
-    assert content(both) == WHOLE | {"z": [7, 8, 9]}
+    assert content(data.select(["uid", "x"])) == {"x": [10, 20, 30], "uid": ["a", "b", "c"]}
+    taken, rest = data.pop(["r"])
+    assert (list(taken.columns()), list(rest.columns())) == (["r"], ["x", "y", "uid"])
+    z = torch.tensor([7, 8, 9])
+    more = DataProto.from_dict({"z": z, "x": torch.tensor([10, 20, 30])}, {"uid": ["a", "b", "c"]})
+    assert content(data.union(more)) == WHOLE | {"z": [7, 8, 9]}
+    assert len(DataProto.concat([data, data])) == 6
+    assert content(DataProto.concat([data.slice(0, 1), data.slice(1, 3)])) == content(data) == WHOLE
+    assert len(DataProto.concat([])) == 0
+    with pytest.raises(AttributeError):
+        data.batch = {}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +76,12 @@ def test_union_refuses_a_column_that_differs(column: dict) -> None:
     name = next(iter(column))
     with refuses(BatchError, "both", f"'{name}'", "different values"):
         batch().union(DataProto.from_dict(column))
-    with refuses(BatchError, "both", "'uid'"):
-        batch().union(DataProto.from_dict({}, {"uid": ["a", "b", "d"]}))
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
+        ("a", "b"),
         ([1, [2, 3]], [1, [2, 4]]),
         ({"a": np.array([1, 2])}, {"a": np.array([1, 3])}),
         (math.nan, 0.0),
@@ -110,7 +111,7 @@ def test_union_compares_values_with_what_they_hold(one: object, other: object) -
     [
         ([2, 0], [2, 0]),
         (np.array([1, 1]), [1, 1]),
-        (torch.tensor([0]), [0]),
+        (torch.tensor([2, 2, 1]), [2, 2, 1]),
         (slice(1, None), [1, 2]),
         (np.array([True, False, True]), [0, 2]),
         ([], []),
@@ -120,27 +121,37 @@ def test_union_compares_values_with_what_they_hold(one: object, other: object) -
 def test_index(rows: object, expected: list[int]) -> None:
     picked = batch().index(rows)
     assert content(picked) == {name: [column[i] for i in expected] for name, column in WHOLE.items()}
+    assert picked["r"].values.dtype == torch.int32
 
 
-def test_slice() -> None:
-    assert batch().slice(1, 3)["x"].tolist() == [20, 30]
-    empty = batch().slice(0, 0)
-    assert (len(empty), list(empty.columns())) == (0, ["x", "y", "r", "uid"])
+def ragged() -> Ragged:
+    """Rows [1, 2], [], [3], [4, 5, 6]."""
+    return Ragged.from_rows([[1, 2], [], [3], [4, 5, 6]], torch.int32)
 
 
-def test_concat() -> None:
-    assert content(DataProto.concat([batch().slice(0, 1), batch().slice(1, 3)])) == WHOLE
-    assert len(DataProto.concat([batch(), batch()])) == 6
-    assert len(DataProto.concat([])) == 0
+def test_ragged_rows() -> None:
+    """Of lists, arrays, tensors and nothing."""
+    column = ragged()
+    assert column.values.tolist() == [1, 2, 3, 4, 5, 6]
+    assert column.offsets.tolist() == [0, 2, 2, 3, 6]
+    assert (column.values.dtype, column.offsets.dtype) == (torch.int32, torch.int64)
+    assert (column.lengths.tolist(), len(column)) == ([2, 0, 1, 3], 4)
+    mixed = Ragged.from_rows([np.array([1.5]), torch.tensor([2.5, 3.5]), [4]], torch.float32)
+    assert lists(mixed) == [[1.5], [2.5, 3.5], [4.0]]
+    empty = Ragged.from_rows([], torch.float32)
+    assert (len(empty), empty.values.dtype, empty.offsets.tolist()) == (0, torch.float32, [0])
+    assert lists(Ragged.concat([column[np.array([3])], column[slice(0, 2)]])) == [[4, 5, 6], [1, 2], []]
 
 
-def test_operations_leave_the_original_alone() -> None:
-    data = batch()
-    data.select(["x"]), data.pop(["x"]), data.index([2]), DataProto.concat([data, data])
-    data.union(DataProto.from_dict({"z": torch.zeros(3)}))
-    assert content(data) == WHOLE
-    with pytest.raises(AttributeError):
-        data.batch = {}  # type: ignore[misc]
+def test_padded_and_back() -> None:
+    """Lengths decide what is padding, never the values."""
+    padded = ragged().to_padded(-1)
+    assert padded.tolist() == [[1, 2, -1], [-1, -1, -1], [3, -1, -1], [4, 5, 6]]
+    assert padded.dtype == torch.int32
+    for column in (ragged(), Ragged.from_rows([[0, 5, 0], [0]], torch.int64)):
+        assert lists(Ragged.from_padded(column.to_padded(0), column.lengths)) == lists(column)
+    assert ragged()[slice(2, 3)].to_padded(0, width=2).tolist() == [[3, 0]]
+    assert ragged()[slice(0, 0)].to_padded(0).shape == (0, 0)
 
 
 # --- wire and disk -----------------------------------------------------------------------------------------------
@@ -153,15 +164,17 @@ def pickled(length: int) -> tuple[bytes, list[pickle.PickleBuffer]]:
     return pickle.dumps(data, protocol=5, buffer_callback=buffers.append), buffers
 
 
-def test_pickling_is_out_of_band() -> None:
+def test_pickling_is_out_of_band_and_of_a_slice_alone() -> None:
     short, _ = pickled(8)
     long, buffers = pickled(100_000)
     assert len(short) < 2000
     assert abs(len(long) - len(short)) <= 16, "in-band bytes must not grow with the data"
     assert sorted(b.raw().nbytes for b in buffers) == [4 * 4, 5 * 8, 4 * 100_000 * 4]
+    whole = DataProto.from_dict({"x": torch.zeros(10_000)})
+    assert len(pickle.dumps(whole.slice(0, 10), protocol=5)) < 1000
 
 
-def test_unpickling_shares_read_only_memory() -> None:
+def test_unpickling_shares_read_only_memory_without_a_word(recwarn: pytest.WarningsRecorder) -> None:
     in_band, buffers = pickled(50)
     stored = [bytes(buffer.raw()) for buffer in buffers]  # bytes: nobody can write them, as in the object store
     data = pickle.loads(in_band, buffers=stored)
@@ -169,50 +182,77 @@ def test_unpickling_shares_read_only_memory() -> None:
     addresses = {np.frombuffer(block, np.uint8).ctypes.data for block in stored}
     shared = (data["responses"].values, data["responses"].offsets, data["score"])
     assert {tensor.data_ptr() for tensor in shared} == addresses, "a copy was made"
-
-
-def test_unpickling_says_nothing_about_read_only_memory(recwarn: pytest.WarningsRecorder) -> None:
-    in_band, buffers = pickled(50)
-    pickle.loads(in_band, buffers=[bytes(buffer.raw()) for buffer in buffers])
     assert not recwarn.list
 
 
-def test_pickling_a_slice_sends_the_slice_only() -> None:
-    whole = DataProto.from_dict({"x": torch.zeros(10_000)})
-    assert len(pickle.dumps(whole.slice(0, 10), protocol=5)) < 1000
-
-
 def test_save_and_load(tmp_path: Path) -> None:
-    batch().save(tmp_path / "batch")
+    """Per-token columns often share their offsets; a slice shares the memory of its batch."""
+    r = batch()["r"]
+    more = {"scores": Ragged(r.values.float(), r.offsets), "z": torch.arange(9)[3:6]}
+    batch().union(DataProto.from_dict(more)).save(tmp_path / "batch")
     loaded = DataProto.load(tmp_path / "batch")
-    assert content(loaded) == WHOLE
+    assert content(loaded) == WHOLE | {"scores": [[1], [2, 3], []], "z": [3, 4, 5]}
     assert loaded["r"].values.dtype == torch.int32
     assert loaded["uid"].dtype == object
 
 
-def test_save_takes_columns_that_share_memory(tmp_path: Path) -> None:
-    """Per-token columns often share their offsets; a slice shares the memory of its batch."""
-    r = batch()["r"]
-    data = DataProto.from_dict({"r": r, "scores": Ragged(r.values.float(), r.offsets), "z": torch.arange(9)[3:6]})
-    data.save(tmp_path / "batch")
-    expected = {"r": [[1], [2, 3], []], "scores": [[1], [2, 3], []], "z": [3, 4, 5]}
-    assert content(DataProto.load(tmp_path / "batch")) == expected
+def run_batch() -> DataProto:
+    columns = {
+        "responses": Ragged.from_rows([[5, 6, 2], [], [7]], torch.int32),
+        "advantages": Ragged.from_rows([[0.5, 0.5, 0.1], [], [float("nan")]], torch.float32),
+        "response_mask": Ragged.from_rows([[1, 0, 1], [], [1]], torch.int8),
+        "score": torch.tensor([1.0, float("nan"), 1e-30]),
+        "truncated": torch.tensor([0, 1, 0]),
+    }
+    return DataProto.from_dict(columns, {"uid": ["a", "a", "ü\x00"]})
+
+
+def test_what_is_written_as_parquet_is_read(tmp_path: Path) -> None:
+    """Other programs see a list for each row; columns that are asked for and not there are left out."""
+    write_parquet(run_batch(), tmp_path / "1.parquet")
+    found = read_parquet(tmp_path / "1.parquet")
+    assert found.columns().keys() == run_batch().columns().keys()
+    for name, column in run_batch().batch.items():
+        values, read = (c.values if isinstance(c, Ragged) else c for c in (column, found[name]))
+        assert read.dtype == values.dtype
+        assert torch.equal(read.nan_to_num(nan=9), values.nan_to_num(nan=9))
+        if isinstance(column, Ragged):
+            assert found[name].lengths.tolist() == [3, 0, 1]
+    assert found["uid"].tolist() == ["a", "a", "ü\x00"]
+    assert pq.read_table(tmp_path / "1.parquet").column("responses").to_pylist() == [[5, 6, 2], [], [7]]
+    assert list(read_parquet(tmp_path / "1.parquet", ["uid", "responses", "values"]).columns()) == ["responses", "uid"]
+
+
+def test_parquet_of_no_rows(tmp_path: Path) -> None:
+    write_parquet(run_batch().slice(0, 0), tmp_path / "1.parquet")
+    found = read_parquet(tmp_path / "1.parquet")
+    assert (len(found), found["responses"].offsets.tolist()) == (0, [0])
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------
-def test_mistakes_name_the_column() -> None:
+def test_mistakes_name_the_column(tmp_path: Path) -> None:
     with refuses(BatchError, "rows", "{'x': 2, 'uid': 3}"):
         DataProto.from_dict({"x": torch.zeros(2)}, {"uid": ["a", "b", "c"]})
     with refuses(BatchError, "'x'", "tensor", "object column"):
         DataProto.from_dict({"x": torch.zeros(1)}, {"x": ["a"]})
-    for ask in (
-        lambda: batch()["q"],
-        lambda: batch().select(["x", "q"]),
-        lambda: batch().pop(["q"]),
-    ):
+    for ask in (lambda: batch()["q"], lambda: batch().select(["x", "q"]), lambda: batch().pop(["q"])):
         with refuses(BatchError, "'q'", "r, uid, x, y"):
             ask()
     with refuses(BatchError, "columns", "['r', 'uid', 'y']"):
         DataProto.concat([batch(), batch().select(["x"])])
     with refuses(BatchError, "rows", "'x': 3", "'z': 2"):
         batch().union(DataProto.from_dict({"z": torch.zeros(2)}))
+    for column in (Ragged(torch.ones(2, 3), torch.tensor([0, 2])), torch.ones(1, 2)):  # of other kinds
+        with refuses(BatchError, "states"):
+            write_parquet(DataProto.from_dict({"states": column}), tmp_path / "1.parquet")
+
+
+def test_mistakes_of_offsets_are_named() -> None:
+    with refuses(BatchError, "offsets", "[3]", "2"):
+        Ragged(torch.tensor([1, 2]), torch.tensor([0, 3]))
+    with refuses(BatchError, "offsets", "[]", "0"):
+        Ragged(torch.tensor([]), torch.tensor([], dtype=torch.int64))
+    with refuses(BatchError, "3", "width 2"):
+        ragged().to_padded(0, width=2)
+    with refuses(BatchError, "offsets", "[5]", "4"):  # a length beyond the tensor's width
+        Ragged.from_padded(torch.zeros(2, 2), torch.tensor([2, 3]))

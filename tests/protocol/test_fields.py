@@ -1,7 +1,13 @@
+"""What the columns of a batch are, and how metrics of parts become those of the whole."""
+
+import pickle
+
+import pytest
 import torch
 
 from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, ValueSettings
 from grpo_dist.errors import BatchError
+from grpo_dist.protocol import Max, Mean, Sum, merge_metrics, metric_values
 from grpo_dist.protocol.fields import FIELDS, columns_for, require
 from tests.messages import refuses
 from tests.models import random_batch
@@ -11,22 +17,18 @@ READERS = {
     *("forward", "router", "teacher", "actor", "critic", "reward_model", "scorer", "endpoint", "targets"),
     *("diagnostics", "samples", "judged", "driver"),
 }
-
-
-def test_a_batch_that_has_the_columns_passes() -> None:
-    require("update", ["prompts", "responses", "uid"], ["responses"])
-    require("update", [], [])
+ROWS = ("P_i", "R_i", "R_i, H", "S_i", "Q_i", "R_i, K", "P_i, layers, experts", "R_i, layers, experts")
+SHAPES = {"(N,)", *(f"ragged (N, {row})" for row in ROWS)}
 
 
 def test_a_missing_column_is_named_with_its_maker() -> None:
+    require("update", ["prompts", "responses", "uid"], ["responses"])
+    require("update", [], [])
     with refuses(BatchError, "'update'", "'old_log_probs'", "actor", "'ref_log_probs'", "ref", "prompts, responses"):
         require("update", ["responses", "prompts"], ["responses", "old_log_probs", "ref_log_probs"])
     with refuses(BatchError, "'score'", "'responses'", "no columns"):
         require("score", [], ["responses"])
-
-
-def test_a_column_outside_the_contract_is_named_too() -> None:
-    with refuses(BatchError, "'score'", "'reward_extra/acc'"):
+    with refuses(BatchError, "'score'", "'reward_extra/acc'"):  # outside the contract
         require("score", ["responses"], ["reward_extra/acc"])
 
 
@@ -36,16 +38,7 @@ def test_every_field_is_complete() -> None:
         assert field.meaning, name
         assert set(field.read_by.split()) <= READERS, name
         assert "driver" not in field.read_by or field.per == "row", name
-        shapes = (
-            "(N,)",
-            "ragged (N, P_i)",
-            "ragged (N, R_i)",
-            "ragged (N, R_i, H)",
-            "ragged (N, S_i)",
-            "ragged (N, Q_i)",
-            "ragged (N, R_i, K)",
-        )
-        assert field.shape in (*shapes, *(f"ragged (N, {row}, layers, experts)" for row in ("P_i", "R_i"))), name
+        assert field.shape in SHAPES, name
 
 
 def test_a_reader_gets_of_the_columns_that_are_there_those_that_it_reads() -> None:
@@ -56,15 +49,9 @@ def test_a_reader_gets_of_the_columns_that_are_there_those_that_it_reads() -> No
 
 
 def test_each_column_of_an_objective_names_it_as_a_reader() -> None:
-    for reader, settings in (
-        ("critic", ValueSettings),
-        ("reward_model", LabelSettings),
-        ("reward_model", PreferenceSettings),
-    ):
-        assert columns_for(settings.columns, reader) == settings.columns
-
-
-def test_a_column_is_of_a_row_a_token_or_a_group() -> None:
+    assert columns_for(ValueSettings.columns, "critic") == ValueSettings.columns
+    for settings in (LabelSettings, PreferenceSettings):
+        assert columns_for(settings.columns, "reward_model") == settings.columns
     assert [FIELDS[name].per for name in ("score", "advantages", "prompt_routes")] == ["row", "token", "group"]
 
 
@@ -74,3 +61,26 @@ def test_the_test_batch_follows_the_contract() -> None:
         assert str(column.values.dtype) == f"torch.{FIELDS[name].dtype}", name
         same = "prompts" if FIELDS[name].shape == "ragged (N, P_i)" else "responses"
         assert torch.equal(column.lengths, data[same].lengths), name
+
+
+# --- metrics -----------------------------------------------------------------------------------------------------
+def test_metrics_of_parts() -> None:
+    """A mean is weighted: 3 tokens of mean 1 and 1 token of 9 have 12 / 4, not 5; of nothing it is neutral."""
+    assert Mean(3.0, 3).merge(Mean(9.0, 1)).value == 3.0
+    assert Mean(0.0, 0).value == 0.0
+    assert Mean(0.0, 0).merge(Mean(8.0, 2)).value == 4.0
+    assert metric_values({"a": Mean(0.0, 0), "b": Sum(0.0), "c": Mean(0.0, 1)}) == {"b": 0.0, "c": 0.0}, "no number"
+    assert Sum(2.0).merge(Sum(-0.5)).value == 1.5
+    assert [Max(a).merge(Max(b)).value for a, b in ((2.0, -7.0), (-7.0, -2.0))] == [2.0, -2.0]
+    assert pickle.loads(pickle.dumps({"a": Mean(1.0, 2), "b": Max(1.0)})) == {"a": Mean(1.0, 2), "b": Max(1.0)}
+
+
+def test_merge_by_name_in_any_order() -> None:
+    parts = [{"a": Mean(1.0, 1), "loss": Sum(1.0)}, {"a": Mean(6.0, 2)}, {"b": Max(3.0), "loss": Sum(2.0)}]
+    expected = {"a": 7 / 3, "loss": 3.0, "b": 3.0}
+    assert metric_values(merge_metrics(parts)) == pytest.approx(expected)
+    assert metric_values(merge_metrics(reversed(parts))) == pytest.approx(expected)
+    assert metric_values(merge_metrics([])) == {}
+    assert parts[0] == {"a": Mean(1.0, 1), "loss": Sum(1.0)}, "the parts are as they were"
+    with pytest.raises(AttributeError):  # kinds do not mix
+        merge_metrics([{"a": Mean(1.0, 1)}, {"a": Sum(1.0)}])

@@ -24,15 +24,18 @@ from grpo_dist.protocol.sequences import (
 )
 
 
-def test_the_last_branch_goes_back_to_the_prompt() -> None:
-    place, tokens = last_branch([-1, 0, 1, 0, 3, -3, 4, 6])
-    assert (place, tokens.tolist()) == (-1, [0, 3, 4, 6, 7])
-    place, tokens = last_branch([-1, 0, -3, 2])
-    assert (place, tokens.tolist()) == (-3, [2, 3]), "from within the prompt"
-    place, tokens = last_branch([-1, 0, 1])
-    assert (place, tokens.tolist()) == (-1, [0, 1, 2])
-    place, tokens = last_branch([])
-    assert (place, tokens.tolist()) == (-1, [])
+@pytest.mark.parametrize(
+    ("follows", "place", "tokens"),
+    [
+        ([-1, 0, 1, 0, 3, -3, 4, 6], -1, [0, 3, 4, 6, 7]),
+        ([-1, 0, -3, 2], -3, [2, 3]),  # from within the prompt
+        ([-1, 0, 1], -1, [0, 1, 2]),
+        ([], -1, []),
+    ],
+)
+def test_the_last_branch_goes_back_to_the_prompt(follows: list[int], place: int, tokens: list[int]) -> None:
+    found = last_branch(follows)
+    assert (found[0], found[1].tolist()) == (place, tokens)
 
 
 def test_branches_begin_where_a_token_does_not_follow_the_one_before() -> None:
@@ -73,14 +76,12 @@ def test_columns(dtype: type, tmp_path: Path) -> None:
     assert torch.equal(DataProto.load(tmp_path / "columns")["routes"].values.int(), data["routes"].values.int())
 
 
-def test_nothing_recorded_gives_no_columns() -> None:
-    assert route_columns(2, [1], [None]) == {}
-
-
-def test_an_expert_with_the_largest_number_is_known() -> None:
-    """Of 256 experts the last one has the number 255."""
+def test_what_is_not_known() -> None:
+    """Of 256 experts the last one has the number 255. Nothing recorded gives no columns."""
     last = torch.tensor([[[255, 3], [255, 0]], [[255, 255], [255, 255]]], dtype=torch.uint8)
     assert are_unknown(last).tolist() == [False, True]
+    assert unknown_routes(2, rows(1)).tolist() == [[[255, 255]] * 3] * 2
+    assert route_columns(2, [1], [None]) == {}
 
 
 def test_unknown_ones_are_counted_where_something_follows() -> None:
@@ -89,10 +90,6 @@ def test_unknown_ones_are_counted_where_something_follows() -> None:
     columns = route_columns(2, [4, 4], given)
     follows = [np.array([-1, 0, 1, 2]), np.array([-1, -1, -2, 1])]
     assert count_unknown(columns, follows).tolist() == [2, 2], "the prompt's second, and one of the response's"
-
-
-def test_unknown_routes() -> None:
-    assert unknown_routes(2, rows(1)).tolist() == [[[255, 255]] * 3] * 2
 
 
 def test_a_teachers_prompt_stands_in_place_of_the_own_where_there_is_one() -> None:
