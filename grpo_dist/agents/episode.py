@@ -245,7 +245,8 @@ class Episode:
             return Turn("", (), None, True)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         limit = min(self.room, max_tokens or self.room)
-        context = self._context()
+        before, behind = last_branch(self._predecessors)
+        context = [*self.prompt_ids[: len(self.prompt_ids) + before + 1], *(self.token_ids[i] for i in behind)]
         sampling = self._turn_sampling(limit, stops, len(context))
         self._busy = True
         try:
@@ -417,11 +418,6 @@ class Episode:
     @property
     def _predecessors(self) -> list[int]:
         return self._written.predecessors or []
-
-    def _context(self) -> list[int]:
-        """The tokens that the next turn goes on from."""
-        before, behind = last_branch(self._predecessors)
-        return [*self.prompt_ids[: len(self.prompt_ids) + before + 1], *(self.token_ids[i] for i in behind)]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -205,10 +205,8 @@ class EpisodeRunner:
         except GrpoDistError:
             raise  # the engine's
         except EpisodeEnded:
-            kind, problem = (
-                "turns",
-                f"run() asked for a turn more than {_AGENT}.max_assistant_turns, or there is room for",
-            )
+            kind = "turns"
+            problem = f"run() asked for a turn more than {_AGENT}.max_assistant_turns, or there is room for"
         except asyncio.CancelledError as error:
             if group.aborted or group.ending:
                 raise

@@ -43,11 +43,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call.
-
-    Attributes:
-        function: takes the arguments, checks their types and converts them.
-    """
+    """A function that the policy may call; `function` takes the arguments, checks their types and converts them."""
 
     name: str
     schema: Mapping[str, Any]
@@ -92,11 +88,7 @@ def load_tools(names: Any) -> dict[str, Tool]:
 
 
 class Toolbox:
-    """Runs calls of tools; for many episodes at the same time.
-
-    Args:
-        most_characters: of an answer; what is longer is cut in the middle.
-    """
+    """Runs calls of tools; for many episodes at the same time."""
 
     def __init__(self, tools: Mapping[str, Tool], most_characters: int, timeout_s: float) -> None:
         self._tools, self._most, self._timeout_s = tools, most_characters, timeout_s

@@ -28,11 +28,11 @@ from grpo_dist.algorithms.aggregate import (
     agg_loss,
     binary_kl,
     bounded_log_ratio,
+    check_shapes,
     masked_mean,
     tensor_fault,
 )
 from grpo_dist.algorithms.settings import ObjectiveSettings
-from grpo_dist.errors import BatchError
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.plugins.registry import Fault, Registry, described
 
@@ -57,13 +57,8 @@ def policy_loss_fault(returned: Any, batch: Any, config: Mapping[str, Any]) -> F
     return None
 
 
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-
-POLICY_LOSS: Registry[PolicyLoss] = Registry(
-    "policy loss",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
-    ("batch", "config"),
-    policy_loss_fault,
+POLICY_LOSS: Registry[Callable[..., tuple[Tensor, dict[str, Tensor]]]] = Registry(
+    "policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode", ("batch", "config"), policy_loss_fault
 )
 
 
@@ -400,10 +395,8 @@ def compute_policy_loss(
         (loss, metrics): a float32 scalar, and means over the masked tokens of this call.
     """
     actor, old_log_probs, weights = settings.actor, columns["old_log_probs"], columns.get("rollout_is_weights")
-    for name in ("log_probs", "advantages", "response_mask"):
-        if columns[name].shape != old_log_probs.shape:
-            shapes = f"{name} {tuple(columns[name].shape)} and old_log_probs {tuple(old_log_probs.shape)}"
-            raise BatchError(f"{shapes} differ")
+    compared = {name: columns[name] for name in ("log_probs", "advantages", "response_mask")}
+    check_shapes("old_log_probs", old_log_probs, **compared)
     mask = columns["response_mask"].bool()
     batch = PolicyInputs(
         old_log_probs.detach().float().where(mask, 0.0),

@@ -56,11 +56,7 @@ class ModelFolder:
 def check_model_folder(
     folder: str | Path, *, setting: str, trust_remote_code: bool, weights: bool = True
 ) -> ModelFolder:
-    """Check config.json and the weights of a Hugging Face folder against each other.
-
-    Args:
-        setting: the key and value that name the folder, for messages ("actor_rollout_ref.model.path=models/qwen").
-        weights: whether to check the weights; False: check only config.json.
+    """Check config.json and, with `weights`, the weights of a Hugging Face folder against each other.
 
     Raises:
         DataError: a file is missing, damaged or inconsistent with the others; the message names it.

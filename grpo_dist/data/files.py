@@ -37,11 +37,7 @@ Split = TypeVar("Split")
 
 
 def read_rows(files: Sequence[str], *, key: str) -> list[dict[str, Any]]:
-    """Return all rows of all files, in order, as plain Python dicts, not yet checked against the schema.
-
-    Args:
-        files: entries in the forms of config/data_files.py.
-        key: the config key that names them, for messages.
+    """Return all rows of all files (config/data_files.py), in order, as plain Python dicts, not yet checked.
 
     Raises:
         DataError: a file is missing, empty, of another kind, or cannot be parsed.

@@ -53,12 +53,9 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
 class PromptSampler:
     """Endless batches of prompt indices, epoch after epoch, in an order that no result changes.
 
-    The order of an epoch is a permutation that depends on (seed, epoch) only, so a resumed run sees the
-    batches that the uninterrupted run would have seen. The last, incomplete batch of an epoch is
+    The order of an epoch is the files', or, with `shuffle`, a permutation that depends on (seed, epoch) only, so a
+    resumed run sees the batches that the uninterrupted run would have seen. The last, incomplete batch of an epoch is
     dropped; these are at most batch_size - 1 prompts, and with shuffling different ones in each epoch.
-
-    Args:
-        shuffle: permute each epoch anew; False: file order.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:

@@ -85,12 +85,7 @@ def tokenize_prompts(
 
 
 def check_token_ids(largest: Iterable[tuple[str, int]], vocab_size: int, *, setting: str) -> None:
-    """Check that the model has an embedding for every token.
-
-    Args:
-        largest: of each row, where it is and its largest token id.
-        setting: the key and value that name the model, for messages.
-    """
+    """Check that the model has an embedding for every token, by where each row is and its largest token id."""
     for location, token_id in largest:
         if token_id >= vocab_size:
             raise DataError(

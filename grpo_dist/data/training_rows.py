@@ -49,7 +49,6 @@ class Conversation:
     """A conversation to learn from.
 
     Attributes:
-        location: file and row.
         messages: chat messages, each with "role" and "content" (str).
         trained: positions in `messages` of those to learn, at least one and never 0, in order.
         unread: see `Prompt.unread`.
@@ -86,7 +85,6 @@ class TrainingExample:
     """A row as token ids.
 
     Attributes:
-        location: file and row.
         prompt: [P] int32 token ids, P > 0, with which all responses begin; of a conversation what stands in front of
             the first trained token.
         responses: [R_i] int32 each, R_i > 0: of a pair the chosen and the rejected one, of other rows the one.
@@ -125,7 +123,6 @@ def checked_rows(
 
     Args:
         files: entries in the forms of config/data_files.py.
-        key: the config key that names the files, for messages.
         check: makes the row of (columns, location, location with the key for messages), as `pair_row` does.
 
     Raises:
@@ -295,15 +292,12 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class JudgedResponses:
-    """Judged responses of all steps of a run, on disk. A step that a resumed run repeats replaces its file.
+    """Judged responses of all steps of a run, in a folder. A step that a resumed run repeats replaces its file.
 
     DeepSeekMath (arXiv 2402.03300, section 4.1.4) retrains the reward model in every iteration on what the policy has
     just sampled, and on a tenth of what it sampled before ("replay"), so that the model does not forget what bad
     answers of earlier policies look like. One JSON-lines file, FOLDER/12.jsonl, holds the responses of a training step
     in the form that `steps_row` and `grpo-dist reward-model` read.
-
-    Args:
-        folder: where they are; made when the first rows come.
     """
 
     folder: Path

@@ -196,7 +196,6 @@ def label_answer(
     """Return an answer with its labels where a reward model scores it.
 
     Args:
-        padding_id: of the model, see `conversations.padding_id`.
         form: how the steps are written that a process reward model judges, each where `StepForm` has it judged. None:
             the answer is one step, and judged as a whole.
 

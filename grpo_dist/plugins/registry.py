@@ -68,11 +68,7 @@ class Registry(Generic[F]):
         self._custom: dict[tuple[str, str], F] = {}
 
     def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-        """Decorator: register a function under one or more names, each of which must be new.
-
-        Args:
-            needs: names of the inputs that the function needs besides those of all functions of its kind.
-        """
+        """Decorator: register a function under new names; `needs` are its inputs besides those of all of its kind."""
 
         def add(function: F) -> F:
             for name in names:

@@ -32,7 +32,6 @@ class Field:
 
     Attributes:
         shape: (N,), or of ragged ones with what a row has.
-        dtype: its type.
         made_by: the role, or the part of one, that computes it.
         read_by: who reads it, some only where their settings ask for it.
         meaning: what it says.

@@ -142,11 +142,7 @@ CHARTS = (
 
 
 def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """The figures of one run, or of several to compare, the first being the one that is reported.
-
-    Returns:
-        For each chart {"title", "note", "tab", "figure": {"data", "layout"}}: what Plotly draws.
-    """
+    """The figures of one run, or of several to compare, the first being the one that is reported: what Plotly draws."""
     validation = dict.fromkeys(name for run in runs for name in run.validation)
     held_out = Chart(
         "Validation",

@@ -129,11 +129,8 @@ def _static(name: str) -> str:
 class ReportServer(ThreadingHTTPServer):
     """Serves the report on this machine's loopback address, to those who know its address.
 
-    Attributes:
-        url: of the page; it holds a token, since other users of the machine reach the port too.
-
-    Args:
-        folders: of the run, and of those that it is compared with.
+    `url` is the page's; it holds a token, since other users of the machine reach the port too. `folders` are the run's
+    and those of what it is compared with.
     """
 
     daemon_threads = True

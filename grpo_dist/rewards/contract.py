@@ -195,7 +195,10 @@ def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator
         return
     if function.form == "response" and not function.is_async:
         for sample in samples:
-            yield _score_one(function, copy.deepcopy(sample))
+            try:
+                yield score_response(function, **_arguments(copy.deepcopy(sample)))
+            except RewardError as error:
+                yield Failure(str(error))
         return
     samples = [copy.deepcopy(sample) for sample in samples]
     if function.form == "response":
@@ -273,13 +276,6 @@ def _step_sums(judged: Sequence[tuple[str, float, tuple[float, ...]]], whole: fl
     if sums:
         sums[-1] += whole
     return {"step_scores": sums} | {f"{label}.step_scores": list(scores) for label, _, scores in judged}
-
-
-def _score_one(function: RewardFunction, sample: Sample) -> RewardResult | Failure:
-    try:
-        return score_response(function, **_arguments(sample))
-    except RewardError as error:
-        return Failure(str(error))
 
 
 async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) -> list[RewardResult | Failure]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import partial
 from typing import Any
 
 from grpo_dist.rewards.contract import check_choice
@@ -68,15 +69,9 @@ def compute_score(
         ValueError: the ground truth, or one of a list, is no text or number, or empty after normalisation, so that
             anything would contain it.
     """
-
-    def plain(text: str) -> str:
-        return normalize(
-            text,
-            ignore_case=ignore_case,
-            ignore_punctuation=ignore_punctuation,
-            ignore_articles=ignore_articles,
-        )
-
+    plain = partial(
+        normalize, ignore_case=ignore_case, ignore_punctuation=ignore_punctuation, ignore_articles=ignore_articles
+    )
     truths = [plain(truth) for truth in accepted_answers(ground_truth)]
     if not all(truths):
         raise ValueError(f"ground_truth {ground_truth!r} holds no answer: nothing is left of it once normalised")

@@ -238,11 +238,7 @@ def main() -> None:
 
 
 class OutputLines:
-    """Splits output into lines and keeps the first of them; lines are cut to `MOST_LINE_BYTES`.
-
-    Args:
-        most_lines: the number of lines that are kept between two calls of `take`.
-    """
+    """Splits output into lines of `MOST_LINE_BYTES`, and keeps the first `most_lines` between two calls of `take`."""
 
     def __init__(self, most_lines: int = MOST_LINES) -> None:
         self._most_lines = most_lines

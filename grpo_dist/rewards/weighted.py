@@ -51,7 +51,6 @@ def compute_score(
     Args:
         functions: each with `path`, `name` (compute_score), `weight` (1), `reward_kwargs` ({}) and `label` (the
             function's name where the path has it, else the last part of the path), as in `custom_reward_function`.
-        key: the config key that lists them, for messages.
     """
     parts, results = reward_parts(functions=functions, key=key), []
     for part in parts:

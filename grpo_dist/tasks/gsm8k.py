@@ -46,7 +46,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
     Args:
         example: "question" and "answer" (the solution, which ends in `#### NUMBER`), both text.
-        location: file and row, for messages.
 
     Raises:
         DataError: a field is missing, or the answer has no `#### NUMBER`.

@@ -50,8 +50,6 @@ def prepare(
 
     Args:
         task: names of tasks, or YAML, {NAME: {weight: 2, SETTING: VALUE}}; a weight is 1 unless it is given.
-        train_size: entries drawn for train.parquet, at least 1.
-        test_size: entries drawn for test.parquet, at least 1.
         seed: the same arguments with the same seed make the same files.
         instruction: stands behind each question; may be empty.
         allow_eval: whether to take tasks whose scorers run answers as Python.

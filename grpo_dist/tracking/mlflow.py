@@ -85,9 +85,8 @@ class MlflowTracker(Tracker):
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Append one row per sample to the run's table."""
-        if samples:
-            table = pd.DataFrame(as_rows(samples), dtype=object)
-            self._send(lambda: self._client.log_table(self._id, table, f"{SAMPLES}.json"))
+        table = pd.DataFrame(as_rows(samples), dtype=object)
+        self._send(lambda: self._client.log_table(self._id, table, f"{SAMPLES}.json"))
 
     def close(self) -> None:
         """Finish the MLflow run; if an exception is being handled, as failed, or killed where it is an interrupt."""

@@ -52,8 +52,8 @@ class TrackioTracker(Tracker):
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Log a table with one row per sample."""
-        if rows := as_rows(samples):
-            self._run.log({SAMPLES: trackio.Table(list(rows[0]), [list(row.values()) for row in rows])}, step=step)
+        rows = as_rows(samples)
+        self._run.log({SAMPLES: trackio.Table(list(rows[0]), [list(row.values()) for row in rows])}, step=step)
 
     def close(self) -> None:
         """Write what is left, for at most 30 s."""

@@ -73,7 +73,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
     Args:
         example: "problem" and "solution", text; "level" and "type" (the subject) are kept where they are there.
-        location: file and row, for messages.
     """
     require_text(example, ("problem", "solution"), location)
     problem, solution = example["problem"], example["solution"]
