@@ -142,8 +142,7 @@ class Episode:
         turns: which tokens each turn has sampled, and for which agent.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
         reward: what the episode has earned, for a loop to set; None: the reward function scores the response.
-        metrics: numbers by name, for a loop to set; they are logged as `reward_extra/NAME/mean`, and `acc` is what
-            validation reports.
+        metrics: numbers by name, for a loop to set, logged as `reward_extra/NAME/mean`; validation reports `acc`.
         failure: why the loop gave the episode up.
         failure_kind: "failed", or "rejected" where it refused the response.
     """
@@ -271,8 +270,7 @@ class Episode:
 
         What is asked and sampled there becomes the episode when the block ends: the prompt of the first call, and what
         stands behind it, token by token as the policy saw and sampled it. Calls that do not go on from there, such as
-        those of sub-agents, or of an agent that shortens its history, are branches of it; the last one is what the
-        reward function reads.
+        those of sub-agents or behind a shortened history, are branches of it; the reward function reads the last one.
 
         Yields:
             The address and the key, which end with the block.
@@ -332,8 +330,7 @@ class Episode:
 
         Args:
             messages: such as {"role": "user", "content": "..."}.
-            calls: of tools, that the policy's turn has made, where the messages are their results; as a message of the
-                assistant has them.
+            calls: of tools, made by the policy's turn, whose results the messages are; as in an assistant's message.
 
         Raises:
             ValueError: the row has no messages, or the template ends turns with no end token.
@@ -407,9 +404,7 @@ class Episode:
 
     @property
     def _seed(self) -> int | None:
-        """The attempt's: of the first one what the response would have in a group of one request; later ones have
-        others, or the same weights would write again what has failed.
-        """
+        """The attempt's: the first has that of a group of one request; later ones differ, not to repeat a failure."""
         if self._sampling.seed is None:
             return None
         first = self._sampling.seed + self.index

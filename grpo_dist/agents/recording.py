@@ -8,8 +8,7 @@ a branch begins at the first token that no call has had there.
 
 The row is a tree, which has each different token once. Behind the prompt of the first call the tokens stand in the
 order in which their calls ended. `predecessors` says which token each one follows (protocol/sequences.py). What a call
-has sampled is new, even where another call has sampled the same; what it was asked stands there once, however many
-calls were asked it.
+has sampled is new, even where another has sampled the same; what calls were asked stands there once.
 """
 
 from __future__ import annotations

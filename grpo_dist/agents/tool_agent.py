@@ -161,11 +161,7 @@ async def _returned(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 PARSER_KEY = f"{KWARGS_KEY}.tool_parser"
-_LIMITS: Mapping[str, type[int] | type[float]] = {
-    "max_parallel_calls": int,
-    "max_tool_response_length": int,
-    "tool_timeout_s": float,
-}
+_LIMITS: Mapping[str, Any] = {"max_parallel_calls": int, "max_tool_response_length": int, "tool_timeout_s": float}
 # A conversation that any template takes, to see what it makes of tools.
 _PROBE = ({"role": "user", "content": "How much is it?"},)
 _PROBE_ANSWER = "42 and 43"

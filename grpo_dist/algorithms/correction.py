@@ -304,8 +304,7 @@ def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) 
 def _weight_metrics(weights: Tensor, log_ratio: Tensor, mask: Tensor, level: str) -> dict[str, float]:
     """The weights of the tokens that train, as verl's: bounded, and not yet divided by their mean.
 
-    For sequences the smallest and the largest are those before they are bounded, from `log_ratio` as it is (up to
-    e^20).
+    For sequences the smallest and the largest are those of `log_ratio` before they are bounded (up to e^20).
     """
     chosen = weights[mask]
     if not len(chosen):

@@ -11,8 +11,7 @@ joschu.net/blog/kl-approx.html), with d = log p - log q:
     NAME+             that of NAME     the gradient of k2, straight through
     unbiased_k3       rho k3           the gradient of the KL, also of what p_old sampled; rho = p / p_old
 
-or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...).
-Multiply by the mask before reducing.
+or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...). Mask before reducing.
 """
 
 from __future__ import annotations

@@ -151,8 +151,7 @@ def gspo(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[s
     """The clipped surrogate of the sequence's ratio, exp(mean_t log ratio_t), on each of its tokens.
 
     GSPO (arXiv 2507.18071). The value is the sequence's, the gradient goes through each token's own log-prob
-    (GSPO-token, equal in total). The paper's objective is loss_agg_mode seq-mean-token-mean, with clip ranges of 3e-4
-    and 4e-4.
+    (GSPO-token, equal in total). The paper's objective: loss_agg_mode seq-mean-token-mean, clip ranges 3e-4 and 4e-4.
     """
     mean_log_ratio = batch.sequence_mean(batch.log_probs - batch.old_log_probs).detach()
     own = batch.log_probs - batch.log_probs.detach()
@@ -165,9 +164,8 @@ def gspo(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[s
 def geo_mean(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times the geometric mean of the sequence's clipped ratios, on each of its tokens.
 
-    GMPO (arXiv 2507.20673): log-ratios are clipped to [-low, high], one-sidedly like PPO's. The paper's objective is
-    loss_agg_mode seq-mean-token-mean; verl uses that mean whatever the mode. Importance weights enter by their
-    geometric mean.
+    GMPO (arXiv 2507.20673): log-ratios are clipped to [-low, high], one-sidedly like PPO's. The paper's loss_agg_mode
+    is seq-mean-token-mean; verl uses that mean whatever the mode. Importance weights enter by their geometric mean.
     """
     low, high = clip_range(config)
     sign = torch.sign(batch.advantages)

@@ -2,8 +2,7 @@
 
 A conversation is rendered whole by the tokenizer's chat template, without a generation prompt. A tokenizer without one
 (of a base model) gets the contents of the prompt's messages joined by newlines, the answer's right behind them, and the
-end-of-sequence token: what such a model's policy reads and writes. A reward model reads it in the same way when it is
-trained and when it scores.
+end-of-sequence token, as such a model's policy. A reward model is trained on what it reads when it scores.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def render_conversation(
     """Return the text of a conversation, and whether the tokenizer's own special tokens are still to come.
 
     Args:
-        may_go_on: whether an answer goes on from the turn that a prompt has begun, as a policy does; False: it is a
-            turn of its own.
+        may_go_on: an answer goes on from the turn that a prompt has begun, as a policy does; False: has its own.
 
     Raises:
         Exception: of any kind, by the chat template.

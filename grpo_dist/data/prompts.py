@@ -296,8 +296,7 @@ def load_prompts(
     Args:
         files: entries in the forms of config/data_files.py.
         max_samples: how many rows to keep; -1, or more than there are: all.
-        shuffle_seed: keep a random subset drawn with this seed; None: keep the first rows. The kept rows stay
-            in file order either way.
+        shuffle_seed: keep a random subset drawn with this seed, in file order; None: keep the first rows.
         **columns: the fields of `columns.Columns`, such as prompt_key.
 
     Raises:

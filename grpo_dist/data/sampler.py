@@ -3,8 +3,7 @@
 `PromptSampler` has a seeded order that no result changes. The user's own is `data.sampler.class_path` and
 `data.sampler.class_name`: a class with the methods of `Curriculum`, made with `prompts` (those that were not left out),
 `batch_size` and `seed`, by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the
-checkpoint. verl's classes are torch samplers that yield single indices and get the whole batch; these choose a batch
-and get the scores.
+checkpoint. verl's classes are torch samplers: they yield single indices and get the whole batch, these the scores.
 """
 
 from __future__ import annotations
@@ -132,8 +131,7 @@ class Curriculum(Protocol):
         """Return the positions in `prompts` of the next batch: batch_size different ones."""
 
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
-        """Learn from results: position -> the scores of its n responses, float32, without `reward.overlong_buffer`'s
-        penalty.
+        """Learn from results: position -> its n responses' scores, float32, without `reward.overlong_buffer`'s penalty.
 
         Responses without a score are not among them, nor is a prompt without any other response: those that the reward
         function failed on, unless `reward.failure_score` is set. Called after each batch is sampled and scored, also
@@ -281,8 +279,7 @@ class PassRateCurriculum:
     The policy changes, so all evidence decays with every batch, and a prompt that has not been seen for long goes back
     to the prior. Some of each batch are prompts that were drawn least often, whatever their weight. With
     `max_pass_rate` prompts that have passed so often are not drawn again, as in ScaleRL (arXiv 2510.13786), which draws
-    the others equally often (`exploration` 1); of the others, where a batch cannot be filled without them, those that
-    were drawn least often.
+    the others equally often (`exploration` 1); where these cannot fill a batch, the least visited rest.
 
     `CustomSampler` runs it as it runs a class of the user's.
 

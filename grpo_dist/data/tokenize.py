@@ -60,8 +60,7 @@ def tokenize_prompts(
         The tokenized prompts, in order; and the overlong ones, which were left out, or else cut.
 
     Raises:
-        DataError: the template refuses a row, a prompt is empty or (truncation "error") overlong, or no
-            prompt is left.
+        DataError: the template refuses a row, a prompt is empty or (truncation "error") overlong, or no prompt is left.
     """
     check_template_kwargs(tokenizer, apply_chat_template_kwargs)
     tokenized: list[TokenizedPrompt] = []
@@ -165,7 +164,6 @@ def _truncate(token_ids: list[int], limit: int, truncation: str, location: str) 
     if truncation != "error":
         raise DataError(f"data.truncation={truncation}: must be error, left, right or middle")
     raise DataError(
-        f"data.max_prompt_length={limit}: the prompt at {location} has {len(token_ids)} tokens; raise it, "
-        f"leave such rows out (data.filter_overlong_prompts=true), or cut them (data.truncation=left, right "
-        f"or middle)"
+        f"data.max_prompt_length={limit}: the prompt at {location} has {len(token_ids)} tokens; raise it, leave such "
+        "rows out (data.filter_overlong_prompts=true), or cut them (data.truncation=left, right or middle)"
     )

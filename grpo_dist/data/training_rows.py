@@ -15,8 +15,7 @@ Labelled steps (`steps_row`), for a reward model:
     prompt, completions, labels   the steps of an answer as texts, and whether each is good (true or 1) or bad (false or
                                   0); an answer with one label is one step
 
-As a prompt a text stands for one message of the user, as an answer for one of the assistant. Other columns are not
-read. Every row is checked when it is read.
+As a prompt a text stands for one message of the user, as an answer for one of the assistant. Other columns are unread.
 
 `JudgedResponses` are labelled steps that a run has written itself: what its reward model is trained on again.
 """
@@ -85,8 +84,7 @@ class TrainingExample:
     """A row as token ids.
 
     Attributes:
-        prompt: [P] int32 token ids, P > 0, with which all responses begin; of a conversation what stands in front of
-            the first trained token.
+        prompt: [P] int32 token ids, P > 0, before all responses; of a conversation up to the first trained token.
         responses: [R_i] int32 each, R_i > 0: of a pair the chosen and the rejected one, of other rows the one.
         marks: [R_i] int8 each, what the loss reads at each token. Of a conversation 1 on the tokens to train. For a
             reward model, at the token that completes what is judged, 1 or 0, else -1.

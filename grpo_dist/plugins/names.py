@@ -2,8 +2,7 @@
 
 The config checks names before torch is imported, so those of the built-in estimators, losses and modes are listed here,
 with groups of them that have common properties. What has these names is registered, or listed, beside its code; a test
-keeps the two equal. Functions and classes are named as `pkg.module:name` or `path/to/file.py:name`; nothing is imported
-here.
+keeps the two equal. Code is named as `pkg.module:name` or `path/to/file.py:name`; nothing is imported here.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ class CodeName(NamedTuple):
 
 
 def parse_code(text: str, attribute: str = "") -> CodeName:
-    """Parse `pkg.module:name` or `path/to/file.py:name`, also with verl's `pkg://` or `file://` before it; `attribute`
-    is the name where the text has none.
-    """
+    """Parse `pkg.module:name` or `path/to/file.py:name`, also behind verl's `pkg://` or `file://`; else `attribute`."""
     plain = text.removeprefix("file://").removeprefix("pkg://")
     source, _, name = plain.rpartition(":")
     if not source or not name.isidentifier():

@@ -51,16 +51,11 @@ class Registry(Generic[F]):
         kind: what the functions are, for messages ("advantage estimator").
         key: the config key that names one, for messages ("algorithm.adv_estimator").
         parameters: the positional arguments that functions of the kind are called with.
-        fault: from what a custom function returned, and its arguments, what is wrong; None: nothing is. Without `fault`
-            custom code is not looked at.
+        fault: from what custom code returned, and its arguments, what is wrong (None: nothing); None: no look at it.
     """
 
     def __init__(
-        self,
-        kind: str,
-        key: str,
-        parameters: tuple[str, ...] = (),
-        fault: Callable[..., Fault | None] | None = None,
+        self, kind: str, key: str, parameters: tuple[str, ...] = (), fault: Callable[..., Fault | None] | None = None
     ) -> None:
         self.kind, self.key, self.parameters, self.fault = kind, key, parameters, fault
         self._functions: dict[str, F] = {}
@@ -92,8 +87,7 @@ class Registry(Generic[F]):
         return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
 
     def get(self, name: str, key: str | None = None) -> F:
-        """The function called `name`, or the attribute that `module:attr` points to; `key` names it in place of the
-        registry's.
+        """The function called `name`, or the attribute that `module:attr` points to; `key` names it, or the registry's.
 
         A custom function raises a ConfigError where it raises anything else, and where what it returns has a fault.
 
@@ -196,9 +190,8 @@ def load_attribute(spec: str, *, key: str) -> Any:
 
 # --- functions as files -------------------------------------------------------------------------------------------
 FOLDER, ENDING = "functions", ".pkl"
-DIGEST = re.compile(
-    rf"(?<=/{FOLDER}/)[0-9a-f]{{12}}/(?=[^/:]+{re.escape(ENDING)}:)"
-)  # in what `write_function` returns
+# In what `write_function` returns.
+DIGEST = re.compile(rf"(?<=/{FOLDER}/)[0-9a-f]{{12}}/(?=[^/:]+{re.escape(ENDING)}:)")
 
 
 def write_function(function: Callable[..., Any], name: str, folder: Path, key: str) -> str:
@@ -260,9 +253,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def _digest(function: Callable[..., Any]) -> str:
-    """A digest of what goes along with a function, the same in each process that defines it: without the place of the
-    code, and the order of sets.
-    """
+    """A digest of what goes along with a function, equal in each process: without places of code and orders of sets."""
     import cloudpickle
 
     def steady(value: Any) -> Any:

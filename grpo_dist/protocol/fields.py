@@ -47,11 +47,6 @@ class Field:
     output: str = ""
     recorded: bool = True
 
-    @property
-    def per(self) -> str:
-        """What has a value of its own: each "row", each "token" (or step) of a row, or each "group" of rows."""
-        return "row" if self.shape == _ROW else "group" if self.shape.startswith(_PROMPT[:-1]) else "token"
-
 
 # fmt: off
 FIELDS: dict[str, Field] = {

@@ -59,15 +59,13 @@ def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
     """The page of a run, and of those that it is compared with, which come after it.
 
     Args:
-        steps: responses by step (`rollouts.read_step`), which go into the page; None: the page asks the server for
-            what it shows (`ReportServer`).
+        steps: responses by step (`rollouts.read_step`), which go into it; None: it asks its server (`ReportServer`).
     """
     from plotly.offline import get_plotlyjs
 
     parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": get_plotlyjs()}
-    if steps is None:
-        blobs = ""
-    else:
+    blobs = ""
+    if steps is not None:
         shown = overview(runs) | {"steps": list(steps)}
         data = {"overview": shown} | {f"step-{number}": step for number, step in steps.items()}
         blobs = "\n".join(

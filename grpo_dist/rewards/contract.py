@@ -68,8 +68,7 @@ class RewardFunction:
     `components` are those of its values that are rewards of their own, with their weights, if it declares them: its
     module has `declare_components(**reward_kwargs) -> {name: weight}`. `adv_estimator=gdpo` compares them.
 
-    `parts` are the functions of a weighted sum; `is_part` says of them that they may return None for a response, to
-    which they then do not apply.
+    `parts` are the functions of a weighted sum; where one `is_part` it may return None, and then does not apply.
     """
 
     name: str
@@ -153,8 +152,7 @@ def score_response(
 ) -> RewardResult:
     """Call the reward function for one response and check what comes back.
 
-    Booleans count as 0 and 1. Extra values that are no numbers (text, None, lists) cannot be averaged and do not become
-    metrics.
+    Booleans count as 0 and 1. Extra values that are no numbers (text, None, lists) do not become metrics.
 
     Raises:
         RewardError: the function raised, or returned something that is neither a finite number nor a dict
@@ -187,8 +185,7 @@ def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator
     Each call gets its own copies, so that a function that changes a ground truth changes nothing for the next call.
 
     Raises:
-        GrpoDistError: a mistake in the config or the data and not in one response, such as a data source without a
-            scorer.
+        GrpoDistError: a mistake in config or data, not in one response, such as a data source without a scorer.
     """
     if function.parts:
         yield from _score_sum(function, samples)
@@ -361,8 +358,7 @@ def _batch_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 def _trl_arguments(function: RewardFunction, samples: Sequence[Sample], logged: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a TRL function takes of prompts, completions and columns, and what TRL's trainer gives beside them.
 
-    Prompts and completions are lists of messages, a completion of one of the assistant's; or texts, where the row's
-    prompt is a text.
+    Prompts and completions are lists of messages (a completion has one), or texts where the row's prompt is a text.
     """
     columns: dict[str, Any] = {
         "prompts": [s.messages[-1]["content"] if s.is_text else list(s.messages) for s in samples],
@@ -421,8 +417,7 @@ def checked_result(returned: Any, function: RewardFunction, data_source: str, so
     """Check what a reward function returned for one response.
 
     Raises:
-        RewardError: it is neither a finite number nor a dict with a finite "score"; the message names the function,
-            the data source and the response.
+        RewardError: it is neither a finite number nor a dict with one as "score"; function and row are named.
     """
     if returned is None and function.is_part:
         return RewardResult(0.0, {}, applies=False)

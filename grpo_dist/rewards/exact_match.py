@@ -54,10 +54,8 @@ def compute_score(
 
     Args:
         ground_truth: the answer, text or a number; or a list of accepted ones.
-        mode: "exact": the answer is an accepted one. "contains": one of them stands in it, as
-            whole words and numbers: 5 stands in -5, not in 2.5.
-        tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the
-            whole response.
+        mode: "exact": the answer is an accepted one. "contains": one stands in it as a whole: 5 in -5, not in 2.5.
+        tag: the answer is in the last `<tag>...</tag>`; without one it is wrong. None: it is the whole response.
         ignore_case: whether Paris and paris are the same.
         ignore_punctuation: whether "Paris." and "Paris" are the same.
         ignore_articles: whether "the Louvre" and "Louvre" are the same.

@@ -54,8 +54,7 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
     """Return the reward function of `custom_reward_function`.
 
     Args:
-        path: Python file or importable module, also with `:function`; None: the built-in scorer of each row's data
-            source.
+        path: Python file or importable module, also with `:function`; None: each data source's built-in scorer.
         name: the function where the path has none.
 
     Raises:

@@ -6,8 +6,7 @@ remaining responses go to the new one. Either way that one response has failed, 
 Processes that the function has started end with its own (supervisor.py).
 
 Work that the response alone makes costly, such as 9^{9^9} for an answer, is no failure but a wrong answer: a function
-does it within limits of its own (`limited`). What custom code prints, here or in a worker, is kept as lines
-(`OutputLines`).
+does it within limits of its own (`limited`). What custom code prints anywhere is kept (`OutputLines`).
 
 The library pebble has such a process pool, but ends the worker's process alone: after a time-out or a crash what the
 function had started lived on (tried with pebble 5.2.3), and it does not collect what the function prints.

@@ -159,8 +159,7 @@ def compute_score(
         tag: the tag that holds the expression.
 
     Returns:
-        score; and its parts, each 0 or 1: `format`, an expression in the tag; `numbers`, each number used once; `acc`,
-        a solution.
+        score; and, 0 or 1: `format`, an expression in the tag; `numbers`, each used once; `acc`, a solution.
 
     Raises:
         ValueError: the ground truth has another form.

@@ -82,8 +82,7 @@ def compute_score(
         format_score: for an answer that is wrong, but in the right place.
 
     Returns:
-        score: 1.0 for the right answer, `format_score` for another one, 0.0 for none; acc: 1.0 or 0.0; pred: the number
-        found, or None.
+        score: 1.0 for the right answer, `format_score` for another, 0.0 for none; acc: 1.0 or 0.0; pred: it, or None.
 
     Raises:
         ValueError: the ground truth is not a number, so no response could be right.

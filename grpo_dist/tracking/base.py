@@ -85,8 +85,7 @@ class Tracker:
     """A destination for metrics.
 
     It is made once, in the driver, before training; an exception there stops the run. An exception of a later method
-    is shown as a warning, and the run goes on without the tracker. No method may wait long for a service: training
-    waits for it.
+    is shown as a warning, and the run goes on without the tracker. No method may wait long: training waits for it.
     """
 
     note: str = ""
@@ -117,7 +116,7 @@ class Tracker:
         """Flush buffers and finish; called once. While the run fails, `sys.exc_info()` has the exception."""
 
 
-class Trackers:
+class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """All trackers of a run as one.
 
     A tracker that fails during the run is reported once and dropped, because logging must not stop training. Only
@@ -176,9 +175,6 @@ class Trackers:
                 if when != "close":
                     with contextlib.suppress(Exception):
                         tracker.close()
-
-    def __enter__(self) -> Trackers:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -45,8 +45,7 @@ class MlflowTracker(Tracker):
     """An MLflow run, sent by a thread of its own, in which MLflow retries its calls.
 
     It is on the server of `MLFLOW_TRACKING_URI`, or in that folder; without one, or if the server does not answer when
-    the run starts, in `run_dir/mlflow/mlruns`. The run's id is stored in `run_dir/mlflow/run_id`, so that a resumed run
-    continues the same MLflow run.
+    the run starts, in `run_dir/mlflow/mlruns`. The run's id in `run_dir/mlflow/run_id` has a resumed run continue it.
     """
 
     def __init__(self, run: RunInfo) -> None:

@@ -63,9 +63,7 @@ class TrackioTracker(Tracker):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep trackio from writing to standard output, and from asking the Hugging Face Hub for the user's name, which it
-    does wherever there is a token.
-    """
+    """Keep trackio from standard output, and from asking the Hugging Face Hub for the name of a token's user."""
     module: Any = trackio.run
     before = module._get_default_namespace
     module._get_default_namespace = lambda: None

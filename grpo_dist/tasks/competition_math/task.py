@@ -32,8 +32,7 @@ def last_boxed(text: str) -> str | None:
     Braces inside are balanced; `\{` and `\}` are text. MATH has boxes without braces (`\boxed 5`): those hold one word.
 
     Returns:
-        The content; of boxes with nothing but commas, "and" or "or" between them a list; None where there is no box, or
-        the last one is never closed.
+        The content; a list of boxes with only commas, "and" or "or" between them; None: no box, or it is not closed.
     """
     contents, begin = dict[str, None](), len(text)
     for box in reversed(list(_BOX.finditer(text))):
