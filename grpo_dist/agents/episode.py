@@ -266,14 +266,11 @@ class Episode:
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
-        """Within the block, an OpenAI-compatible endpoint samples this episode, for code that owns its loop.
+        """Within the block, an OpenAI-compatible endpoint (address, key) samples this episode, for code with a loop.
 
         What is asked and sampled there becomes the episode when the block ends: the prompt of the first call, and what
         stands behind it, token by token as the policy saw and sampled it. Calls that do not go on from there, such as
         those of sub-agents or behind a shortened history, are branches of it; the reward function reads the last one.
-
-        Yields:
-            The address and the key, which end with the block.
         """
         if self.token_ids or self._busy:
             raise RuntimeError("episode.endpoint: the episode has begun; open it before anything else")
@@ -448,12 +445,8 @@ def behind_turn(
 ) -> str:
     """Return what the chat template writes from the end of a turn of the policy to where the policy goes on.
 
-    Args:
-        messages: those in front of the turn.
-        added: those behind it.
-        calls: of tools, that the turn has made, as `tool_call` has them.
-        ends: tokens that may end a turn.
-        is_ended: whether the turn has such a token already; else the template's stands at the beginning.
+    The turn, with `calls` of tools as `tool_call` has them, stands between `messages` and `added`. One of the tokens
+    `ends` ends it; unless it `is_ended` by one already, the template's stands at the beginning.
     """
     text = rendered(tokenizer, continued(messages, [_turn(calls), *added]), template_kwargs)
     start = text.find(MARK)

@@ -63,7 +63,6 @@ class Columns:
     """The way in which rows are read: what the keys of `data` say, and what the reward function asks for.
 
     Attributes:
-        needs_ground_truth: whether a row without a ground truth is refused.
         needs_source: whether a row without a data source is refused; else its file's name takes the place.
         needed: columns, or entries of extra_info, that the reward function cannot do without.
         kept: other columns that it takes; None: all.
@@ -352,11 +351,7 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
 
 
 def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
-    """Return chat messages; a text becomes one message of `role`.
-
-    Raises:
-        DataError: they are not; the message begins with `where`.
-    """
+    """Return chat messages, a text as one of `role`; a DataError that begins with `where` if they are none."""
     if isinstance(value, str):
         if _MESSAGES_AS_JSON.match(value):
             raise DataError(f"{where} is the JSON text of a list of messages; write the list itself: {shown(value)}")

@@ -146,11 +146,7 @@ class Curriculum(Protocol):
 
 
 def load_sampler_class(class_path: str, class_name: str) -> Callable[..., Curriculum]:
-    """Import the class.
-
-    Raises:
-        ConfigError: there is none, or it lacks a method of the protocol.
-    """
+    """Import the class; a ConfigError if there is none, or it lacks a method of the protocol."""
     spec = _spec(class_path, class_name)
     loaded = load_attribute(spec, key=KEY)
     if not isinstance(loaded, type):
@@ -188,11 +184,7 @@ class CustomSampler:
         return max(self._num_batches - 1, 0) // self.steps_per_epoch
 
     def next_batch(self) -> np.ndarray:
-        """Return the curriculum's next batch: [batch_size] int64.
-
-        Raises:
-            DataError: it failed, or returned anything but batch_size different positions.
-        """
+        """Return the curriculum's next batch, [batch_size] int64; a DataError if it returns anything else, or fails."""
         returned = self._call(self._curriculum.next_batch)
         problem = self._problem(returned)
         if problem:

@@ -147,11 +147,7 @@ def step_ends(token_texts: Sequence[str], separator: str) -> list[int]:
 
 
 def judging_token(tokenizer: Any, text: str, key: str) -> int:
-    """Return the id of the one token that a text is; `key` names it in messages.
-
-    Raises:
-        ConfigError: it is none, or several.
-    """
+    """Return the id of the one token that a text is; a ConfigError, with `key`, if it is none or several."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if len(token_ids) != 1:
         raise ConfigError(

@@ -43,7 +43,7 @@ def tokenize_prompts(
     filter_overlong_prompts: bool,
     apply_chat_template_kwargs: Mapping[str, Any],
 ) -> tuple[list[TokenizedPrompt], list[Prompt]]:
-    """Apply the chat template and the length limit.
+    """Apply the chat template and the length limit; also returns the overlong prompts, which were left out or cut.
 
     A prompt that ends in a turn of the assistant is not closed: the response goes on from that turn.
 
@@ -55,9 +55,6 @@ def tokenize_prompts(
         max_prompt_length: most tokens per prompt, template included.
         truncation: for overlong prompts that are not filtered: "error"; or the part that is cut: "left",
             "right", or "middle" (keeps the first max_prompt_length // 2 tokens, the rest from the end).
-
-    Returns:
-        The tokenized prompts, in order; and the overlong ones, which were left out, or else cut.
 
     Raises:
         DataError: the template refuses a row, a prompt is empty or (truncation "error") overlong, or no prompt is left.

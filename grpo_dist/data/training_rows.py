@@ -45,13 +45,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to learn from.
-
-    Attributes:
-        messages: chat messages, each with "role" and "content" (str).
-        trained: positions in `messages` of those to learn, at least one and never 0, in order.
-        unread: see `Prompt.unread`.
-    """
+    """A conversation to learn from: the messages at the positions `trained`, at least one and never 0, in order."""
 
     location: str
     messages: Messages
@@ -275,13 +269,7 @@ def training_batch(examples: Sequence[TrainingExample], marks: str) -> DataProto
 
 
 class Selection(NamedTuple):
-    """Rows to train on.
-
-    Attributes:
-        fresh: those of an iteration.
-        replayed: some of those before it.
-        repeated: number of rows of the iteration that are left out, since a row before has the same conversation.
-    """
+    """Rows of an iteration, some of those before it, and how many of it are left out, as the conversation is known."""
 
     fresh: list[LabelledSteps]
     replayed: list[LabelledSteps]
@@ -336,11 +324,7 @@ class JudgedResponses:
                 )
 
     def copy(self, steps: Sequence[int], other: JudgedResponses) -> None:
-        """Copy the rows of these steps into another store.
-
-        Raises:
-            DiskError: a file cannot be copied.
-        """
+        """Copy the rows of these steps into another store; a DiskError if a file cannot be copied."""
         try:
             other.folder.mkdir(parents=True, exist_ok=True)
             for step in steps:

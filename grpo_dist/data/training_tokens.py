@@ -173,7 +173,6 @@ def tokenize_preferences(
 
     Args:
         max_length: most tokens of a conversation. Longer ones are left out whole, since a cut one is another answer.
-        padding_id: of the model, see `conversations.padding_id`.
         form: how steps are written. Without `form.token`, rows of which none has two steps are judged as a whole.
 
     Raises:

@@ -13,21 +13,8 @@ from typing import Literal, NamedTuple, get_args
 
 # Estimators that compare the responses of one prompt with each other ...
 GROUP_ADV_ESTIMATORS = (
-    "grpo",
-    "grpo_passk",
-    "grpo_process",
-    "maxrl",
-    "lite_ppo",
-    "scale_rl",
-    "rl_zvp",
-    "optimal_token_baseline",
-    "gigpo",
-    "a2po",
-    "rloo",
-    "opo",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
+    *("grpo", "grpo_passk", "grpo_process", "maxrl", "lite_ppo", "scale_rl", "rl_zvp", "optimal_token_baseline"),
+    *("gigpo", "a2po", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"),
 )
 # ... and all estimators.
 _ALONE = ("reinforce_plus_plus", "remax", "gae", "rae", "distill")
@@ -46,19 +33,8 @@ LossAggMode = Literal[
 ]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 LOSS_MODES = (
-    "vanilla",
-    "gspo",
-    "geo_mean",
-    "cispo",
-    "sapo",
-    "gpg",
-    "dro",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
-    "topr",
-    "vespo",
+    *("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "dro"),
+    *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "topr", "vespo"),
 )
 ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.backend:VLLMBackend"}  # a `RolloutBackend` (engines/base.py) each
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")

@@ -195,16 +195,9 @@ DIGEST = re.compile(rf"(?<=/{FOLDER}/)[0-9a-f]{{12}}/(?=[^/:]+{re.escape(ENDING)
 
 
 def write_function(function: Callable[..., Any], name: str, folder: Path, key: str) -> str:
-    """Write a function into a run's folder.
+    """Write a function to `functions/DIGEST/NAME.pkl` in a run's folder; returns `FILE:NAME` for `load_attribute`.
 
     Code of the module that it stands in goes along, unless that module is an installed package.
-
-    Args:
-        name: under which it is found.
-        folder: of the run; the file goes to `functions/DIGEST/` in it, and those of other functions stay.
-
-    Returns:
-        Where it is, as `load_attribute` takes it: `FILE:name`.
 
     Raises:
         ConfigError: it holds what cannot be written, such as an open file or a lock.

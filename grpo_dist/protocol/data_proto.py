@@ -30,12 +30,7 @@ Rows = np.ndarray | Tensor | Sequence[int] | slice
 
 @dataclass(frozen=True)
 class DataProto:
-    """A batch of N rows.
-
-    Attributes:
-        batch: tensor columns, dense (N, ...) or ragged.
-        non_tensor_batch: object columns, numpy object arrays (N,).
-    """
+    """A batch of N rows: tensor columns, dense (N, ...) or ragged, and object columns, numpy object arrays (N,)."""
 
     batch: dict[str, TensorColumn] = field(default_factory=dict)
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)

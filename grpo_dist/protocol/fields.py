@@ -34,7 +34,6 @@ class Field:
         shape: (N,), or of ragged ones with what a row has.
         made_by: the role, or the part of one, that computes it.
         read_by: who reads it, some only where their settings ask for it.
-        meaning: what it says.
         output: the output of a model's pass that it is, see `FSDPEngine.compute_columns`; "": of none.
         recorded: whether the record of a step has it: not what is much larger than all the rest.
     """

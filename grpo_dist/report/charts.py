@@ -31,7 +31,6 @@ class Chart:
 
     Attributes:
         lines: (metric, label) of each curve.
-        note: what to look for.
         share: whether the values are shares, drawn in percent from 0.
         all_lines: whether runs are compared by all lines; otherwise by the first that a run has.
         ticks: format of the numbers at the axis, which then begins at 0; "": Plotly's own.

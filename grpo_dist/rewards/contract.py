@@ -414,11 +414,7 @@ def _beginning(text: str) -> str:
 
 
 def checked_result(returned: Any, function: RewardFunction, data_source: str, solution_str: str) -> RewardResult:
-    """Check what a reward function returned for one response.
-
-    Raises:
-        RewardError: it is neither a finite number nor a dict with one as "score"; function and row are named.
-    """
+    """Check what a reward function returned; a RewardError with function and row if its score is no finite number."""
     if returned is None and function.is_part:
         return RewardResult(0.0, {}, applies=False)
     try:

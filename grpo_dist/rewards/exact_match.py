@@ -50,7 +50,7 @@ def compute_score(
     ignore_punctuation: bool = True,
     ignore_articles: bool = False,
 ) -> dict[str, float]:
-    """Compare the answer with the accepted ones.
+    """Compare the answer with the accepted ones: score and acc are both 1 for one of them, else 0.
 
     Args:
         ground_truth: the answer, text or a number; or a list of accepted ones.
@@ -59,9 +59,6 @@ def compute_score(
         ignore_case: whether Paris and paris are the same.
         ignore_punctuation: whether "Paris." and "Paris" are the same.
         ignore_articles: whether "the Louvre" and "Louvre" are the same.
-
-    Returns:
-        score and acc, both 1 for an accepted answer, else 0.
 
     Raises:
         ValueError: the ground truth, or one of a list, is no text or number, or empty after normalisation, so that

@@ -55,11 +55,8 @@ class Scorer:
     """The parent's side: starts the process, and another one whenever it has ended.
 
     What the function prints (stdout and stderr) is kept in `printed`. Once the function is loaded, `components` holds
-    the reward components that it declares, with their weights, and `needs` what it reads of a row.
-
-    Args:
-        path: `custom_reward_function.path`; None: the built-in scorers.
-        timeout_s: the number of seconds that one call of the function may take.
+    the reward components that it declares, with their weights, and `needs` what it reads of a row. `path` None stands
+    for the built-in scorers.
     """
 
     def __init__(self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], *, timeout_s: float) -> None:

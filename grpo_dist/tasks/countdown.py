@@ -127,11 +127,7 @@ def parse_expression(text: str) -> ast.expr | None:
 
 
 def evaluate(node: ast.expr) -> Fraction:
-    """The exact value of an expression from `parse_expression`.
-
-    Raises:
-        ZeroDivisionError: it divides by zero.
-    """
+    """The exact value of an expression from `parse_expression`; a ZeroDivisionError if it divides by zero."""
     if isinstance(node, ast.BinOp):
         return _OPERATIONS[type(node.op)](evaluate(node.left), evaluate(node.right))
     if isinstance(node, ast.UnaryOp):

@@ -33,13 +33,11 @@ _NOTABLE_CLIPPED, _NOTABLE_ZERO_VARIANCE = 0.1, 0.6
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """Shows the progress of a run.
 
-    On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward,
-    validation accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step, with the time that
-    is left if the coming steps take as long as those so far. A closed pipe or a lost terminal stops no training.
+    On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward, validation
+    accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step, with the time that is left if
+    the coming steps take as long as those so far. A closed pipe or a lost terminal stops no training.
 
-    Args:
-        initial_step: last step of the checkpoint that this run resumes from; 0 for a fresh start.
-        stream: where to write; None: show nothing (`trainer.console=false`).
+    `initial_step` is the last one of the checkpoint that is resumed, or 0; `stream` None shows nothing.
     """
 
     def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = sys.stderr) -> None:

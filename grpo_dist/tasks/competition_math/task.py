@@ -111,15 +111,11 @@ def compute_score(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, Any]:
-    """Compare the final answer with the truth.
+    """Compare the final answer with the truth: score, `acc` (0 or 1) and `pred`, the answer as text, or None.
 
     Args:
         ground_truth: the answer in LaTeX, or a number; or a list of accepted ones.
-        right: the score of a right answer.
         wrong: the score of a wrong answer, and of none.
-
-    Returns:
-        score, `acc` (0 or 1) and `pred`, the answer as text, or None.
 
     Raises:
         ValueError: the ground truth, or one of a list, is no text or number, or empty.
