@@ -266,7 +266,7 @@ class Episode:
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
-        """Within the block, an OpenAI-compatible endpoint (address, key) samples this episode, for code with a loop.
+        """In the block, an OpenAI-compatible endpoint (address, key) samples the episode of code that owns its loop.
 
         What is asked and sampled there becomes the episode when the block ends: the prompt of the first call, and what
         stands behind it, token by token as the policy saw and sampled it. Calls that do not go on from there, such as

@@ -271,7 +271,7 @@ class PassRateCurriculum:
     The policy changes, so all evidence decays with every batch, and a prompt that has not been seen for long goes back
     to the prior. Some of each batch are prompts that were drawn least often, whatever their weight. With
     `max_pass_rate` prompts that have passed so often are not drawn again, as in ScaleRL (arXiv 2510.13786), which draws
-    the others equally often (`exploration` 1); where these cannot fill a batch, the least visited rest.
+    the others equally often (`exploration` 1); where these fill no batch, those drawn least often join.
 
     `CustomSampler` runs it as it runs a class of the user's.
 

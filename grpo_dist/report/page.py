@@ -56,11 +56,7 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
-    """The page of a run, and of those that it is compared with, which come after it.
-
-    Args:
-        steps: responses by step (`rollouts.read_step`), which go into it; None: it asks its server (`ReportServer`).
-    """
+    """The page of a run, and of what it is compared with; with responses by step, or (None) with a server to ask."""
     from plotly.offline import get_plotlyjs
 
     parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": get_plotlyjs()}

@@ -234,7 +234,7 @@ def main() -> None:
 
 
 class OutputLines:
-    """Splits output into lines of `MOST_LINE_BYTES`, and keeps the first `most_lines` between two calls of `take`."""
+    """Splits output into lines (`MOST_LINE_BYTES` of each) and keeps `most_lines` between two calls of `take`."""
 
     def __init__(self, most_lines: int = MOST_LINES) -> None:
         self._most_lines = most_lines
