@@ -1,5 +1,4 @@
-"""Token losses to one number, by counts of the whole mini-batch; masked means, whitening, discounted sums, log-probs
-and entropies of tokens under logits, bounded log ratios.
+"""Token losses to one number, by counts of the whole mini-batch; and what else is computed of tokens and logits.
 
 `agg_loss` sums over what it is given and divides by counts of the mini-batch (tokens or sequences, over all
 micro-batches and all ranks). Micro-batches and ranks therefore only add up: how the work is cut changes nothing.

@@ -55,8 +55,7 @@ class Scorer:
     """The parent's side: starts the process, and another one whenever it has ended.
 
     What the function prints (stdout and stderr) is kept in `printed`. Once the function is loaded, `components` holds
-    the reward components that it declares, with their weights, and `needs` what it reads of a row. `path` None stands
-    for the built-in scorers.
+    the reward components that it declares, with their weights, and `needs` what it reads. `path` None: the built-in.
     """
 
     def __init__(self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], *, timeout_s: float) -> None:

@@ -57,11 +57,7 @@ def draw_problem(rng: random.Random, count: int) -> Problem | None:
 
 
 def draw_problems(count: int, num_numbers: Sequence[int], seed: int) -> list[Problem]:
-    """Draw different problems. Problems with the same target and the same numbers in another order count as equal.
-
-    Raises:
-        DataError: there are fewer different problems.
-    """
+    """Draw different problems, or raise a DataError; those with one target and the same numbers count as equal."""
     rng = random.Random(seed)
     problems: dict[Problem, Problem] = {}
     for _ in range(TRIES_PER_PROBLEM * count):
