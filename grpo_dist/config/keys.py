@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from grpo_dist.config.field_types import Resume, Section
+from grpo_dist.config.field_types import Mark, Section
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 
@@ -46,7 +46,7 @@ def free_form_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
     return tuple(key for key, kind in _walk(schema, "") if str(kind).startswith("dict"))
 
 
-def resume_mark(key: str, schema: type[JobConfig]) -> Resume | None:
+def resume_mark(key: str, schema: type[JobConfig]) -> Mark | None:
     """Return the mark of the innermost field that holds `key` and has one; None: the key is part of the experiment."""
     section: Any = schema
     mark = None
@@ -54,7 +54,7 @@ def resume_mark(key: str, schema: type[JobConfig]) -> Resume | None:
         if not _is_section(section) or name not in section.model_fields:
             break
         field = section.model_fields[name]
-        mark = next((part for part in field.metadata if isinstance(part, Resume)), mark)
+        mark = next((part for part in field.metadata if isinstance(part, Mark)), mark)
         section = field.annotation
     return mark
 

@@ -15,8 +15,7 @@ from grpo_dist.config.problems import value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SFTConfig, SupervisedConfig
-from grpo_dist.config.schema_models import CriticConfig
-from grpo_dist.config.schema_roles import LoraSection, ShardsConfig, UpdateSection
+from grpo_dist.config.schema_roles import CriticConfig, LoraSection, ShardsConfig, UpdateSection
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import PassLimits, RankSettings, RewardModelSettings
 

@@ -20,8 +20,7 @@ from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.problems import Problem, between_keys, missing_path, shown, value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.run_code import UPDATE
-from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_algorithm import TEXT
+from grpo_dist.config.schema import TEXT, RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.base import DIFFERENCES, RolloutBackend, builtin_backends, rollout_backend
 from grpo_dist.plan.placement import placement
