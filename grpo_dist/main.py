@@ -16,9 +16,8 @@ from pathlib import Path
 
 from grpo_dist.config.command import AnyCommand, usage
 from grpo_dist.config.environment import recorded
-from grpo_dist.config.keys import flatten
+from grpo_dist.config.keys import flatten, shown
 from grpo_dist.config.load import default_values, load_command
-from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError, require_current_folder
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT

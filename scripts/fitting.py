@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_dist.config.problems import with_value
+from grpo_dist.config.keys import with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.memory import memory_problems

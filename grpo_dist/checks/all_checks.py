@@ -25,7 +25,7 @@ from grpo_dist.checks.models import (
 )
 from grpo_dist.checks.own_code import import_reward, own_functions, resolve_names, try_sampler
 from grpo_dist.checks.run_folder import check_disk, check_resume
-from grpo_dist.config.problems import Problem, config_error, value_of
+from grpo_dist.config.keys import Problem, config_error, value_of
 from grpo_dist.config.processor import logical_cpus, memory_gib
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig

@@ -19,7 +19,7 @@ from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import read_rejections, read_weight_bounds
 from grpo_dist.algorithms.kl import KL, kl_penalty
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
-from grpo_dist.config.problems import shown
+from grpo_dist.config.keys import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.sampler import CustomSampler, PromptSampler, load_sampler_class
 from grpo_dist.engines.base import rollout_backend

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, read_usage
-from grpo_dist.config.problems import value_of
+from grpo_dist.config.keys import value_of
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.train.durable_files import free_bytes
 from grpo_dist.errors import CheckpointError, ConfigError, DataError

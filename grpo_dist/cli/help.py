@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from grpo_dist.cli.entry import ENTRIES, overview
 from grpo_dist.config.command import AnyCommand, Key, all_keys, default_options, group_lines, set_by_groups
-from grpo_dist.config.keys import ELSEWHERE, meant_by, nearest_keys, what_to_write
-from grpo_dist.config.problems import shown
+from grpo_dist.config.keys import ELSEWHERE, meant_by, nearest_keys, shown, what_to_write
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import COMMANDS
 from grpo_dist.plugins.registry import load_attribute

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder
-from grpo_dist.config.problems import Problem, missing_path
+from grpo_dist.config.keys import Problem, missing_path
 
 HUB = "hf:"
 SUFFIXES = (".parquet", ".jsonl", ".json")

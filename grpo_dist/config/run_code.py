@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config.keys import flatten
-from grpo_dist.config.problems import one_line, shown, value_of
+from grpo_dist.config.keys import flatten, one_line, shown, value_of
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import parse_code
 from grpo_dist.redact import REDACTED, lacks_secret

@@ -436,11 +436,6 @@ class RunConfig(JobConfig):
         return [name for name, cuts_off in cuts.items() if cuts_off]
 
     @property
-    def needs_old_log_probs(self) -> bool:
-        """Tell if the actor computes them before the update."""
-        return self.old_log_probs_from == "actor"
-
-    @property
     def max_model_len(self) -> int:
         """Longest prompt + response in tokens; null means the sum of the two limits in `data`."""
         longest = self.data.max_prompt_length + self.data.max_response_length

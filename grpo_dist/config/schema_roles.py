@@ -1,4 +1,4 @@
-"""The typed config of `actor_rollout_ref`: the three roles and the model they share. See schema.py."""
+"""The typed config of the roles: `actor_rollout_ref`, `reward_model` and `critic`. See schema.py."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_dist.assets import BUILTIN, is_file, is_folder, resolve_model_path
 from grpo_dist.assets.model_folder import count, text_config
-from grpo_dist.config.problems import Problem, between_keys, missing_path, shown, value_of, with_values
+from grpo_dist.config.keys import Problem, between_keys, missing_path, shown, value_of, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_roles import ADAPTER_KEY

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grpo_dist.assets import POLICY_KEY
-from grpo_dist.config.problems import value_of, with_value
+from grpo_dist.config.keys import value_of, with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, AgentConfig, LoraSection
@@ -22,7 +22,6 @@ from grpo_dist.plan.role_models import (
     engine_dtype,
     is_deterministic,
     train_dtype,
-    value_loss,
     weight_transport,
 )
 from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
@@ -238,7 +237,9 @@ class Plan(Generic[C_co]):
         """What the loss of the values is made of."""
         from grpo_dist.algorithms.settings import ValueSettings  # loads torch, which a plan does without
 
-        return ValueSettings(*value_loss(self.config))
+        config = self.config
+        longest = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
+        return ValueSettings(config.critic, longest)
 
 
 def make_plan(config: C, steps: int = 0) -> Plan[C]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TRAINED_MODEL_KEY
 from grpo_dist.config.field_types import RolloutDtype, TrainDtype
-from grpo_dist.config.problems import value_of
+from grpo_dist.config.keys import value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SFTConfig, SupervisedConfig
-from grpo_dist.config.schema_roles import CriticConfig, LoraSection, ShardsConfig, UpdateSection
+from grpo_dist.config.schema_roles import LoraSection, ShardsConfig, UpdateSection
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import PassLimits, RankSettings, RewardModelSettings
 
@@ -175,7 +175,7 @@ def policy_passes(config: RunConfig) -> tuple[Pass, ...]:
     dynamic, none = config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz, ""
     if config.on_policy:
         none = "none: on-policy, so the update computes them"
-    elif not config.needs_old_log_probs:
+    elif config.old_log_probs_from == "rollout":
         none = "none: the rollout log-probs are used (bypass_mode)"
     return (
         _pass(config, "update", "actor", "actor_rollout_ref.actor.ppo_", None, updates=_MODEL),
@@ -352,11 +352,6 @@ def critic_passes(config: RunConfig) -> tuple[Pass, ...]:
 def critic_ranks(config: RunConfig, steps: int, **ranks: Any) -> RankSettings:
     """Return what the critic's ranks are built from; see `actor_ranks`."""
     return RankSettings(**ranks, **_optimizer(config, config.critic, steps), columns=("values",))
-
-
-def value_loss(config: RunConfig) -> tuple[CriticConfig, float]:
-    """Return what the critic's loss is made of: its section, and the length that seq-mean-token-sum-norm divides by."""
-    return config.critic, config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
 
 
 # --- commands that train one model --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from grpo_dist.config.problems import value_of
+from grpo_dist.config.keys import value_of
 from grpo_dist.config.schema_job import JobConfig, RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import Colocation, FSDPConfig
 from grpo_dist.engines.settings import RankSettings
@@ -203,7 +203,9 @@ _BY_ACTOR = ("ref", "actor", "ref_log_prob", "compute_reference")
 PASSES = [
     ModelPass("ref", "ref", "ref_log_prob", needs=_shown, present=ROLES["ref"].present),
     ModelPass(*_BY_ACTOR, needs=_shown, present=attrgetter("actor_is_reference")),
-    ModelPass("old_log_prob", "actor", adds=("old_log_probs",), present=attrgetter("needs_old_log_probs")),
+    ModelPass(
+        "old_log_prob", "actor", adds=("old_log_probs",), present=lambda config: config.old_log_probs_from == "actor"
+    ),
     ModelPass("values", "critic", adds=("values",), present=ROLES["critic"].present),
 ]
 

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from grpo_dist.assets import expanded, is_file, is_folder
 from grpo_dist.config.data_files import parse_data_file
 from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
-from grpo_dist.config.keys import leaf_keys
-from grpo_dist.config.problems import Problem, between_keys, missing_path, shown, value_of
+from grpo_dist.config.keys import Problem, between_keys, leaf_keys, missing_path, shown, value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.run_code import UPDATE
 from grpo_dist.config.schema import TEXT, RunConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from grpo_dist.config.keys import shown, value_of
 from grpo_dist.config.load import readable_config
-from grpo_dist.config.problems import shown, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate, worst_moments

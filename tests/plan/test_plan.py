@@ -436,7 +436,8 @@ def test_masks_by_advantage_arrive() -> None:
     assert plain.objective.off_policy_threshold is None
     bounded = planned(f"{key}.m2_threshold=0.04")
     targets, objective = bounded.targets, bounded.objective
-    assert (bounded.config.needs_old_log_probs, targets.m2_threshold, objective.weighted) == (True, 0.04, True)
+    assert bounded.config.old_log_probs_from == "actor"
+    assert (targets.m2_threshold, objective.weighted) == (0.04, True)
     assert "rollout_is_weights" in objective.columns
     for mode in ("false", "true"):
         masked = planned(f"{key}.off_policy_mask_threshold=0.5", f"{key}.bypass_mode={mode}").objective
