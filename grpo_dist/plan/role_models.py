@@ -42,9 +42,7 @@ def is_deterministic(config: RunConfig) -> bool:
 
 
 def weight_transport(config: RunConfig, *, shares_gpu: bool) -> str:
-    """Return how weights reach the engines; null: by broadcast where every process has a GPU of its own, and where they
-    share GPUs by ipc, or under WSL through the object store.
-    """
+    """Return how weights reach the engines."""
     asked = config.actor_rollout_ref.rollout.checkpoint_engine.backend
     if asked is not None:
         return asked
