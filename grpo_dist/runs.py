@@ -182,9 +182,7 @@ class Recorded:
 
     @property
     def sampled(self) -> DataProto:
-        """The batch before its targets: with the mask of the tokens that were sampled, of which the run may have left
-        out some since (truncated responses, `rollout_rs`).
-        """
+        """The batch with the mask of all sampled tokens, some of which the run may have left out (`rollout_rs`)."""
         if "weight_versions" not in self.data.columns():
             return self.data
         versions = self.data["weight_versions"]

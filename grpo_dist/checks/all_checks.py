@@ -71,8 +71,6 @@ class Ready(Generic[Data]):
 
     Attributes:
         data: what the run trains on, with `identity`, and `counts` of its rows in a line.
-        steps: number of training steps.
-        notes: for the user.
         again: whether the run starts its workers again, after one of them was lost.
     """
 
@@ -367,9 +365,7 @@ def _check_model(config: JobConfig, run_dir: Path) -> None:
 
 
 def is_finished(config: JobConfig, steps: int) -> bool:
-    """Tell if an earlier start of this run, which `check_resume` has accepted, has trained all steps, and written the
-    model if that is asked for.
-    """
+    """Tell if an earlier start of this run has trained all steps, and written the model if that is asked for."""
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
     folder = last_checkpoint(run_dir)
     if trainer.val_only or trainer.resume_mode not in ("auto", "force") or folder is None:

@@ -77,7 +77,9 @@ def check_use(row: CheckedModel, model: ModelFolder) -> str:
             sequences cannot be split over ranks.
         DataError: its config.json cannot be read, or its adapter is unusable.
     """
-    size, said = row.settings.sequence_parallel_size, [_described(model)]
+    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
+    weights = files if model.shapes else "its weights are downloaded when the run starts"
+    size, said = row.settings.sequence_parallel_size, [f"{model.model_type}, {weights}"]
     if row.model.outputs:
         said.append(check_classifier(row, model))
     else:
@@ -94,12 +96,6 @@ def check_use(row: CheckedModel, model: ModelFolder) -> str:
         check_split(read_config(replace(row.settings, path=str(model.folder))), row.settings)
         said.append(f"sequences are split over {size} ranks")
     return "; ".join(filter(None, said))
-
-
-def _described(model: ModelFolder) -> str:
-    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
-    weights = files if model.shapes else "its weights are downloaded when the run starts"
-    return f"{model.model_type}, {weights}"
 
 
 def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
@@ -198,9 +194,7 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
 
 
 def check_teachers(config: RunConfig, prompts: Sequence[TokenizedPrompt]) -> None:
-    """Check that a server's headers are there; and, where teachers are named by data source, that each of the training
-    rows has one, else a DataError.
-    """
+    """Check that a server's headers are there, and that each row has a teacher where they are named (DataError)."""
     read_headers(config.actor_rollout_ref.ref.model.endpoint.headers_env, TEACHER_ENDPOINT)
     named = config.teachers
     if lacking := [row.prompt for row in prompts if named and row.prompt.data_source not in named]:

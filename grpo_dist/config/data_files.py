@@ -39,7 +39,6 @@ class DataFile:
     Attributes:
         kind: type of the source; "saved" is a folder written by `datasets.save_to_disk`.
         path: file, folder, hub name (OWNER/NAME) or built-in task with its split.
-        config: config name of a hub data set.
         split: split of a hub data set or folder, if the entry names one.
     """
 

@@ -37,9 +37,7 @@ def find_references(config: Container, values: Any) -> dict[Place, str]:
 
 
 def recorded(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a `JobConfig`, plain dicts and lists, as they are shown and saved: without secrets, and with
-    references to the environment.
-    """
+    """A config's values, plain dicts and lists, as shown and saved: no secrets, references to the environment."""
     result: dict[str, Any] = redact(values)
     for (*sections, last), reference in config.references.items():
         inner: Any = result
@@ -77,11 +75,9 @@ def _environment_as_references() -> Iterator[None]:
     """Resolve references to the environment to themselves; their values are hidden in texts from now on."""
 
     def reference(name: str, *default: Any) -> str:
-        text = (
-            ",".join([f"${{{_RESOLVER}:{name}", *("null" if value is None else str(value) for value in default)]) + "}"
-        )
+        text = ",".join([f"{_RESOLVER}:{name}", *("null" if value is None else str(value) for value in default)])
         hide_in_texts(os.environ.get(name, ""), f"${{{_RESOLVER}:{name}}}")
-        return text
+        return f"${{{text}}}"
 
     OmegaConf.register_new_resolver(_RESOLVER, reference, replace=True)
     try:

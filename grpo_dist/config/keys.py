@@ -169,7 +169,6 @@ class Elsewhere:
 
     Attributes:
         write: what to write here, KEY or KEY=VALUE, of which the first is meant that the command has.
-        why: what else there is to say.
     """
 
     write: Sequence[str] = ()
@@ -227,7 +226,6 @@ class Problem:
 
     Args:
         text: one line: key=value, what is wrong, what to do.
-        keys: the dotted keys involved.
         missing_file: whether a file or folder is missing; `trainer.dry_run=config` only mentions that in a note.
     """
 

@@ -140,8 +140,7 @@ def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
 def with_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | tuple[str, Any]], command: Command[Config]
 ) -> Config:
-    """A config that a run has saved ({}: the defaults) with some keys set anew; a group changes what it says otherwise
-    than the defaults. Rules are not checked.
+    """A saved config ({}: the defaults) with keys set anew, and what a group changes. Rules are not checked.
 
     Raises:
         ConfigError: there are no such keys or options, or a value is not of its type.
@@ -196,8 +195,7 @@ def default_values(command: AnyCommand) -> dict[str, Any]:
 def _read(
     overrides: Sequence[str | tuple[str, Any]], command: AnyCommand
 ) -> tuple[CommandLine, dict[str, Any], dict[Place, str]]:
-    """The overrides with what is wrong so far, the composed config as nested dicts with interpolations resolved and the
-    run's folder in its place, and its references to the environment.
+    """The overrides with what is wrong so far, the composed config with interpolations resolved, and its references.
 
     Raises:
         ConfigError: the config cannot be composed.
@@ -264,9 +262,7 @@ def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
 
 @cache
 def _composed(file: Path, shared: Path | None, groups: tuple[tuple[str, str], ...]) -> DictConfig:
-    """A YAML file with these group options, on top of the shared one. Cached, because Hydra takes ten times as long as
-    all the rest.
-    """
+    """A YAML file with these groups, on the shared one; cached: Hydra takes ten times as long as all the rest."""
     with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
         own = compose(file.stem, overrides=[f"{group}={option}" for group, option in groups])
     if shared is None:
@@ -313,9 +309,7 @@ def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:
 
 # --- what else a config takes from its surroundings ------------------------------------------------------------------
 def _keep_run_dir(raw: dict[str, Any]) -> Iterator[str]:
-    """Put a relative run directory into the home folder where the present one is Ray's working copy of a job, and yield
-    a note then.
-    """
+    """Put a relative run directory into the home folder if the present one is a job's copy; yields a note then."""
     trainer: Any = raw.get("trainer")
     given = trainer.get("default_local_dir") if isinstance(trainer, dict) else None
     if not isinstance(given, str) or not given or expanded(given).is_absolute():
@@ -331,12 +325,10 @@ def _keep_run_dir(raw: dict[str, Any]) -> Iterator[str]:
 
 
 def _take_adapter(raw: dict[str, Any], section: str, line: CommandLine) -> None:
-    """Put what an adapter says into LoRA's other keys in this section, and report what contradicts it, or has no effect
-    beside it. A folder that does not exist is left to the rules.
-    """
+    """Put what an adapter says into LoRA's other keys; report what contradicts it, or has no effect beside it."""
     model: Any = functools.reduce(operator.getitem, section.split("."), raw)
     path, key = model.get(ADAPTER_KEY), f"{section}.{ADAPTER_KEY}"
-    if not isinstance(path, str) or not is_folder(path):
+    if not isinstance(path, str) or not is_folder(path):  # which the rules report
         return
     setting = f"{key}={shown(path)}"
     try:
@@ -367,9 +359,7 @@ def _take_adapter(raw: dict[str, Any], section: str, line: CommandLine) -> None:
 
 # --- the command line ----------------------------------------------------------------------------------------------
 def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCommand) -> CommandLine:
-    """Sort overrides, as written on a command line or (key, value), into groups, values and problems; of a key the last
-    one wins.
-    """
+    """Sort overrides, as written or (key, value), into groups, values and problems; of a key the last one wins."""
     line = CommandLine()
     parser = OverridesParser.create()
     for written in overrides:

@@ -48,11 +48,7 @@ def code_of_run(config: Any, keys: Sequence[str], given: Any = None) -> list[str
 
 
 def require_trust(file: Path, lines: Sequence[str]) -> None:
-    """Refuse what `code_of_run` has found in a file.
-
-    Raises:
-        ConfigError: there is something.
-    """
+    """Refuse what `code_of_run` has found in a file: raises a ConfigError if there is something."""
     if lines:
         raise ConfigError(refusal(file, lines))
 

@@ -337,9 +337,7 @@ class RunConfig(JobConfig):
 
     @property
     def reward_function(self) -> str | None:
-        """Path of the reward function: null means the reward model's score, or without one the built-in scorers; where
-        scores do not train, for rows that these can score.
-        """
+        """Path of the reward function; null: the reward model, or the built-in scorers, optional if no score trains."""
         shows_successes = (
             self.algorithm.self_distillation.enable and self.algorithm.self_distillation.success_threshold is not None
         )
@@ -372,9 +370,7 @@ class RunConfig(JobConfig):
 
     @property
     def needs_ground_truth(self) -> bool:
-        """Tell if every row must have a ground truth: not where a model scores or no score trains, unless a built-in
-        scorer is asked for.
-        """
+        """Tell if every row must have one: scores train and no model gives them, or a built-in scorer is asked for."""
         return (self.trains_on_scores and not self.reward_model.enable) or None in self.reward_paths
 
     @property
@@ -389,9 +385,7 @@ class RunConfig(JobConfig):
 
     @property
     def old_log_probs_from(self) -> Literal["actor", "rollout", "update"]:
-        """Whose log-probs are the old ones: the actor's, computed before the update; the sampler's, with bypass_mode;
-        or the update's own, where the batch is one optimizer step and nothing asks for them earlier.
-        """
+        """Whose are the old ones: computed before the update, the sampler's (bypass_mode), or the update's own."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
         if correction.bypass_mode:

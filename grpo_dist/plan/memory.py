@@ -167,9 +167,7 @@ class Rank:
         return self.shape.num_layers * 2.0 ** ceil(log2(self.inputs(tokens))) if self.saves_on_cpu else 0.0
 
     def update(self, tokens: int) -> Parts:
-        """The peak of a mini-batch: backwards through a layer or the output layer, with its gradients in float32, or in
-        the optimizer's step.
-        """
+        """The peak of a mini-batch: backwards through a layer or the output layer (gradients: float32), or the step."""
         shape, kept, gradients = self.shape, self.layer(tokens), 4.0 * self.trains_all
         saved = self.inputs(tokens) if self.recomputes else kept
         activations = saved * (1 if self.saves_on_cpu else shape.num_layers)

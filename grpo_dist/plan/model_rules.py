@@ -60,14 +60,7 @@ def model_problems(
     host_gib: float | None = None,
     num_parameters: int = 0,
 ) -> Iterator[Problem]:
-    """Reports settings that do not fit the model.
-
-    Args:
-        model_config: config.json; None: unknown, so nothing is checked.
-        memory_gib: memory of one GPU, GiB; None: unknown, or there is no GPU.
-        host_gib: CPU memory of the machine, GiB, if the whole run is on it; None: unknown.
-        num_parameters: see `memory_estimate`.
-    """
+    """Reports settings that do not fit the model; the arguments are those of `memory_problems`."""
     if model_config is None:
         return
     if isinstance(config, RunConfig):
@@ -107,9 +100,7 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
 
 
 def _engines_split_it(config: RunConfig, entries: Mapping[str, Any]) -> Iterator[str]:
-    """Tensor parallelism gives each process whole attention heads, whole key-value heads or a copy of one, and a part
-    of every expert along its intermediate size.
-    """
+    """Each process gets whole attention heads, whole key-value heads or a copy of one, and a part of each expert."""
     size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, text_config(entries)
     heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
     kv_heads = count(text, "num_key_value_heads") or heads

@@ -167,9 +167,7 @@ def _sizes(config: RunConfig, tensor_parallel: int, colocate: Colocation) -> dic
 
 
 def _split(config: RunConfig, tensor_parallel: int, least: int) -> tuple[int, int, int]:
-    """GPUs of the actor, of the engines, and that are left, beside `least` of other roles; their sum exceeds those that
-    there are if they are few.
-    """
+    """GPUs of the actor, of the engines, and left over, beside `least` of others; too many if there are few."""
     asked, gpus = config.cluster, config.num_gpus
     room = min(gpus // 2, gpus - (asked.rollout_world_size or tensor_parallel) - least)
     actor = asked.actor_world_size or 1 << (max(room, 1).bit_length() - 1)  # a power of two
@@ -329,9 +327,7 @@ def _trained(config: RunConfig) -> list[Role]:
 
 @between_keys
 def batches_are_divided(config: RunConfig) -> Iterator[str]:
-    """A batch is a whole number of mini-batches, and every rank gets the same number of sequences of a mini-batch;
-    those that split sequences get the same ones.
-    """
+    """A batch is whole mini-batches, of which each group of ranks that split sequences gets equally many."""
     batch, n, place = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, placement(config)
     for row in _trained(config):
         mini, split = value_of(config, f"{row.section}.ppo_mini_batch_size"), config.sequence_parallel_size(row.name)
@@ -348,9 +344,7 @@ def batches_are_divided(config: RunConfig) -> Iterator[str]:
 
 @between_keys
 def ranks_are_divided(config: JobConfig) -> Iterator[str]:
-    """The ranks of a role are a number of groups that split sequences, which they can where padding is removed, and of
-    copies of its weights.
-    """
+    """Ranks are whole groups that split sequences, which needs no padding, and whole copies of the weights."""
     place, padding = placement(config), "<model.use_remove_padding>"
     for row in roles_of(config):
         size, ranks = config.sequence_parallel_size(row.name), place.world_sizes.get(row.name, 0)
@@ -480,9 +474,7 @@ def copies_and_engines_are_on_one_machine(config: RunConfig) -> Iterator[str]:
 
 @between_keys
 def passes_hold_what_they_must(config: RunConfig) -> Iterator[str]:
-    """The token budget of a micro-batch holds the longest sequence, and an engine step a token of every running
-    sequence; vLLM refuses a smaller one when it starts.
-    """
+    """A micro-batch holds the longest sequence, and an engine step a token of each running one: vLLM refuses less."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length + config.data.max_response_length
     if config.max_model_len < longest:
         yield f"<rollout.max_model_len>, {_LENGTHS}: must be at least prompt + response = {longest}, or null"

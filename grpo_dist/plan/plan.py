@@ -180,11 +180,8 @@ class Plan(Generic[C_co]):
         from grpo_dist.algorithms.settings import TargetSettings  # loads torch, which a plan does without
 
         config = self.config
-        algorithm, actor, correction = (
-            config.algorithm,
-            config.actor_rollout_ref.actor,
-            config.algorithm.rollout_correction,
-        )
+        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+        correction = algorithm.rollout_correction
         return TargetSettings(
             adv_estimator=absolute(algorithm.adv_estimator),
             options=dict(algorithm),

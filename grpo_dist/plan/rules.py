@@ -63,8 +63,6 @@ class Rule:
 
     Attributes:
         keys: those that are shown, in this order; without `actor_rollout_ref.` before them.
-        when: whether a config has it.
-        why: what is wrong, and what to do.
     """
 
     keys: str
@@ -510,9 +508,7 @@ def engine_takes_it(config: RunConfig) -> Iterator[Problem]:
 
 
 def other_type(config: RunConfig) -> str | None:
-    """Return the type in which passes of the trainer show what rounding does: float32, or that of the engines if it
-    alone is shorter; None: neither is.
-    """
+    """Return the type that shows what rounding does: float32, or the engines' if that is shorter; None: neither."""
     trainer = train_dtype(config, config.actor_rollout_ref.actor.fsdp_config)
     shorter = engine_dtype(config) if trainer == "fp32" else ""
     return None if shorter == "float32" else shorter or "float32"

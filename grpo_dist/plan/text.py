@@ -127,14 +127,10 @@ def _passes_of(config: RunConfig, row: Role) -> Rows:
 def _passes(per_rank: int, n: int, limits: Pass) -> str:
     if limits.max_token_len is not None:
         return f"as many as needed with {limits.max_token_len:,} tokens each"
-    size = min(_whole_groups(limits.size, n), per_rank)
+    whole = limits.size // n * n if n <= limits.size else ceil(n / ceil(n / limits.size))  # groups, or equal parts
+    size = min(whole, per_rank)
     groups = f" (whole groups of {n})" if size < min(limits.size, per_rank) and size % n == 0 else ""
     return f"{ceil(per_rank / size):,} of {size:,} sequences{groups}"
-
-
-def _whole_groups(size: int, n: int) -> int:
-    """Return the sequences in a pass of at most `size`: whole groups of n responses, or equal parts of one group."""
-    return size // n * n if n <= size else ceil(n / ceil(n / size))
 
 
 def _limit(config: SupervisedConfig) -> str:
