@@ -164,7 +164,6 @@ def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """The name, and if that is taken, the name with a number."""
     yield name
     yield from (f"{name}_{number}" for number in itertools.count(2))
 

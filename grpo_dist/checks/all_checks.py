@@ -167,7 +167,6 @@ def check_all(config: JobConfig, tell: Callable[[str], None], *, dry_run: bool) 
 
 
 def _check_optimizer(config: JobConfig, row: Role) -> None:
-    """Check the settings that go to the optimizer of a role by name."""
     key, model = optimizer_key(config, row), row.model(config)
     if key and model is not None and value_of(config, key).override_optimizer_config:
         # slow imports, which other runs do without

@@ -292,7 +292,6 @@ class AgentConfig(Section):
 
 
 def _verls_backend(value: Any) -> Any:
-    """The meaning here of two of verl's names."""
     return {"nccl": "broadcast", "naive": None}.get(value, value) if isinstance(value, str) else value
 
 

@@ -134,7 +134,6 @@ def _passes(per_rank: int, n: int, limits: Pass) -> str:
 
 
 def _limit(config: SupervisedConfig) -> str:
-    """Return how much a pass holds where one model is trained on rows."""
     data = config.data
     if data.use_dynamic_bsz:
         return f"at most {data.max_token_len_per_gpu:,} tokens"
@@ -142,7 +141,6 @@ def _limit(config: SupervisedConfig) -> str:
 
 
 def _step(config: JobConfig) -> str:
-    """Return a training step in a line."""
     if isinstance(config, SupervisedConfig):
         return f"{_many(config.data.train_batch_size, 'row')}, in passes of {_limit(config)}"
     assert isinstance(config, RunConfig)
