@@ -35,8 +35,7 @@ from grpo_dist.plan.commands import command_of
 from grpo_dist.plan.memory import RoleMemory, memory_estimate, memory_problems
 from grpo_dist.plan.model_rules import model_problems, position_problems
 from grpo_dist.plan.placement import Slot, slots
-from grpo_dist.plan.role_models import POLICY
-from grpo_dist.plan.roles import Role, optimizer_key, roles_of
+from grpo_dist.plan.roles import POLICY, Role, optimizer_key, roles_of
 from grpo_dist.plan.rules import engine_of
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.rewards.contract import RowNeeds

@@ -29,8 +29,7 @@ from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.plan import make_plan
-from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import held_by, roles_of
+from grpo_dist.plan.roles import Model, held_by, roles_of
 from grpo_dist.rewards.http_reward import read_headers
 from grpo_dist.rewards.teacher_endpoint import SECTION as TEACHER_ENDPOINT
 

@@ -19,8 +19,19 @@ from grpo_dist.config.schema_roles import ULYSSES, Device
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.role_models import Model, Pass, engine_dtype, lora_of, weight_transport
-from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, optimizer_key, reshards, roles_of
+from grpo_dist.plan.roles import (
+    Model,
+    Pass,
+    Role,
+    engine_dtype,
+    lora_of,
+    models_of,
+    offloads_optimizer,
+    optimizer_key,
+    reshards,
+    roles_of,
+    weight_transport,
+)
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB, STATE_BYTES
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,

@@ -21,8 +21,7 @@ from grpo_dist.engines.base import rollout_backend
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.memory import memory_problems
 from grpo_dist.plan.model_shape import MLP_NAMES, model_config_at_hand, num_experts
-from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import models_of
+from grpo_dist.plan.roles import Model, models_of
 from grpo_dist.sizes import heads_split
 
 _MODEL = "actor_rollout_ref.model"

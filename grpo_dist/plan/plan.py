@@ -17,14 +17,20 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, AgentConfig, LoraSection
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, RankSettings, SamplingSettings, choose_layout
 from grpo_dist.plan.placement import Placement, placement
-from grpo_dist.plan.role_models import (
+from grpo_dist.plan.roles import (
     Model,
+    Role,
     engine_dtype,
+    held_by,
     is_deterministic,
+    layers_key,
+    offloads_optimizer,
+    reshards,
+    roles_of,
+    table_of,
     train_dtype,
     weight_transport,
 )
-from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
 if TYPE_CHECKING:

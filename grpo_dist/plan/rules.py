@@ -23,7 +23,7 @@ from grpo_dist.config.schema import TEXT, RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.base import DIFFERENCES, RolloutBackend, builtin_backends, rollout_backend
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.role_models import engine_dtype, is_deterministic, train_dtype, weight_transport
+from grpo_dist.plan.roles import engine_dtype, is_deterministic, train_dtype, weight_transport
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     AGENT_LOOPS,

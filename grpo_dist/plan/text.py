@@ -12,8 +12,7 @@ from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate, worst_moments
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import Placement, node_layout, placement
-from grpo_dist.plan.role_models import Pass, engine_dtype, is_deterministic, lora_of
-from grpo_dist.plan.roles import Role, models_of, roles_of, table_of
+from grpo_dist.plan.roles import Pass, Role, engine_dtype, is_deterministic, lora_of, models_of, roles_of, table_of
 
 _WHOLE = "(all other keys have their defaults; --full shows the whole config)"
 # (label, value)
