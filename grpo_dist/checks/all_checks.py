@@ -403,10 +403,7 @@ def nothing_to_train(config: JobConfig, steps: int) -> str:
 
 
 def check_disk(config: JobConfig, roles: Sequence[RoleMemory], steps: int) -> str:
-    """Check that the first checkpoint fits on the disk; every later one is asked again before it is written.
-
-    Returns:
-        The room in a few words, for a dry run; "" if the run writes no checkpoint.
+    """Check that the first checkpoint fits on the disk, as is done before each; returns the room in words, or "".
 
     Raises:
         ConfigError: it does not fit.

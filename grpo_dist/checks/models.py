@@ -66,10 +66,7 @@ def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
 
 
 def check_use(row: CheckedModel, model: ModelFolder) -> str:
-    """Check that a model with intact files can be used as its row says.
-
-    Returns:
-        The model in a few words, for a dry run.
+    """Check that a model with intact files can be used as its row says; returns it in a few words, for a dry run.
 
     Raises:
         ConfigError: it is another kind of model, has logits of which the exact KL cannot be computed, or its
@@ -124,11 +121,7 @@ def _check_causal(row: CheckedModel, model: ModelFolder) -> None:
 
 
 def check_classifier(row: CheckedModel, model: ModelFolder) -> str:
-    """Check that a model is a backbone with a linear head, or may get one.
-
-    Returns:
-        Where the head comes from, in a few words, if there are two ways; else "".
-    """
+    """Check that a model has a linear head, or may get one; returns where it is from if there are two ways, else ""."""
     from grpo_dist.engines.train.model_loading import check_family, check_head  # slow, and other runs do without
 
     read, may_be_new = read_model_config(model.folder, row.model.setting), row.settings.new_head_seed is not None

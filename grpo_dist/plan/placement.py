@@ -284,13 +284,10 @@ def copy_size(config: JobConfig, place: Placement) -> int | None:
 
 
 def fill(count: int, size: int, free: list[int]) -> tuple[int, ...]:
-    """Place `count` units of `size` GPUs one after the other, each on the first machine that has room for it.
+    """Place `count` units of `size` GPUs, each on the first machine that has room; returns those of the units that fit.
 
     Args:
         free: GPUs of each machine; reduced in place.
-
-    Returns:
-        The machine of each unit; fewer than `count` if not all of them fit.
     """
     homes: list[int] = []
     for machine in range(len(free)):
