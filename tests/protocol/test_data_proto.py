@@ -150,7 +150,6 @@ def test_padded_and_back() -> None:
     assert padded.dtype == torch.int32
     for column in (ragged(), Ragged.from_rows([[0, 5, 0], [0]], torch.int64)):
         assert lists(Ragged.from_padded(column.to_padded(0), column.lengths)) == lists(column)
-    assert ragged()[slice(2, 3)].to_padded(0, width=2).tolist() == [[3, 0]]
     assert ragged()[slice(0, 0)].to_padded(0).shape == (0, 0)
 
 
@@ -252,7 +251,5 @@ def test_mistakes_of_offsets_are_named() -> None:
         Ragged(torch.tensor([1, 2]), torch.tensor([0, 3]))
     with refuses(BatchError, "offsets", "[]", "0"):
         Ragged(torch.tensor([]), torch.tensor([], dtype=torch.int64))
-    with refuses(BatchError, "3", "width 2"):
-        ragged().to_padded(0, width=2)
     with refuses(BatchError, "offsets", "[5]", "4"):  # a length beyond the tensor's width
         Ragged.from_padded(torch.zeros(2, 2), torch.tensor([2, 3]))

@@ -37,7 +37,7 @@ def test_every_field_is_complete() -> None:
         assert field.made_by in MAKERS, name
         assert field.meaning, name
         assert set(field.read_by.split()) <= READERS, name
-        assert "driver" not in field.read_by or field.per == "row", name
+        assert "driver" not in field.read_by or field.shape == "(N,)", name
         assert field.shape in SHAPES, name
 
 
@@ -52,7 +52,6 @@ def test_each_column_of_an_objective_names_it_as_a_reader() -> None:
     assert columns_for(ValueSettings.columns, "critic") == ValueSettings.columns
     for settings in (LabelSettings, PreferenceSettings):
         assert columns_for(settings.columns, "reward_model") == settings.columns
-    assert [FIELDS[name].per for name in ("score", "advantages", "prompt_routes")] == ["row", "token", "group"]
 
 
 def test_the_test_batch_follows_the_contract() -> None:
