@@ -13,18 +13,18 @@ from grpo_dist.algorithms.advantage.inputs import ATTEMPTS, AgentSequences, agen
 # Three episodes of one prompt: the agent a in all of them, b in two; 0 is put in.
 A, B = agent_id("a"), agent_id("b")
 AGENTS = torch.tensor([[A, A, 0, B, A], [B, 0, A, 0, 0], [A, 0, 0, 0, 0]])
+REWARDS = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
+ARGUMENTS: dict[str, Any] = {"token_level_rewards": REWARDS, "response_mask": (AGENTS > 0).float(), "index": ["a"] * 3}
+PLAIN = {"norm_adv_by_std_in_grpo": False}
 
 
 def test_agents_are_compared_with_those_of_their_name() -> None:
     """Agent a earns 1 + 2, 1 and 2, its mean is 2; agent b earns 6 and 0, mean 3. All of an agent's tokens train."""
-    rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
-    arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": (AGENTS > 0).float()}
-    arguments |= {"index": ["a"] * 3, "config": {"norm_adv_by_std_in_grpo": False}}
     expected = torch.tensor([[1.0, 1, 0, 3, 1], [-3, 0, -1, 0, 0], [0, 0, 0, 0, 0]])
-    for values in compute_advantage("grpo", agent_ids=AGENTS, **arguments):
+    for values in compute_advantage("grpo", agent_ids=AGENTS, **ARGUMENTS, config=PLAIN):
         assert values.equal(expected)
     steps = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 1, 0, 0], [1, 0, 0, 0, 0]])
-    process, _ = compute_advantage("grpo_process", agent_ids=AGENTS, step_mask=steps, **arguments)
+    process, _ = compute_advantage("grpo_process", agent_ids=AGENTS, step_mask=steps, **ARGUMENTS, config=PLAIN)
     # steps of agent a: 1, 2, 1, 2, less their mean 1.5; a token gets those that follow it in its own agent's turns
     assert process.equal(torch.tensor([[0.0, 0, 0, 3, 0.5], [-3, 0, -0.5, 0, 0], [0.5, 0, 0, 0, 0]]))
 
@@ -60,9 +60,8 @@ def test_attempts_are_compared_within_their_episode() -> None:
     p, first, second = agent_id("proposer"), agent_id("solver:0"), agent_id("solver:1")
     ids = torch.tensor([[p, first, second], [p, second, first]])
     rewards = torch.tensor([[4.0, 1.0, 0.0], [0.0, 5.0, 3.0]])
-    config = {"norm_adv_by_std_in_grpo": False}
     arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": torch.ones(2, 3), "index": ["x"] * 2}
-    advantages, _ = compute_advantage("grpo", agent_ids=ids, config=config, **arguments)
+    advantages, _ = compute_advantage("grpo", agent_ids=ids, config=PLAIN, **arguments)
     assert advantages.tolist() == [[2.0, 0.5, -0.5], [-2.0, 1.0, -1.0]]
     groups = AgentSequences.of(ids).groups(["x", "x"])
     assert len(set(groups)) == 3
@@ -70,27 +69,24 @@ def test_attempts_are_compared_within_their_episode() -> None:
 
 def test_each_agent_is_compared_with_its_own_average() -> None:
     """Of RAE: 3 less 2 and 6 less 0 in the first episode; agents that are not known yet have 0."""
-    rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
-    config = {"agent_baselines": {(A - 1) // ATTEMPTS: 2.0}}
-    arguments: dict[str, Any] = {"token_level_rewards": rewards, "response_mask": (AGENTS > 0).float()}
-    advantages, _ = compute_advantage("rae", agent_ids=AGENTS, index=["a"] * 3, config=config, **arguments)
-    assert advantages.tolist() == [[1, 1, 0, 6, 1], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
-    whole, _ = compute_advantage("rae", config={"agent_baselines": {0: 0.5}}, **arguments)
-    assert whole[:, 0].tolist() == [8.5, 0.5, 1.5]
+
+    def rae(baselines: dict[int, float], agents: torch.Tensor | None = None, **config: Any) -> list[list[float]]:
+        config["agent_baselines"] = baselines
+        return compute_advantage("rae", agent_ids=agents, config=config, **ARGUMENTS)[0].tolist()
+
+    a, sources = (A - 1) // ATTEMPTS, torch.tensor([0, 4, 4])
+    assert rae({a: 2.0}, AGENTS) == [[1, 1, 0, 6, 1], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
+    assert [row[0] for row in rae({0: 0.5})] == [8.5, 0.5, 1.5]
     # 4 * 2^32 is the number of the agent without a name in the data source 4
-    config = {"agent_baselines": {0: 0.5, 4 * 2**32: 1.0}, "sources": torch.tensor([0, 4, 4])}
-    whole, _ = compute_advantage("rae", config=config, **arguments)
-    assert whole[:, 0].tolist() == [8.5, 0, 1]
-    config["agent_baselines"] = {4 * 2**32 + (A - 1) // ATTEMPTS: 2.0}
-    own, _ = compute_advantage("rae", agent_ids=AGENTS, index=["a"] * 3, config=config, **arguments)
-    assert own.tolist() == [[3, 3, 0, 6, 3], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
+    assert [row[0] for row in rae({0: 0.5, 4 * 2**32: 1.0}, sources=sources)] == [8.5, 0, 1]
+    own = rae({4 * 2**32 + a: 2.0}, AGENTS, sources=sources)
+    assert own == [[3, 3, 0, 6, 3], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
 
 
 def test_the_mean_score_of_each_agent() -> None:
-    rewards = torch.tensor([[0.0, 1, 0, 6, 2], [0, 0, 1, 0, 0], [2, 0, 0, 0, 0]])
-    assert mean_scores(rewards, AGENTS) == {(A - 1) // ATTEMPTS: (2.0, 3), (B - 1) // ATTEMPTS: (3.0, 2)}
-    assert mean_scores(rewards, None) == {0: (4.0, 3)}
+    assert mean_scores(REWARDS, AGENTS) == {(A - 1) // ATTEMPTS: (2.0, 3), (B - 1) // ATTEMPTS: (3.0, 2)}
+    assert mean_scores(REWARDS, None) == {0: (4.0, 3)}
     sources, a, b = torch.tensor([1, 1, 2]), (A - 1) // ATTEMPTS, (B - 1) // ATTEMPTS
-    assert mean_scores(rewards, None, sources) == {2**32: (5.0, 2), 2**33: (2.0, 1)}
+    assert mean_scores(REWARDS, None, sources) == {2**32: (5.0, 2), 2**33: (2.0, 1)}
     own = {2**32 + a: (2.0, 2), 2**33 + a: (2.0, 1), 2**32 + b: (3.0, 2)}
-    assert mean_scores(rewards, AGENTS, sources) == own
+    assert mean_scores(REWARDS, AGENTS, sources) == own

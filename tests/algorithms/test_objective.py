@@ -21,12 +21,7 @@ COLUMNS = {
     "ref_log_probs": torch.full(SHAPE, -1.5),
     "entropy": torch.full(SHAPE, 2.0),
 }
-SETTINGS = objective_settings(
-    use_kl_loss=True,
-    kl_loss_type="k1",
-    kl_loss_coef=0.1,
-    entropy_coeff=0.01,
-)
+SETTINGS = objective_settings(use_kl_loss=True, kl_loss_type="k1", kl_loss_coef=0.1, entropy_coeff=0.01)
 SURROGATE_ALONE: dict[str, Any] = {"use_kl_loss": False, "entropy_coeff": 0.0}
 
 
@@ -37,21 +32,14 @@ def objective(columns: Mapping[str, torch.Tensor] = COLUMNS, **changes: Any) -> 
 
 
 def test_the_three_terms_by_hand() -> None:
-    """Surrogate (-1 - 1 + 3) / 3, KL 0.5 on each token, entropy 2 on each token."""
+    """Surrogate (-1 - 1 + 3) / 3, KL 0.5 on each token, entropy 2 on each token; all by the same aggregate."""
     loss, metrics = objective()
     assert loss.item() == pytest.approx(1 / 3 + 0.1 * 0.5 - 0.01 * 2)
     assert metrics["actor/kl_loss"].item() == pytest.approx(0.5)
     assert metrics["actor/entropy"].item() == pytest.approx(2.0)
-
-
-def test_every_term_uses_the_same_aggregate() -> None:
     loss, _ = objective(loss_agg_mode="seq-mean-token-sum")
     assert loss.item() == pytest.approx((1 / 2) + 0.1 * (1.5 / 2) - 0.01 * (6 / 2))
-
-
-def test_terms_that_are_not_asked_for_are_left_out() -> None:
-    """Even where their columns are."""
-    loss, metrics = objective(**SURROGATE_ALONE)
+    loss, metrics = objective(**SURROGATE_ALONE)  # what is not asked for is left out, even where its columns are
     assert loss.item() == pytest.approx(1 / 3)
     assert not {"actor/kl_loss", "actor/entropy"} & metrics.keys()
 
@@ -73,7 +61,7 @@ def without(columns: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize(("kl_loss_type", "column"), [("full", "exact_kl"), ("k3", "ref_log_probs")])
-def test_a_kl_that_is_wanted_is_never_left_out(kl_loss_type: str, column: str) -> None:
+def test_a_kl_and_an_entropy_that_are_wanted_are_never_left_out(kl_loss_type: str, column: str) -> None:
     """With the reference's log-probs at hand, `full` still needs its own column, and the other way round."""
     columns = COLUMNS | {"exact_kl": torch.full(SHAPE, 0.5)}
     with refuses(BatchError, f"kl_loss_type={kl_loss_type}", column):
@@ -81,9 +69,6 @@ def test_a_kl_that_is_wanted_is_never_left_out(kl_loss_type: str, column: str) -
     loss, metrics = objective(columns, kl_loss_type=kl_loss_type)
     assert metrics["actor/kl_loss"].item() == pytest.approx(0.5 if kl_loss_type == "full" else math.exp(-0.5) - 0.5)
     assert loss.item() == pytest.approx(1 / 3 + 0.1 * metrics["actor/kl_loss"].item() - 0.01 * 2)
-
-
-def test_nor_is_an_entropy() -> None:
     with refuses(BatchError, "entropy_coeff=0.01", "entropy"):
         objective(without(COLUMNS, "entropy"))
 
@@ -126,21 +111,18 @@ def test_bypass_weighs_by_the_policy_as_it_trains() -> None:
     torch.testing.assert_close(log_probs.grad, expected)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_off_policy_sequences_are_left_out_and_count(on_policy: bool) -> None:
+def test_off_policy_sequences_are_left_out_and_count(on_policy: bool, share: float) -> None:
     """The second response is 0.6 nats from the sampler: without its policy loss (-1 - 1) / 3; its KL stays."""
-    sampler = torch.tensor([[0.0, 0.0], [-0.4, -9.0]])
-    columns = COLUMNS | {"rollout_log_probs": sampler}
+    columns = COLUMNS | {"rollout_log_probs": torch.tensor([[0.0, 0.0], [-0.4, -9.0]])}
     columns = without(columns, "old_log_probs") if on_policy else columns
-    for weights in ({}, {"rollout_is_weights": torch.full(SHAPE, 0.5)}):
-        share = 0.5 if weights else 1.0
-        options: dict[str, Any] = {"on_policy": on_policy, "entropy_coeff": 0.0, "kl_loss_coef": 0.3}
-        loss, metrics = objective(columns | weights, off_policy_threshold=0.5, **options)
-        assert loss.item() == pytest.approx(-share * 2 / 3 + 0.3 * 0.5)
-        assert metrics["actor/off_policy_masked_fraction"].item() == pytest.approx(1 / 3)
-        loss, metrics = objective(columns | weights, off_policy_threshold=0.7, **options)
-        assert loss.item() == pytest.approx(share / 3 + 0.3 * 0.5)
-        assert metrics["actor/off_policy_masked_fraction"].item() == 0
+    columns |= {} if share == 1 else {"rollout_is_weights": torch.full(SHAPE, share)}
+    options: dict[str, Any] = {"on_policy": on_policy, "entropy_coeff": 0.0, "kl_loss_coef": 0.3}
+    for threshold, value, gone in ((0.5, -2 / 3, 1 / 3), (0.7, 1 / 3, 0.0)):
+        loss, metrics = objective(columns, off_policy_threshold=threshold, **options)
+        assert loss.item() == pytest.approx(share * value + 0.3 * 0.5)
+        assert metrics["actor/off_policy_masked_fraction"].item() == pytest.approx(gone)
 
 
 def test_the_unbiased_kl_takes_the_old_policy_of_the_loss() -> None:
@@ -157,21 +139,16 @@ def test_the_unbiased_kl_takes_the_old_policy_of_the_loss() -> None:
     torch.testing.assert_close(log_probs.grad, 0.5 * COLUMNS["response_mask"])
 
 
-LOSSES = sorted(POLICY_LOSS.names())
 READ = (*without(COLUMNS, "response_mask"), "rollout_is_weights", "selected_tokens")
 
 
-def loss_and_gradient(
-    noise: float, *, selects: bool = False, **changes: Any
-) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-    """Three responses with tokens in the middle that an environment put in; their columns hold `noise`."""
+def of_noise(noise: float, *, selects: bool = False, **changes: Any) -> tuple[float, list[list[float]], dict]:
+    """(loss, gradient, metrics) of three responses with an environment's tokens in them, whose columns hold `noise`."""
     generator = torch.Generator().manual_seed(3)
     mask = torch.tensor([[1.0, 0, 0, 1, 1], [1, 1, 0, 1, 0], [0, 0, 1, 1, 1]])
     columns = {name: torch.randn(mask.shape, generator=generator) - 1 for name in READ}
-    columns["rollout_is_weights"], columns["selected_tokens"] = (
-        columns["rollout_is_weights"].exp(),
-        torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 1, 0, 1], [1, 0, 0, 1, 0]]),
-    )
+    columns["rollout_is_weights"] = columns["rollout_is_weights"].exp()
+    columns["selected_tokens"] = torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 1, 0, 1], [1, 0, 0, 1, 0]])
     columns = {name: values.where(mask > 0, noise) for name, values in columns.items()}
     log_probs = columns["log_probs"].requires_grad_()
     if not selects:
@@ -182,19 +159,16 @@ def loss_and_gradient(
     assert log_probs.grad is not None
     assert (log_probs.grad[mask == 0] == 0).all()
     assert (log_probs.grad[mask == 1] != 0).any()
-    return loss.item(), log_probs.grad, metrics
+    return loss.item(), log_probs.grad.tolist(), metrics
 
 
 @pytest.mark.parametrize("agg", LOSS_AGG_MODES)
-@pytest.mark.parametrize("loss_mode", LOSSES)
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSS.names()))
 def test_tokens_off_the_mask_change_neither_loss_nor_gradient(loss_mode: str, agg: str) -> None:
     """Wherever they are, and whatever their columns hold."""
     options: dict[str, Any] = {"loss_mode": loss_mode, "loss_agg_mode": agg, "loss_scale_factor": 5}
     options["selects"] = loss_mode in TOKEN_SELECTING_LOSSES
-    plain, noisy = (loss_and_gradient(noise, **options) for noise in (0.0, -30.0))
-    assert noisy[0] == plain[0]
-    assert torch.equal(noisy[1], plain[1])
-    assert noisy[2] == plain[2]
+    assert of_noise(-30.0, **options) == of_noise(0.0, **options)
 
 
 @pytest.mark.parametrize("kl_loss_type", sorted(KL_LOSS_TYPES[:-1]))
@@ -202,6 +176,4 @@ def test_tokens_off_the_mask_change_neither_loss_nor_gradient(loss_mode: str, ag
 def test_nor_does_their_kl(kl_loss_type: str, noise: float) -> None:
     """Not even what cannot be: the gradient of an infinite distance is nan, and 0 * nan is nan."""
     options: dict[str, Any] = {"kl_loss_type": kl_loss_type, "kl_loss_coef": 1.0}
-    plain, noisy = (loss_and_gradient(value, **options) for value in (0.0, noise))
-    assert (noisy[0], noisy[2]) == (plain[0], plain[2])
-    assert torch.equal(noisy[1], plain[1])
+    assert of_noise(noise, **options) == of_noise(0.0, **options)

@@ -23,45 +23,32 @@ from tests.messages import refuses
 NONE = np.nan
 
 
-@pytest.mark.parametrize(
-    ("n", "sizes"), [(1, []), (2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6]), (8, [2, 4, 8]), (9, [2, 4, 8, 9])]
-)
-def test_subset_sizes(n: int, sizes: list[int]) -> None:
-    assert subset_sizes(n) == sizes
+def test_subset_sizes() -> None:
+    sizes = {1: [], 2: [2], 3: [2, 3], 4: [2, 4], 6: [2, 4, 6], 8: [2, 4, 8], 9: [2, 4, 8, 9]}
+    assert {n: subset_sizes(n) for n in sizes} == sizes
 
 
 def test_best_at_k_by_hand() -> None:
     """Of 1, 2, 4 the pairs are 12, 14, 24: best 2, 4, 4, worst 1, 1, 2. The order does not matter."""
     scores = np.array([[4.0, 1.0, 2.0]])
-    assert best_at_k(scores, 1) == pytest.approx([7 / 3])
-    assert best_at_k(scores, 2) == pytest.approx([10 / 3])
-    assert best_at_k(scores, 3) == pytest.approx([4.0])
-    assert worst_at_k(scores, 1) == pytest.approx([7 / 3])
-    assert worst_at_k(scores, 2) == pytest.approx([4 / 3])
-    assert worst_at_k(scores, 3) == pytest.approx([1.0])
-
-
-@pytest.mark.parametrize("right", range(6))
-def test_of_zeros_and_ones_best_at_k_is_pass_at_k(right: int) -> None:
-    scores = np.array([[1.0] * right + [0.0] * (5 - right)])
-    for k in range(1, 6):
-        assert best_at_k(scores, k) == pytest.approx([1 - comb(5 - right, k) / comb(5, k)])
+    for k, best, worst in ((1, 7 / 3, 7 / 3), (2, 10 / 3, 4 / 3), (3, 4.0, 1.0)):
+        assert (best_at_k(scores, k), worst_at_k(scores, k)) == (pytest.approx([best]), pytest.approx([worst]))
+    for k in (0, 4):
+        with refuses(ValueError, f"k={k}", "1 to n=3"):
+            best_at_k(np.zeros((1, 3)), k)
 
 
 def test_best_at_k_is_the_mean_over_every_draw() -> None:
+    """Of zeros and ones it is pass@k."""
     scores = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
+    zeros_and_ones = (np.arange(7) < np.arange(8)[:, None]).astype(np.float32)
     for k in range(1, 8):
         draws = [np.array(draw) for draw in combinations(range(7), k)]
-        expected = np.mean([scores[:, draw].max(-1) for draw in draws], axis=0)
-        assert best_at_k(scores, k) == pytest.approx(expected, abs=1e-6)
-        expected = np.mean([scores[:, draw].min(-1) for draw in draws], axis=0)
-        assert worst_at_k(scores, k) == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_more_than_there_are_cannot_be_drawn(k: int) -> None:
-    with refuses(ValueError, f"k={k}", "1 to n=3"):
-        best_at_k(np.zeros((1, 3)), k)
+        for judge, extreme in ((best_at_k, np.max), (worst_at_k, np.min)):
+            expected = np.mean([extreme(scores[:, draw], -1) for draw in draws], axis=0)
+            assert judge(scores, k) == pytest.approx(expected, abs=1e-6)
+        expected = [1 - comb(7 - right, k) / comb(7, k) for right in range(8)]
+        assert best_at_k(zeros_and_ones, k) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +65,8 @@ def test_more_than_there_are_cannot_be_drawn(k: int) -> None:
 )
 def test_majority(answers: list[float], expected: float) -> None:
     assert majority_score(np.array([10.0, 20, 30, 40]), np.array(answers)) == expected
-
-
-def test_majority_of_each_prompt() -> None:
-    scores, answers = np.array([[1.0, 0, 0], [0, 1, 0]]), np.array([[0.0, 1, 1], [NONE, 0, NONE]])
-    assert majority_at_n(scores, answers).tolist() == [0, 1]
+    of_two = majority_at_n(np.array([[10.0, 20, 30, 40]] * 2), np.array([answers, [NONE, NONE, 0, 1]]))
+    assert of_two.tolist() == [expected, 30]
 
 
 def test_intervals_by_hand() -> None:

@@ -47,67 +47,43 @@ def batch() -> DataProto:
 def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int, sharding: dict) -> dict:
     """Two optimizer steps per aggregation mode on this rank's rows; returns metrics and final weights."""
     out = {}
-    data = batch()
+    data = batch().index(shards[rank])
     for mode, changes in OBJECTIVES.items():
         engine = trainable_engine(path, **sharding)
         # plain SGD: Adam divides by the size of the gradient, which turns rounding of near-zero ones into real steps
         engine.reference_head = engine.output_layer("cpu")
         engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
-        steps = [
-            engine.train_mini_batch(
-                data.index(shards[rank]),
-                micro_batch_size=micro_batch_size,
-                objective=objective(loss_agg_mode=mode, **changes),
-            ).metrics
-            for _ in range(2)
-        ]
-        log_probs = engine.compute_log_probs(data.index(shards[rank]), micro_batch_size=micro_batch_size)
-        out[mode] = (
-            steps,
-            {k: v.clone().numpy() for k, v in engine.full_parameters("float32")},
-            log_probs.values.numpy(),
-        )
+        options = {"micro_batch_size": micro_batch_size, "objective": objective(loss_agg_mode=mode, **changes)}
+        steps = [engine.train_mini_batch(data, **options).metrics for _ in range(2)]
+        log_probs = engine.compute_log_probs(data, micro_batch_size=micro_batch_size).values.numpy()
+        out[mode] = steps, {k: v.clone().numpy() for k, v in engine.full_parameters("float32")}, log_probs
     return out
 
 
+# The rows of each rank, sequences of a micro-batch, and how the model is held.
+ALL = list(range(16))
+PLAIN = "1 rank x 1 micro-batch"
+LAYOUTS: dict[str, tuple[list[list[int]], int, dict[str, Any]]] = {
+    "1 rank x 8 micro-batches": ([ALL], 2, {}),
+    "2 ranks x 1 micro-batch": ([ALL[0::2], ALL[1::2]], 8, {}),
+    "2 ranks, uneven, one idle at times": ([ALL[:13], ALL[13:]], 3, {}),
+    "2 ranks with a copy each": ([ALL[:9], ALL[9:]], 4, {"fsdp_size": 1}),
+    "2 ranks that reduce at the end": ([ALL[:9], ALL[9:]], 2, {"defer_grad_sync": True}),
+    "4 ranks with two copies": ([ALL[i::4] for i in range(4)], 1, {"fsdp_size": 2}),
+}
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict], list[list[int]]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    """What each rank of each layout returned."""
     path = random_qwen3(tmp_path_factory.mktemp("model"))
-    rows = list(range(16))
-    layouts = {
-        "1 rank x 1 micro-batch": ([rows], 16),
-        "1 rank x 8 micro-batches": ([rows], 2),
-        "2 ranks x 1 micro-batch": ([rows[0::2], rows[1::2]], 8),
-        "2 ranks, uneven, one idle at times": ([rows[:13], rows[13:]], 3),
-        "2 ranks with a copy each": ([rows[:9], rows[9:]], 4),
-        "2 ranks that reduce at the end": ([rows[:9], rows[9:]], 2),
-        "4 ranks with two copies": ([rows[0::4], rows[1::4], rows[2::4], rows[3::4]], 1),
-    }
-    sharding = {
-        "2 ranks with a copy each": {"fsdp_size": 1},
-        "4 ranks with two copies": {"fsdp_size": 2},
-        "2 ranks that reduce at the end": {"defer_grad_sync": True},
-    }
-    return {
-        name: (run_ranks(len(shards), train, path, shards, size, sharding.get(name, {})), shards)
-        for name, (shards, size) in layouts.items()
-    }
-
-
-LAYOUTS = [
-    "1 rank x 8 micro-batches",
-    "2 ranks x 1 micro-batch",
-    "2 ranks, uneven, one idle at times",
-    "2 ranks with a copy each",
-    "2 ranks that reduce at the end",
-    "4 ranks with two copies",
-]
+    every = {PLAIN: ([ALL], 16, {}), **LAYOUTS}
+    return {name: run_ranks(len(shards), train, path, shards, *rest) for name, (shards, *rest) in every.items()}
 
 
 @pytest.mark.parametrize(("layout", "mode"), covering(LAYOUTS, MODES))
 def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> None:
-    (plain,), _ = runs["1 rank x 1 micro-batch"]
-    ranks, _ = runs[layout]
+    (plain,), ranks = runs[PLAIN], runs[layout]
     for step in range(2):
         expected = metric_values(plain[mode][0][step])
         merged = metric_values(merge_metrics([rank[mode][0][step] for rank in ranks]))
@@ -122,7 +98,7 @@ def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> No
 
 @pytest.mark.parametrize("mode", MODES)
 def test_training_changed_the_weights(runs: dict, mode: str) -> None:
-    (plain,), _ = runs["1 rank x 1 micro-batch"]
+    (plain,) = runs[PLAIN]
     other = "token-mean" if mode == "seq-mean-token-mean" else "seq-mean-token-mean"
     assert 0 < metric_values(plain["seq-mean-token-sum"][0][0])["actor/off_policy_masked_fraction"] < 1
     changed = [np.abs(plain[mode][1][name] - plain[other][1][name]).max() for name in plain[mode][1]]
@@ -130,8 +106,5 @@ def test_training_changed_the_weights(runs: dict, mode: str) -> None:
 
 
 def test_log_probs_agree_across_layouts(runs: dict) -> None:
-    (plain,), _ = runs["1 rank x 1 micro-batch"]
-    (cut,), _ = runs["1 rank x 8 micro-batches"]
-    torch.testing.assert_close(
-        torch.from_numpy(cut["token-mean"][2]), torch.from_numpy(plain["token-mean"][2]), rtol=1e-4, atol=1e-4
-    )
+    (plain,), (cut,) = runs[PLAIN], runs["1 rank x 8 micro-batches"]
+    np.testing.assert_allclose(cut["token-mean"][2], plain["token-mean"][2], rtol=1e-4, atol=1e-4)

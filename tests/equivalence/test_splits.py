@@ -98,33 +98,31 @@ def loss_and_gradient(
     return total.item(), logits.grad
 
 
+def check(split: str, **case: Any) -> tuple[float, torch.Tensor]:
+    """Assert that a split has the loss and the gradient of the whole, and return these."""
+    whole, gradient = loss_and_gradient([list(range(N))], **case)
+    cut, cut_gradient = loss_and_gradient(SPLITS[split], **case)
+    assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6), case
+    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6, msg=str(case))
+    return whole, gradient
+
+
 @pytest.mark.parametrize(("mode", "split"), covering(LOSS_AGG_MODES, SPLITS))
 def test_every_term_and_correction(mode: str, split: str) -> None:
     for kl, entropy, corrected in product(KLS, (False, True), (False, True)):
-        case = {"mode": mode, "kl": kl, "entropy": entropy, "corrected": corrected}
-        whole, gradient = loss_and_gradient([list(range(N))], **case)  # type: ignore[arg-type]
-        cut, cut_gradient = loss_and_gradient(SPLITS[split], **case)  # type: ignore[arg-type]
-        assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6), case
-        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6, msg=str(case))
-        assert gradient.abs().max() > 1e-3, case
+        _, gradient = check(split, mode=mode, kl=kl, entropy=entropy, corrected=corrected)
+        assert gradient.abs().max() > 1e-3, (kl, entropy, corrected)
 
 
 @pytest.mark.parametrize(("loss_mode", "split"), covering(POLICY_LOSS.names(), SPLITS))
 def test_every_policy_loss(loss_mode: str, split: str) -> None:
-    case: dict[str, Any] = {"mode": "seq-mean-token-mean", "kl": "k3", "entropy": True, "corrected": True}
-    whole, gradient = loss_and_gradient([list(range(N))], loss_mode=loss_mode, **case)
-    cut, cut_gradient = loss_and_gradient(SPLITS[split], loss_mode=loss_mode, **case)
-    assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6)
+    check(split, loss_mode=loss_mode, mode="seq-mean-token-mean", kl="k3", entropy=True, corrected=True)
 
 
 @pytest.mark.parametrize(("mode", "split"), covering(LOSS_AGG_MODES, SPLITS))
 def test_off_policy_sequences(mode: str, split: str) -> None:
     case: dict[str, Any] = {"mode": mode, "kl": "unbiased_k3", "entropy": True, "corrected": True}
-    whole, gradient = loss_and_gradient([list(range(N))], delta=0.05, **case)
-    cut, cut_gradient = loss_and_gradient(SPLITS[split], delta=0.05, **case)
-    assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6)
+    whole, _ = check(split, delta=0.05, **case)
     assert abs(loss_and_gradient([list(range(N))], **case)[0] - whole) > 1e-3, "some sequence is left out"
 
 
