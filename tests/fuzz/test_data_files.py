@@ -113,6 +113,13 @@ def outcome(file: Path, tokenizer: Any, case: str) -> list[Prompt] | str:
         raise AssertionError(f"{case}: {type(error).__name__}: {str(error)[:300]}") from error
 
 
+def refused(file: Path, tokenizer: Any, case: str, *words: str) -> None:
+    found = outcome(file, tokenizer, case)
+    assert isinstance(found, str), case
+    if words:
+        says(found, *words)
+
+
 def cases(count: int, part: int) -> Iterator[tuple[random.Random, str]]:
     for seed in range(count):
         yield random.Random(seed * 10 + part), f"case {seed}"
@@ -310,27 +317,19 @@ CONTENTS = {
 def test_contents_of_a_jsonl_file(tmp_path: Path, tokenizer: Any, case: str) -> None:
     raw, words = CONTENTS[case]
     (tmp_path / "rows.jsonl").write_bytes(raw)
-    found = outcome(tmp_path / "rows.jsonl", tokenizer, case)
-    assert isinstance(found, str)
-    says(found, *words)
+    refused(tmp_path / "rows.jsonl", tokenizer, case, *words)
 
 
-def test_a_whole_character_of_two_halves_is_good(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "rows.jsonl").write_text(good_text(prompt="\U0001f642"))
-    assert "\\ud83d" in (tmp_path / "rows.jsonl").read_text()
-    assert load(tmp_path / "rows.jsonl", tokenizer)[0].messages[0]["content"] == "\U0001f642"
-
-
-def test_the_same_row_again_is_another_prompt(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "rows.jsonl").write_text(f"{good_text()}\n" * 3)
+def test_a_character_of_two_halves_a_row_twice_and_a_large_one_are_good(tmp_path: Path, tokenizer: Any) -> None:
+    """The same row again is another prompt."""
+    large = {"text": "x" * 2**20, "numbers": list(range(50_000)), "deep": json.loads("[" * 300 + "]" * 300)}
+    halves = good_text(prompt="\U0001f642")
+    assert "\\ud83d" in halves
+    (tmp_path / "rows.jsonl").write_text("\n".join([halves, halves, good_text(extra_info=large)]))
     prompts = load(tmp_path / "rows.jsonl", tokenizer)
     assert [prompt.index for prompt in prompts] == [0, 1, 2]
-
-
-def test_a_very_large_extra_info(tmp_path: Path, tokenizer: Any) -> None:
-    large = {"text": "x" * 2**20, "numbers": list(range(50_000)), "deep": json.loads("[" * 300 + "]" * 300)}
-    (tmp_path / "rows.jsonl").write_text(good_text(extra_info=large))
-    assert load(tmp_path / "rows.jsonl", tokenizer)[0].extra_info == large
+    assert [prompt.messages[0]["content"] for prompt in prompts[:2]] == ["\U0001f642"] * 2
+    assert prompts[2].extra_info == large
 
 
 def text_of(*values: bytes) -> pa.Array:
@@ -348,9 +347,7 @@ def test_a_prompt_in_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Any, ne
         texts = pa.ListArray.from_arrays([0, 1, 2, 3], messages)
     rows = pa.Table.from_pylist([{name: value for name, value in GOOD.items() if name != "prompt"}] * 3)
     pq.write_table(rows.append_column("prompt", texts), tmp_path / "rows.parquet")
-    found = outcome(tmp_path / "rows.parquet", tokenizer, "not UTF-8")
-    assert isinstance(found, str)
-    says(found, "rows.parquet", "after row 1", "'utf-8'")
+    refused(tmp_path / "rows.parquet", tokenizer, "not UTF-8", "rows.parquet", "after row 1", "'utf-8'")
 
 
 def test_parquet_without_rows_or_columns_and_with_strange_ones(tmp_path: Path, tokenizer: Any) -> None:
@@ -372,27 +369,20 @@ def test_parquet_without_rows_or_columns_and_with_strange_ones(tmp_path: Path, t
     }
     for case, (table, words) in tables.items():
         pq.write_table(table, tmp_path / "rows.parquet")
-        found = outcome(tmp_path / "rows.parquet", tokenizer, case)
-        assert isinstance(found, str), case
-        says(found, *words)
+        refused(tmp_path / "rows.parquet", tokenizer, case, *words)
 
 
-def test_what_is_no_file(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_is_no_file_or_may_not_be_read(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")
     for name in ("folder.jsonl", "pipe.jsonl", "loop.jsonl", "gone.jsonl", "x" * 300 + ".jsonl"):
-        assert isinstance(outcome(tmp_path / name, tokenizer, name), str)
-
-
-def test_a_file_that_may_not_be_read(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        refused(tmp_path / name, tokenizer, name)
     (tmp_path / "rows.jsonl").write_text(good_text())
 
     def refuse(*args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "rows.jsonl"))
 
     monkeypatch.setattr(Path, "open", refuse)
-    found = outcome(tmp_path / "rows.jsonl", tokenizer, "no permission")
-    assert isinstance(found, str)
-    says(found, "read", "file:")
+    refused(tmp_path / "rows.jsonl", tokenizer, "no permission", "read", "file:")
