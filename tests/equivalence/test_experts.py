@@ -1,4 +1,5 @@
-"""A mixture of experts, trained on two ranks, is what the engines sample from, whichever way the weights travel.
+"""A mixture of experts, trained on two ranks, is what the engines sample from, whichever way the weights travel; and
+with the sampler's experts the trainer computes what the sampler did, but for rounding.
 
 On CPU vLLM packs the experts' weights when it loads a model, and on its own would read what a sync brings as if it were
 packed: log-probs that are off by nats, or, where it pads them, an engine that dies.
@@ -10,12 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
 
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import WeightSyncError
+from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.sequences import PROMPT_ROUTES, ROUTES
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.workers.gang import Gang
@@ -25,7 +30,8 @@ from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, gene
 from tests.messages import says
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned, start_together
-from tests.worker_settings import engine_settings
+from tests.ranks import run_ranks
+from tests.worker_settings import engine_settings, model_settings
 from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, actor_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
@@ -123,3 +129,36 @@ def test_experts_outlive_a_sync_of_which_nothing_was_loaded(case: Case) -> None:
     assert isinstance(error, WeightSyncError)
     says(error, f"version {case.version + 1}", "bucket 0")
     case.samples_from(0, before)
+
+
+# --- the sampler's experts ---------------------------------------------------------------------------------------
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def differences(rank: int, path: str, dtype: str, data: DataProto) -> dict[str, Any]:
+    """Of the trainer's log-probs to the sampler's, with the recorded experts and without."""
+    settings = model_settings(path, compute_dtype=dtype, replays_routes=True)
+    engine = FSDPEngine(settings, device="cpu", temperature=0.7)
+    free = DataProto({name: column for name, column in data.batch.items() if name not in (PROMPT_ROUTES, ROUTES)})
+    columns = {name: engine.compute_log_probs(rows, micro_batch_size=32) for name, rows in (("R3", data), ("", free))}
+    before = data["rollout_log_probs"].values
+    return {name: (column.values - before).double().numpy() for name, column in columns.items()}
+
+
+@pytest.fixture(scope="module")
+def found(local_ray: None, random_models: dict[str, str]) -> dict[str, Any]:
+    path = random_models["experts"]
+    with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+        each = [engine_settings(path, dtype=dtype, records_routes=True) for dtype in DTYPES.values()]
+        group.gather([group.submit(rank, "start", "start", settings) for rank, settings in enumerate(each)])
+        asked = sampling(n=32, max_tokens=40, ignore_eos=True)
+        batches = [generate(group, rank, PROMPTS, asked) for rank in range(2)]
+        group.call_all("shutdown", "shutdown")
+    return {dtype: run_ranks(1, differences, path, dtype, data)[0] for dtype, data in zip(DTYPES, batches, strict=True)}
+
+
+def test_what_the_trainer_computes_with_the_samplers_experts_differs_by_rounding(found: dict[str, Any]) -> None:
+    """In bf16 by the mean of k3, e^x - x - 1, an estimate of the KL that is not negative."""
+    assert abs(found["fp32"]["R3"]).max() < 1e-5
+    kl = {name: (np.expm1(difference) - difference).mean() for name, difference in found["bf16"].items()}
+    assert kl["R3"] * 5 < kl[""]

@@ -1,4 +1,7 @@
-"""Padded, packed and shared give the same log-probs, entropies, loss and gradients, however rows are cut."""
+"""Padded, packed and shared give the same log-probs, entropies, loss and gradients, however rows are cut.
+
+Families with attention of their own train as transformers' own code says; docs/models.md has all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
+from scripts.architectures import judge
 from tests.models import EXPERTS, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
@@ -143,3 +147,33 @@ def test_two_ranks_give_the_same(alone: dict[str, Any], pair: list[dict[str, Any
     ranks = [rank[f"{family} {way}"] for rank in pair]
     for rank in ranks:
         assert_same_training(rank, alone[f"{family} padded"], [each["metrics"] for each in ranks])
+
+
+# --- families with attention of their own -----------------------------------------------------------------------
+RIGHT = "right"
+
+
+def judged(rank: int, families: list[str], layouts: list[str]) -> list[list[str]]:
+    return [judge(family, layouts) for family in families]
+
+
+def test_sinks_own_attention_and_buffers_that_are_in_no_file() -> None:
+    (found,) = run_ranks(1, judged, ["gpt_oss", "bloom", "falcon_h1"], ["padded", "shared"])
+    sinks, own, buffers = found
+    assert sinks == [RIGHT, RIGHT]
+    assert own[0] == buffers[0] == RIGHT
+    assert own[1].startswith("padded: ")
+    assert "BloomAttention" in own[1]
+    assert buffers[1].startswith("padded: ")
+
+
+@pytest.mark.long
+def test_families_of_each_kind() -> None:
+    everywhere = ["gpt_oss", "mimo_v2_flash", "mistral", "gemma3_text", "deepseek_v3", "phi3", "opt"]
+    padded = ["gptj", "falcon", "gemma2", "nemotron", "mamba", "zamba2", "hy_v4", "llama4_text", "qwen3_next"]
+    (found,) = run_ranks(1, judged, everywhere + padded, ["padded", "packed", "shared"])
+    for family, cells in zip(everywhere, found, strict=False):
+        assert cells == [RIGHT] * 3, family
+    for family, cells in zip(padded, found[len(everywhere) :], strict=True):
+        assert cells[0] == RIGHT, family
+        assert all(cell.startswith("padded: ") for cell in cells[1:]), family
