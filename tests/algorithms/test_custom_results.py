@@ -55,10 +55,13 @@ def test_an_estimator_that_returns_something_else(tmp_path: Path, returned: str,
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
 
 
-def test_what_is_right_stays_right_and_an_error_shows_its_own_lines(tmp_path: Path) -> None:
+def test_what_was_right_stays_right(tmp_path: Path) -> None:
     """float64 too, and a list of two."""
     name = custom(tmp_path, "return [batch.scores[:, None] * batch.response_mask, batch.response_mask]")
     assert advantages(name)[0].tolist() == [[1, 1, 0], [2, 2, 2]]
+
+
+def test_an_error_in_an_estimator_shows_its_own_lines(tmp_path: Path) -> None:
     name = custom(tmp_path, "weights = [1.0]; return weights[len(batch.scores)]")
     with refuses(ConfigError, f"algorithm.adv_estimator={name}", "IndexError", "mine.py", "line 6") as caught:
         advantages(name)
