@@ -45,12 +45,10 @@ COLUMNS = {path[0] for path in PATHS}
 JUNK: list[Any] = [
     None, True, False, 0, -1, 2**63, 10**400, 0.0, -0.0, 1e308, math.nan, math.inf, -math.inf, "", " ", "\n", "text",
     "nan", "\x00", "\x07\x1b[31m", "\u202e\u200b\ufeff", "\ud800", "\udfff x", "e\u0301" * 50, "🙂👩‍👩‍👧", "﷽" * 20,
-    "x" * 5000,
-    "<|im_start|>", "{{ 7 * 7 }}", "{% for", "</s><s>[INST]", [], [[]], [None], ["a", 1, None], [{"role": "user"}], {},
-    [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-    {"a": {"b": {}}},
-    [{"role": None, "content": "x"}], [{"role": "user", "content": "x", "tool_calls": [{"x": 1}]}],
-    {"ground_truth": None},
+    "x" * 5000, "<|im_start|>", "{{ 7 * 7 }}", "{% for", "</s><s>[INST]", [], [[]], [None], ["a", 1, None],
+    [{"role": "user"}], {}, [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "text", "text": "x"}]}], {"a": {"b": {}}}, [{"role": None, "content": "x"}],
+    [{"role": "user", "content": "x", "tool_calls": [{"x": 1}]}], {"ground_truth": None},
     {"ground_truth": [1, {"x": None}]}, {"": 1}, {"role": "user", "content": "x"}, [1] * 1000,
     {str(i): i for i in range(99)},
 ]  # fmt: skip

@@ -80,14 +80,16 @@ def whiten(rows: Rows, masks: Rows) -> Rows:
     ]
 
 
+def scale_of(scores: list[float], options: Options) -> float:
+    """What a group's centred scores are divided by; Dr. GRPO (arXiv 2503.20783) has none."""
+    return sample_std(scores) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
+
+
 def grpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
-    """DeepSeekMath (arXiv 2402.03300), section 4.1.2: (r - mean) / std; Dr. GRPO (arXiv 2503.20783) has no std."""
-    advantages = []
-    for i, score in enumerate(batch.scores):
-        group = batch.group_scores(i)
-        scale = sample_std(group) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
-        advantages.append((score - mean(group)) / scale)
-    return spread(batch, advantages)
+    """DeepSeekMath (arXiv 2402.03300), section 4.1.2: (r - mean) / std."""
+    groups = [batch.group_scores(i) for i in range(len(batch.scores))]
+    pairs = zip(batch.scores, groups, strict=True)
+    return spread(batch, [(score - mean(group)) / scale_of(group, options) for score, group in pairs])
 
 
 def grpo_passk(batch: Batch, options: Options) -> tuple[Rows, Rows]:
@@ -95,9 +97,8 @@ def grpo_passk(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     advantages = []
     for i, score in enumerate(batch.scores):
         group = sorted(batch.group_scores(i), reverse=True)
-        scale = sample_std(group) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
         lead = score - group[1] if len(group) > 1 and score == group[0] else 0.0
-        advantages.append(lead / scale)
+        advantages.append(lead / scale_of(group, options))
     return spread(batch, advantages)
 
 
@@ -178,17 +179,19 @@ def returns_to_go(rewards: list[float], mask: list[float], gamma: float) -> list
     return returns
 
 
+def all_returns(batch: Batch, gamma: float) -> Rows:
+    return [returns_to_go(*row, gamma) for row in zip(batch.rewards, batch.masks, strict=True)]
+
+
 def reinforce_plus_plus(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """REINFORCE++ (arXiv 2501.03262): the return to go, whitened over the batch."""
-    rows = zip(batch.rewards, batch.masks, strict=True)
-    returns = [returns_to_go(rewards, mask, options["gamma"]) for rewards, mask in rows]
+    returns = all_returns(batch, options["gamma"])
     return whiten(returns, batch.masks), returns
 
 
 def distill(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """Policy gradient (MiniLLM, arXiv 2306.08543, eq. 3, without its mixing): the return to go, as it is."""
-    rows = zip(batch.rewards, batch.masks, strict=True)
-    returns = [returns_to_go(rewards, mask, options["gamma"]) for rewards, mask in rows]
+    returns = all_returns(batch, options["gamma"])
     return returns, returns
 
 
@@ -201,8 +204,7 @@ def reinforce_plus_plus_baseline(batch: Batch, options: Options) -> tuple[Rows, 
 
 def remax(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """ReMax (arXiv 2310.10505): the return to go less the greedy response's score."""
-    rows = zip(batch.rewards, batch.masks, strict=True)
-    returns = [returns_to_go(rewards, mask, 1.0) for rewards, mask in rows]
+    returns = all_returns(batch, 1.0)
     advantages = [
         [(g - baseline) * m for g, m in zip(row, mask, strict=True)]
         for row, mask, baseline in zip(returns, batch.masks, batch.baselines, strict=True)
@@ -253,8 +255,7 @@ def grpo_process(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     advantages = []
     for i, mask in enumerate(batch.masks):
         group = [reward for j in batch.group(i) for _, reward in steps[j]]
-        scale = sample_std(group) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
-        alone = len(batch.group(i)) == 1
+        scale, alone = scale_of(group, options), len(batch.group(i)) == 1
         normalised = [(end, 0.0 if alone else (reward - mean(group)) / scale) for end, reward in steps[i]]
         advantages.append([m * sum(value for end, value in normalised if end >= t) for t, m in enumerate(mask)])
     return advantages, advantages
@@ -276,7 +277,7 @@ def rae(batch: Batch, options: Options) -> tuple[Rows, Rows]:
 
 def optimal_token_baseline(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """OTB (arXiv 2602.07078): G_t - sum G_t W_t / sum W_t over the group's t-th trained tokens, W_t = sum of norms."""
-    returns = [returns_to_go(*pair, 1.0) for pair in zip(batch.rewards, batch.masks, strict=True)]
+    returns = all_returns(batch, 1.0)
     trained = [[t for t, counts in enumerate(mask) if counts] for mask in batch.masks]
     advantages = [[0.0] * len(mask) for mask in batch.masks]
     for i, tokens in enumerate(trained):
@@ -301,7 +302,7 @@ def gigpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
             turns.append((i, range(start, stop), states[starts[k]], following))
     for i, tokens, state, value in turns:
         peers = [other for j, _, s, other in turns if s == state and batch.index[j] == batch.index[i]]
-        scale = sample_std(peers) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
+        scale = scale_of(peers, options)
         for t in tokens:
             rows[i][t] += options["step_advantage_w"] * (value - mean(peers)) / scale * batch.masks[i][t]
     return rows, rows
@@ -323,25 +324,26 @@ def gdpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     return whitened, whitened
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    "grpo": grpo,
-    "grpo_passk": grpo_passk,
-    "rloo": rloo,
-    "opo": opo,
-    "gpg": gpg,
-    "maxrl": maxrl,
-    "lite_ppo": lite_ppo,
-    "scale_rl": scale_rl,
-    "rl_zvp": rl_zvp,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "distill": distill,
-    "gae": gae,
-    "grpo_process": grpo_process,
-    "gdpo": gdpo,
-    "a2po": a2po,
-    "rae": rae,
-    "optimal_token_baseline": optimal_token_baseline,
-    "gigpo": gigpo,
-}
+NAMED = (
+    grpo,
+    grpo_passk,
+    rloo,
+    opo,
+    gpg,
+    maxrl,
+    lite_ppo,
+    scale_rl,
+    rl_zvp,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    distill,
+    gae,
+    grpo_process,
+    gdpo,
+    a2po,
+    rae,
+    optimal_token_baseline,
+    gigpo,
+)
+ESTIMATORS: dict[str, Estimator] = {estimator.__name__: estimator for estimator in NAMED}

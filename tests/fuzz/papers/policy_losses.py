@@ -187,21 +187,8 @@ def vespo(row: Row, options: Options) -> list[float]:
     return weighted(row, losses)
 
 
-LOSSES: dict[str, Loss] = {
-    "vanilla": vanilla,
-    "gspo": gspo,
-    "geo_mean": geo_mean,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gpg": gpg,
-    "dro": dro,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "topr": topr,
-    "vespo": vespo,
-}
+NAMED = (vanilla, gspo, geo_mean, cispo, sapo, gpg, dro, dppo_tv, dppo_kl, clip_cov, kl_cov, topr, vespo)
+LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in NAMED}
 
 
 def covariances(log_probs: Rows, advantages: Rows, masks: Rows) -> dict[tuple[int, int], float]:
