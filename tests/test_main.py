@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,14 +164,6 @@ def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(
     told = capsys.readouterr().err
     says(told, "reward_model worker 1", "'train'", "step 3", "Traceback: rank.py")
     assert "grpo_dist/main.py" not in told
-
-
-def test_the_module_is_a_command() -> None:
-    command = [sys.executable, "-m", "grpo_dist", "reward-model", "data.train_bach_size=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    says(done.stderr, "data.train_batch_size")
-    assert "Traceback" not in done.stderr
 
 
 ERRORS = {

@@ -23,7 +23,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.tracking.rollouts import is_recorded
 from tests.docs.code_blocks import Block, blocks, faults
-from tests.docs.python_blocks import resolve_imports, run_in_order, undefined_names
+from tests.docs.commands import resolve_imports, run_in_order, undefined_names
 from tests.messages import refuses, says
 from tests.tiers import first
 
