@@ -113,19 +113,11 @@ def run_config(cell: Cell, folder: Path) -> RunConfig:
     (folder / "config.json").write_text(json.dumps(MODELS[cell.model]))
     place = {"actor": cell.ranks, "rollout": 1, "ref": cell.ranks if cell.role == "ref" else 1}
     nodes = -(-sum(place.values()) // 8)
-    config, _ = load_config(
-        [
-            f"{MODEL}.path={folder}",
-            "cluster=multi_node",
-            f"trainer.nnodes={nodes}",
-            *(f"cluster.{role}_world_size={ranks}" for role, ranks in place.items()),
-            f"data.max_prompt_length={PROMPT}",
-            f"data.max_response_length={cell.response}",
-            "data.train_batch_size=64",
-            f"{ACTOR}.ppo_mini_batch_size=64",
-            *cell.overrides,
-        ]
-    )
+    sizes = [f"data.max_prompt_length={PROMPT}", f"data.max_response_length={cell.response}"]
+    sizes += ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"]
+    where = ["cluster=multi_node", f"trainer.nnodes={nodes}"]
+    where += [f"cluster.{role}_world_size={ranks}" for role, ranks in place.items()]
+    config, _ = load_config([f"{MODEL}.path={folder}", *where, *sizes, *cell.overrides])
     return config
 
 
