@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config as inductor
-from torch._inductor.kernel.flex import flex_attention as lowering
 
 from benchmarks.gpu_check import gpu, hybrid, ipc, kernels, roles, runners
 from benchmarks.gpu_check.gpu import gpu_facts, median_seconds, used_gib
@@ -212,18 +210,6 @@ def test_bytes_and_tensors_that_arrive_as_others_are_counted(monkeypatch: pytest
 
 
 # --- kernels, and vLLM's two model runners ---------------------------------------------------------------------------
-def test_kernels_for_decoding_are_counted_where_the_compiler_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the compiler's cache, which would make none, is off meanwhile."""
-    monkeypatch.setattr(lowering, "create_flex_decoding_kernel", lambda *args: (args, inductor.force_disable_caches))
-    before = inductor.force_disable_caches
-    made: list[None] = []
-    with kernels.made_for_decoding(made):
-        assert made == []
-        assert lowering.create_flex_decoding_kernel("query", "key") == (("query", "key"), True)
-    lowering.create_flex_decoding_kernel("query", "key")
-    assert (len(made), inductor.force_disable_caches) == (1, before)
-
-
 @pytest.mark.parametrize("rows", kernels.ROWS_OF_TWO)
 def test_rows_of_two_tokens_that_come_out_wrong_are_seen(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,31 +232,24 @@ def test_responses_count_up_to_their_first_other_token() -> None:
         runners.agreement([[[1, 2], [-1.0, -1.0]]], [[[1], [-1.0]]])
 
 
-def test_a_user_can_choose_between_the_two_runners(tmp_path: Path) -> None:
-    """One that is refused, as on CPU, is told with the reason."""
+def test_a_user_can_choose_between_the_two_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is refused, as on CPU, is told with the reason; vLLM reads the variable that the note names."""
     own = {"runner": "V2", "rate": 300.0, "sampled": [[[5, 6, 7], [-1.0, -2.0, -3.0]]]}
     other = {"runner": "V1", "rate": 200.0, "sampled": [[[5, 6, 9], [-1.0, -2.25, -9.0]]]}
     runners.note_runners(work := on_cpu(tmp_path), own | {"runner": "V1"}, {"runner": "V2", "refused": "no Triton"})
-    assert by_name(work)["our rollout group, of vLLM alone"].value is None
-    figure = by_name(work)["vLLM alone, model runner V2: tokens"]
-    assert (figure.value, len(work.found.figures)) == (None, 3)
-    says(figure.note, "Triton")
+    assert len(work.found.figures) == 3
+    says(by_name(work)["vLLM alone, model runner V2: tokens"].note, "Triton")
     write_result(tmp_path, Result("roles", "done", {}, figures=(Figure(roles.OURS, 150.0),)))
     runners.note_runners(work := on_cpu(tmp_path), own, other)
-    assert {figure.what: figure.value for figure in work.found.figures} == {
-        "vLLM alone: tokens": 300.0,
-        "our rollout group, of vLLM alone": 0.5,
-        "vLLM alone, model runner V1: tokens": 200.0,
-        "greedy tokens before V1 and V2 differ": pytest.approx(2 / 3),
-        "largest difference of their log-probs": 0.25,
-    }
+    values = [("vLLM alone: tokens", 300.0), ("our rollout group, of vLLM alone", 0.5)]
+    values += [("vLLM alone, model runner V1: tokens", 200.0)]
+    values += [("greedy tokens before V1 and V2 differ", pytest.approx(2 / 3))]
+    values += [("largest difference of their log-probs", 0.25)]
+    assert [(figure.what, figure.value) for figure in work.found.figures] == values
     says(by_name(work)["vLLM alone, model runner V1: tokens"].note, "VLLM_USE_V2_MODEL_RUNNER=0")
-
-
-def test_vllm_reads_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    envs = pytest.importorskip("vllm.envs")
-    for value, expected in (("0", False), ("1", True)):
+    read = pytest.importorskip("vllm.envs").environment_variables[runners.VARIABLE]
+    monkeypatch.delenv(runners.VARIABLE, raising=False)
+    assert read() is None
+    for value in ("0", "1"):
         monkeypatch.setenv(runners.VARIABLE, value)
-        assert envs.environment_variables[runners.VARIABLE]() is expected
-    monkeypatch.delenv(runners.VARIABLE)
-    assert envs.environment_variables[runners.VARIABLE]() is None
+        assert read() is (value == "1")
