@@ -119,9 +119,9 @@ def test_styles_of_the_warm_start_which_holds_the_validation_questions_out(
     direct = [script.direct_response(*numbers) for numbers in ((345, 678), (120, 304), (945, 144))]
     assert direct == ["#### 913", "#### 424", "#### 1089"]
     a, b = script.operands(arithmetic.rows("validation")[0])
-    draws = iter([(a, b), (b, a), (345, 678)])
+    examples, draws = script.Examples(tokenizer), iter([(a, b), (b, a), (345, 678)])
     monkeypatch.setattr(arithmetic, "draw_question", lambda rng: next(draws))
-    ids, labels = script.Examples(tokenizer).batch(1, worked=False)
+    ids, labels = examples.batch(1, worked=False)
     assert "345+678" in tokenizer.decode(ids[0])
     assert tokenizer.decode(labels[0][labels[0] != script.IGNORED]) == "#### 913<|im_end|>"
 
