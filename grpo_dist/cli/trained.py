@@ -248,7 +248,6 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         model=settings.model.without_factors(),  # they are merged
         needs_tokenizer=True,
         shares_gpu=False,
-        weight_transport="object_store",
     )
 
 

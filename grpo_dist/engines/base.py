@@ -235,17 +235,12 @@ class RolloutBackend:
         return build_problem(device)
 
     def model_problem(self, model_config: Mapping[str, Any], device: str) -> str:
-        """Say why it cannot sample from a model, by its config.json with the run's changes; "": it can, or it is not
-        known.
-        """
+        """Say why it cannot sample from a model, by its config.json with the run's changes; "" also if unknown."""
         return ""
 
     def problems(self, config: RunConfig, *, seeded: bool) -> Iterator[Problem]:
         """Yield what is wrong in the keys of the rollout, the engine's own arguments among them: one that is told
-        otherwise than the trainer would sample what the trainer takes for something else.
-
-        Args:
-            seeded: whether samples are seeded one by one.
+        otherwise than the trainer would sample what the trainer takes for something else. `seeded`: one by one.
         """
         yield from between_keys(self._lacks)(config)
         rollout = config.actor_rollout_ref.rollout
@@ -328,11 +323,6 @@ def builtin_backends() -> list[RolloutBackend]:
     return [rollout_backend(name) for name in ROLLOUT_ENGINES]
 
 
-def engine_packages() -> list[str]:
-    """Return the distributions that may have an engine of this package."""
-    return [package for backend in builtin_backends() for package in backend.packages]
-
-
 def build_problem(device: str) -> str:
     """Say why the installed torch cannot run on `device` ("cpu" or "cuda"), and what to do; "" if it can."""
     import torch
@@ -365,11 +355,7 @@ def compiler_problem() -> str:
 
 
 def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
-    """Check what `generate` of a rollout engine has returned.
-
-    Args:
-        returned: what it returned, if the request was not aborted.
-        n: responses that it was asked for.
+    """Check what `generate` of a rollout engine has returned for `n` responses, if the request was not aborted.
 
     Raises:
         ConfigError: they are not so many responses, or their tokens have no log-prob or weight version each.

@@ -42,7 +42,7 @@ class ActorWorker(TrainedWorker):
         from grpo_dist.engines.train.watching import log_probs_in
 
         compute = functools.partial(log_probs_in, self.engine, dtype=getattr(torch, dtype))
-        return self._columns(rows, ("rollout_log_probs",), lambda data, names, **_: {names[0]: compute(data)})
+        return self._columns(rows, ("rollout_log_probs",), lambda data, names, _: {names[0]: compute(data)})
 
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
         """Take the reference's present output layer for the exact KL."""

@@ -135,13 +135,15 @@ class PolicyWorker(Process):
             self.freed_memory.after_pass()
         return columns
 
-    def _by_teacher(self, of: np.ndarray, data: DataProto, names: Sequence[str], **sizes: Any) -> dict[str, Ragged]:
+    def _by_teacher(
+        self, of: np.ndarray, data: DataProto, names: Sequence[str], limits: PassLimits
+    ) -> dict[str, Ragged]:
         """The columns of each row by its own teacher: all ranks ask one teacher after the other."""
         rows = [np.flatnonzero(of == number) for number in range(len(self.teachers))]
         parts = []
         for engine, own in zip(self.teachers, rows, strict=True):
             with engine.on_device(reads=True):
-                parts.append(engine.compute_columns(data.index(own), names, **sizes))
+                parts.append(engine.compute_columns(data.index(own), names, limits))
         order = np.argsort(np.concatenate(rows))
         return {name: Ragged.concat([part[name] for part in parts])[order] for name in names}
 
@@ -152,7 +154,7 @@ class PolicyWorker(Process):
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         with passes(limits, f"{', '.join(names)}, ", ranks):
             data = rows.fetch((*self._sequences(rows), *columns_for(rows.columns, "teacher")))
-            computed = compute(as_teacher_reads(data), tuple(outputs), **limits.sizes)
+            computed = compute(as_teacher_reads(data), tuple(outputs), limits)
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({outputs[name]: values for name, values in computed.items()})
@@ -163,7 +165,7 @@ class PolicyWorker(Process):
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
-        return self.engine.report
+        return self.engine.forward.report
 
     @on_device()
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
@@ -249,7 +251,7 @@ class TrainedWorker(PolicyWorker):
             where = f"step {step}, {OBJECTIVES[type(objective)].role}, mini-batch {number + 1} of {len(mini_batches)}: "
             with passes(limits, where, ranks), printing_to(self.printed):
                 rows_of = data.index(mini_batch)
-                results.append(self.engine.train_mini_batch(rows_of, objective=objective, **limits.sizes))
+                results.append(self.engine.train_mini_batch(rows_of, objective, limits))
         if self.freed_memory is not None:
             self.freed_memory.after_pass()
         metrics, log_probs = [result.metrics for result in results], results[0].log_probs

@@ -136,7 +136,7 @@ class RewardModelWorker(SupervisedWorker):
         """The values at the response tokens of each row."""
         limits = self.settings.forward
         with passes(limits, "reward_model, "):
-            columns = self.engine.compute_columns(data, ("values",), **limits.sizes)
+            columns = self.engine.compute_columns(data, ("values",), limits)
         return [row.numpy() for row in columns["values"].rows()]
 
 

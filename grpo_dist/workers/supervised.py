@@ -31,7 +31,7 @@ class SupervisedWorker(PolicyWorker):
         limits = self.settings.update
         assert limits is not None, "it trains"
         with passes(limits, where):
-            return compute(rows.fetch(rows.columns), objective=objective, **limits.sizes)
+            return compute(rows.fetch(rows.columns), objective, limits)
 
 
 class SupervisedGroup(Gang):

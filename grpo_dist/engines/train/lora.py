@@ -77,11 +77,8 @@ def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> 
     if targets == ALL_LINEAR:
         head = model.get_output_embeddings()
         routers = tuple(f"{name}." for name in routers_of(model))
-        candidates = [
-            name
-            for name, m in modules.items()
-            if _is_linear(m) and m is not head and not f"{name}.".startswith(routers)
-        ]
+        linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
+        candidates = [name for name in linear if not f"{name}.".startswith(routers)]
     else:
         candidates = [name for name in modules if _is_called(name, targets)]
         if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in candidates)]:
@@ -137,13 +134,9 @@ def draw_factors(model: nn.Module) -> None:
         first, second = (nn.Linear(factor.in_features, factor.out_features, bias=False) for factor in (a, b))
         nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
         nn.init.zeros_(second.weight)
-        for factor, drawn in (("lora_A", first), ("lora_B", second)):
-            old = getattr(layer, factor)[ADAPTER].weight
-            replace_tensor(
-                model,
-                f"{name}.{factor}.{ADAPTER}.weight",
-                drawn.weight.detach().to(old.device_mesh.device_type, old.dtype),
-            )
+        for factor, old, drawn in (("lora_A", a.weight, first.weight), ("lora_B", b.weight, second.weight)):
+            value = drawn.detach().to(old.device_mesh.device_type, old.dtype)
+            replace_tensor(model, f"{name}.{factor}.{ADAPTER}.weight", value)
 
 
 @torch.no_grad()
@@ -217,7 +210,7 @@ def full_parameters(
     free_gathered(model)  # or these would be copies in the compute type
     layers, head = lora_layers(model), model.get_output_embeddings()
     of_head = set() if head is None else {id(parameter) for parameter in head.parameters()}
-    for name, parameter, plain in _named(model):
+    for name, parameter, plain in merged(model):
         wanted = head_dtype if head_dtype is not None and id(parameter) in of_head else dtype
         owner, base, leaf = name.rpartition(".base_layer.")
         if base and leaf == "weight":
@@ -238,13 +231,8 @@ def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> I
         yield name, whole(model.get_parameter(parameter).detach().to(dtype)).to(device)
 
 
-def merged_names(model: nn.Module) -> list[str]:
-    """The names that `full_parameters` yields."""
-    return [plain for _, _, plain in _named(model)]
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
-    """Parameters but for LoRA's factors: name, parameter, name before LoRA."""
+def merged(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Parameters but for LoRA's factors: name, parameter, name before LoRA, which `full_parameters` yields."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name, parameter, name.replace(".base_layer.", ".")

@@ -50,7 +50,7 @@ from grpo_dist.assets.model_folder import EMBEDDINGS, read_header, some, weight_
 from grpo_dist.config.schema_roles import LORA_RANK
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import OWN, attention_implementation
-from grpo_dist.engines.train.lora import merged_names
+from grpo_dist.engines.train.lora import merged
 from grpo_dist.engines.train.sharded_tensors import local_shard, replace_tensor
 from grpo_dist.errors import ConfigError, DataError
 
@@ -336,7 +336,8 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
 
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     buffers = [(name, buffer.to(device)) for name, buffer in model.named_buffers() if name not in computed]
-    members = Counter(group_of(name) for name in (*merged_names(model), *(name for name, _ in buffers)))
+    plain = [name for _, _, name in merged(model)]
+    members = Counter(group_of(name) for name in (*plain, *(name for name, _ in buffers)))
     held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for source in (tensors, buffers):
         for name, tensor in source:

@@ -129,10 +129,8 @@ class Offload:
     """Moves a role's tensors to its device for a phase, and back.
 
     Attributes:
-        model: a module, sharded with FSDP2 or not.
         device: where phases run. On CPU nothing moves.
-        parameters: whether the weights are offloaded.
-        optimizer_states: whether the optimizer's states are.
+        parameters: whether the weights are offloaded; `optimizer_states`: whether these are.
         shares_device: whether other processes need the device's memory between phases: then torch's cache is emptied.
     """
 

@@ -67,9 +67,7 @@ class SequenceGroup:
         return everyone.index_copy(0, numbers, values)
 
     def exchange(self, x: Tensor) -> Tensor:
-        """(B, P, Q, D) -> (B, P / size, Q * size, D): a share of what all ranks have on the second axis, of which this
-        rank has a part on the third.
-        """
+        """(B, P, Q, D) -> (B, P / size, Q * size, D): a share of the second axis, whole on the third, of all ranks."""
         assert self.group is not None
         parts = x.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
         received = wait_tensor(all_to_all_single_autograd(parts, None, None, self.group))

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.base import engine_packages
+from grpo_dist.engines.base import builtin_backends
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, write_durably
 from grpo_dist.errors import CheckpointError
 
@@ -31,7 +31,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # Minimum distance of the times of two checkpoints: enough to order them as floats.
 CLOCK_STEP_S = 0.001
-_PACKAGES = ("grpo_dist", "torch", *engine_packages(), "ray", "transformers")
+_ENGINES = [package for backend in builtin_backends() for package in backend.packages]
+_PACKAGES = ("grpo_dist", "torch", *_ENGINES, "ray", "transformers")
 
 
 def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *, written_after: float = 0.0) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import torch_profile
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.errors import EngineError
@@ -27,9 +28,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def profiled_rank(rank: int, path: str, folder: str) -> None:
     engine, data = trainable_engine(path), random_batch(num_groups=2, n=2)
-    engine.compute_log_probs(data, micro_batch_size=4)
+    engine.compute_log_probs(data, PassLimits("", 4))
     profile = TorchProfile()
-    engine.train_mini_batch(data, micro_batch_size=4, objective=objective())
+    engine.train_mini_batch(data, objective(), PassLimits("", 4))
     profile.write(Path(folder, f"actor_rank{rank}.json.gz"))
 
 
