@@ -79,7 +79,6 @@ class TrainedModel:
         folder: in Hugging Face's format.
         config: of the run, with the overrides; `actor_rollout_ref.model.path` is the folder. For a model of no run the
             defaults.
-        usage: how to ask it.
         base: path or name of the model that its run began with; None: it is of no run that trains a policy.
         unscored: why the run's reward function is not to be loaded; "": it may be.
     """
@@ -150,9 +149,7 @@ def base_of(model: TrainedModel) -> TrainedModel:
 
 
 def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
-    """Return the folder of a checkpoint's model: that of the run's end, or `huggingface_step_N` beside it, which is
-    written if it is not there.
-    """
+    """Return the folder of a checkpoint's model: the run's end's, or `huggingface_step_N`, which is written then."""
     if is_model_of(checkpoint.parent / EXPORTED, checkpoint):
         return checkpoint.parent / EXPORTED
     folder = checkpoint.parent / f"{EXPORTED}_step_{step_of(checkpoint)}"

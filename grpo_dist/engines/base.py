@@ -125,7 +125,7 @@ class EngineWeights(Protocol):
         """
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
-        """Join a weight group. The engine's workers take the ranks from `first_rank` on.
+        """Join a weight group, the engine's workers with the ranks from `first_rank` on.
 
         Raises:
             WeightSyncError: the group was not formed.
@@ -149,11 +149,7 @@ class RolloutEngine(Protocol):
     def __init__(self, settings: EngineSettings) -> None: ...
 
     async def start(self) -> Footprint | None:
-        """Load the model.
-
-        Returns:
-            The memory that the engine took; None without GPUs.
-        """
+        """Load the model; returns the memory that the engine took, None without GPUs."""
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
@@ -161,7 +157,6 @@ class RolloutEngine(Protocol):
         """Sample `sampling.n` responses to one prompt. Calls run at the same time.
 
         Args:
-            prompt: token ids.
             request_id: a name for `abort`.
 
         Returns:
@@ -195,7 +190,6 @@ class RolloutBackend:
         name: under which `rollout.engine_kwargs` has its arguments.
         capabilities: what it can do beyond the methods of `RolloutEngine`: `ROUTES`, `DIFFERENCES`.
         packages: the distributions that have it, of which a machine needs the first, or one that brings it too.
-        install: what to say without them.
         reading_its_log: what to do to see why an engine gave no answer.
     """
 
@@ -309,9 +303,7 @@ class RolloutBackend:
 
 
 def rollout_backend(name: str) -> RolloutBackend:
-    """Return what is known of an engine by its name in the config: one of `ROLLOUT_ENGINES`, or `pkg.module:Class`, or
-    `path/to/file.py:Class`, which is not loaded.
-    """
+    """Return what is known of an engine by its name in the config; code that this names is not loaded."""
     if name not in ROLLOUT_ENGINES:
         return RolloutBackend(name)
     backend: RolloutBackend = load_attribute(ROLLOUT_ENGINES[name], key=ENGINE_KEY)(name)
@@ -337,10 +329,7 @@ def build_problem(device: str) -> str:
 
 
 def compiler_problem() -> str:
-    """Say what Triton lacks on this machine to build its kernels, and what to do; "" if nothing is missing.
-
-    It compiles the launcher of a kernel in C when that is first called.
-    """
+    """Say what Triton lacks here to compile, in C, the launchers of its kernels; "" if nothing is missing."""
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler (gcc or clang in PATH, or CC)")

@@ -44,7 +44,6 @@ class ModelSettings:
         path: on a rank a folder of its machine.
         model_dtype: of the weights that train, and of those that a frozen model holds.
         head_dtype: None: in the types of the rest.
-        shares_gpu: whether processes of other roles are on the same GPU.
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
         max_model_len: as the sampler has it; None: not known.
         num_labels: outputs per token of a classifier's head: 1 (a score or a value), 2 (process reward models that tell
@@ -205,7 +204,6 @@ class EngineSettings:
         dtype: of the weights, as vLLM names it.
         max_episode_len: most different tokens of an agent's episode, whose branches are all one row of an update.
         needs_tokenizer: whether sampling needs the tokenizer, for texts that stop a response or are forbidden.
-        template_kwargs: variables of the chat template that prompts are rendered with.
         gpus: of an engine of several processes that shares its GPUs: Ray assigns it a part of the first one only.
         footprint_gib: what must be free on each GPU before a replacement starts: what its predecessor took.
         collective_timeout_s: None: vLLM's default.
@@ -249,7 +247,6 @@ class GroupAddress:
     Attributes:
         host: of the store, which is in the process of rank 0; likewise `port`.
         generation: number of the group, unique in its store.
-        timeout_s: limit of every wait for another rank.
         backend: "broadcast" from rank 0 to all, or "ipc" from each sender to the receivers on its device.
         num_senders: they have the first ranks.
     """

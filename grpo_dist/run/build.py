@@ -52,7 +52,6 @@ def start_run(
 
     Args:
         stack: ends the processes, and closes the record.
-        ready: what it trains on, and for how many steps.
     """
     started, plan = time.monotonic(), make_plan(config, ready.steps)
     roles = spawn_roles(plan, stack, again=ready.again)
@@ -201,8 +200,6 @@ def time_limits(config: JobConfig) -> TimeLimits:
 
 
 def _thread_environment(place: Placement) -> dict[str, str]:
-    """Return what must be set before an engine's process starts. vLLM's kernels ask OpenMP, and Ray itself sets
-    OMP_NUM_THREADS=1 for workers of up to one CPU.
-    """
+    """Return what OpenMP in vLLM's kernels reads; Ray sets OMP_NUM_THREADS=1 for workers of up to one CPU."""
     threads = place.num_threads.get("rollout", 1)
     return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}

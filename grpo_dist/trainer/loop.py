@@ -55,7 +55,6 @@ def stage(
     is the first argument; if the stage adds columns, it returns the new batch.
 
     Args:
-        name: of the stage, in metrics and errors.
         needs: columns that the batch must have.
         adds: columns that the returned batch must have.
         counted: whether the trainer's `step` is already that of the finished step when the stage runs.
@@ -98,8 +97,7 @@ class TrainingLoop:
 
     Attributes:
         data: the rows to train and to validate on.
-        step: the last step that is trained.
-        timings: seconds of the step, by stage.
+        step: the last one that is trained; `timings`: its seconds by stage.
         validated: the metrics of a validation after the step; {} if there was none.
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
@@ -128,11 +126,7 @@ class TrainingLoop:
         self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
 
     def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
-        """Set the state that the trainer had when a checkpoint was written.
-
-        Args:
-            finished: its finished groups of later steps, by uid.
-        """
+        """Set the state that the trainer had when a checkpoint was written, with its finished groups of later steps."""
         self.step = resumed.state.step
         self._stop_at(resumed.state.metrics)
         self.order.load_state_dict(resumed.state.sampler)
@@ -233,9 +227,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def saving_when_stopped(self) -> Iterator[None]:
-        """Write a checkpoint if a signal ends what is within, and there is something new to keep. One that is being
-        written in the background is completed.
-        """
+        """Write a checkpoint if a signal ends what is within and there is news to keep; complete one under way."""
         try:
             yield
         except KeyboardInterrupt:
@@ -313,6 +305,5 @@ def exported_usage(
         run_dir: of the run that exports it at its end; None: a command does.
     """
     digest = None if checkpoint is None else checkpoint_digest(checkpoint)
-    return replace(
-        model_usage(plan, step), checkpoint=digest, run=None if run_dir is None else run_digest(run_dir), dtype=dtype
-    )
+    run_id = None if run_dir is None else run_digest(run_dir)
+    return replace(model_usage(plan, step), checkpoint=digest, run=run_id, dtype=dtype)

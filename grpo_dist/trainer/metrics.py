@@ -111,12 +111,10 @@ class IdleShares:
     def since_last(self) -> dict[str, float]:
         """`perf/idle/ROLE` since the last call."""
         now, busy = time.monotonic(), [group.busy_seconds() for group in self._groups]
-        shares = {
-            f"perf/idle/{group.role}": max(
-                0.0, 1 - (after - before) / (max(len(group.present), 1) * max(now - self._since, 1e-9))
-            )
-            for group, before, after in zip(self._groups, self._busy, busy, strict=True)
-        }
+        seconds, shares = max(now - self._since, 1e-9), {}
+        for group, before, after in zip(self._groups, self._busy, busy, strict=True):
+            share = (after - before) / (max(len(group.present), 1) * seconds)
+            shares[f"perf/idle/{group.role}"] = max(0.0, 1 - share)
         self._since, self._busy = now, busy
         return shares
 

@@ -114,10 +114,7 @@ def _make_anew(folder: Path) -> None:
 
 
 def _write_timeline(window: _Window, ended: float, ranks: Mapping[str, str]) -> str:
-    """Write the part of Ray's timeline that lies in the window; returns the reason why there is none, or "".
-
-    `ended` is in seconds since 1970.
-    """
+    """Write the part of Ray's timeline within the window; returns why there is none, or "". `ended`: since 1970."""
     try:
         events = [
             event
@@ -136,10 +133,7 @@ def _write_timeline(window: _Window, ended: float, ranks: Mapping[str, str]) -> 
 
 def numbered(events: Sequence[Event], ranks: Mapping[str, str]) -> list[Event]:
     """Return events of Ray's timeline with numbers for its nodes and processes, which Perfetto asks for, and their
-    names beside: of a node its address, of a worker its role and rank.
-
-    Args:
-        ranks: by actor id, the name of the worker.
+    names beside: of a node its address, of a worker its role and rank, by actor id in `ranks`.
     """
     names = {
         event["tid"]: ranks[actor]

@@ -109,13 +109,10 @@ _OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run directory. The kernel releases the lock when the process ends for any reason.
+    """Lock the run directory, which must exist. The kernel releases the lock when the process ends for any reason.
 
     The lock is made with `flock`. It works across machines if the file system supports that (NFS from version 4, Lustre
     with `flock`). If the file system has no locks, the run continues with a warning.
-
-    Args:
-        run_dir: the run directory, which must exist.
 
     Raises:
         ConfigError: another run has the lock, or the lock file cannot be written.

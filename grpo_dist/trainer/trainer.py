@@ -186,7 +186,7 @@ class GRPOTrainer(TrainingLoop):
                     self._compares = False
                 if self.roles.critic is not None:
                     self.update_critic(batch)  # ppo_epochs x mini-batches on the critic
-                if not self.only_critic_learns:
+                if self.step >= self.config.still_steps:  # before, only the critic learns
                     batch = self.update(batch)  # the same on the actor; on policy + old_log_probs
                     self.tell_layout()
                 self.record_validation()  # of the last step, while the engines still hold its weights
@@ -266,11 +266,6 @@ class GRPOTrainer(TrainingLoop):
         _, metrics = await self.roles.critic.update(batch, rows, self.value_objective, self.step + 1)
         self.metrics |= metric_values(metrics)
 
-    @property
-    def only_critic_learns(self) -> bool:
-        """Tell if the policy stands still in the coming step, until the critic is warm."""
-        return self.step < self.config.still_steps
-
     @stage("update_actor", needs=("responses", "advantages"), adds=("old_log_probs",))
     async def update(self, batch: DataProtoRef) -> DataProtoRef:
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
@@ -296,9 +291,8 @@ class GRPOTrainer(TrainingLoop):
     async def sync_reference(self) -> None:
         """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
         assert self.roles.reference is not None
-        await self.roles.reference.move_towards(
-            self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha
-        )
+        share = self.config.actor_rollout_ref.ref.ref_model_mixup_alpha
+        await self.roles.reference.move_towards(self.roles.actor, share)
         if self.objective.exact_kl:
             await self.roles.actor.take_reference_head(self.roles.reference)
 
@@ -356,7 +350,7 @@ class GRPOTrainer(TrainingLoop):
         """Validate the last step now, or beside the next one (`trainer.val_in_background`)."""
         trainer, self.validating = self.config.trainer, bool(self.data.validation)
         self.validation.step = self.step
-        judges = self.saver.compares and self.save_is_due()
+        judges = trainer.keep_best_metric is not None and self.save_is_due()  # its checkpoint is judged by the figure
         beside = trainer.val_in_background and not (trainer.val_only or judges) and 0 < self.step < self.total_steps
         if self.validating and not beside:
             self.metrics |= self.end_validation()
@@ -381,9 +375,8 @@ class GRPOTrainer(TrainingLoop):
         if "old_log_probs" in batch.columns and (correction or causes):  # without them the policy stood still
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, correction, causes)
         engines = self.roles.rollout.num_ready
-        self.metrics |= performance_metrics(
-            self.timings, self.metrics, num_devices=num_devices(self.plan.place, engines)
-        )
+        devices = num_devices(self.plan.place, engines)
+        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=devices)
         self.metrics |= self.order.metrics() | {"training/epoch": self.order.epoch}
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines

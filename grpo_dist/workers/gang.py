@@ -59,9 +59,8 @@ def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
 def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
 
-    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded.
-
-    If the device's memory is not enough, the error names a setting that takes less of it.
+    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded. If the
+    device's memory is not enough, the error names a setting that takes less of it.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,9 +233,7 @@ class TrainedWorker(PolicyWorker):
         """Take one optimizer step per mini-batch.
 
         Args:
-            rows: this rank's rows of the whole batch.
             mini_batches: for each mini-batch, the positions in `rows` that belong to it.
-            step: for messages.
 
         Returns:
             ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
@@ -264,8 +261,7 @@ class TrainedWorker(PolicyWorker):
 class Gang:
     """Ranks that hold one sharded model: the base of models that train and of those that do not.
 
-    Attributes:
-        has_moved: whether its weights differ from those of the model folder; then only a checkpoint has them.
+    Where the weights differ from those of the model folder (`has_moved`) only a checkpoint has them.
     """
 
     has_moved = True
@@ -299,9 +295,7 @@ class Gang:
         *arguments: Any,
         needs: Sequence[str] = (),
     ) -> DataProtoRef:
-        """Log-probs of all rows, or other columns, computed by all ranks; returns a handle with rows in the order of
-        the batch. `needs` are columns that the pass reads besides the sequences.
-        """
+        """Log-probs or other columns of all rows, in the order of the batch; `needs`: read besides the sequences."""
         rows, parts = self._parts(batch, (*columns_for(batch.columns, "forward", "router"), *needs))
 
         def send() -> list[Call]:
@@ -352,11 +346,7 @@ class Gang:
         await self.workers.ask_all("save_checkpoint", "begin_save", folder)
 
     async def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        """The files of that checkpoint by name; None while a rank is still writing, unless `wait` is set.
-
-        Raises:
-            CheckpointError: a rank cannot write.
-        """
+        """The files of that checkpoint by name; see `PolicyWorker.finished_save`."""
         parts = await self.workers.ask_all("save_checkpoint", "finished_save", wait)
         return None if None in parts else {name: digest for part in parts for name, digest in part.items()}
 
@@ -379,7 +369,7 @@ class FrozenGroup(Gang):
         self.restarts = restarts or RestartBudget()
 
     async def restart(self, error: GrpoDistError) -> None:
-        """Start all ranks again after one was lost.
+        """See `Gang.restart`.
 
         Raises:
             GrpoDistError: `error`, if no process was lost, the restarts are used up, or the weights have moved, so that
@@ -404,6 +394,16 @@ class FrozenGroup(Gang):
         """Load a checkpoint on all ranks. From then on only a checkpoint has the weights."""
         self.has_moved = True
         await super().load_checkpoint(folder)
+
+
+class ReferenceGroup(FrozenGroup):
+    """The reference of the KL term: the policy's start, or a teacher; in iterative GRPO its weights move."""
+
+    async def move_towards(self, actor: Gang, share: float) -> None:
+        """Move the weights towards the actor's: share * actor + (1 - share) * reference."""
+        self.has_moved = True
+        buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
+        await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
 
 
 class TrainedGroup(Gang):
@@ -442,8 +442,8 @@ class TrainedGroup(Gang):
 def take_turns(gangs: Sequence[Gang]) -> None:
     """Have gangs whose ranks are on the same GPUs compute one after another: a pass waits for the update of another.
 
-    A GPU that two processes ask at once gives each a slice of time, not the same one on every GPU, so that the ranks of
-    one gang would wait in a collective for those that are not in their slice.
+    A GPU gives two processes slices of time, other ones on every GPU, so that the ranks of one gang would wait in a
+    collective for those that are not in their slice.
     """
     lock = asyncio.Lock()
     for gang in gangs:

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class RecordWriter(Process):
-    """Writes records.
-
-    Attributes:
-        step_separator: what is between the steps of a response; None: responses are judged as a whole.
-    """
+    """Writes records; without a `step_separator` responses are judged as a whole."""
 
     tokenizer: PreTrainedTokenizerBase
     step_separator: str | None
@@ -80,7 +76,6 @@ class RecordWriter(Process):
         """Write a training batch as text to `path`, and its columns beside it (tracking/rollouts.py).
 
         Args:
-            batch: a whole step.
             path: RUN_DIR/rollouts/STEP.jsonl.
             ground_truths: by uid.
             most_bytes: that the folder may hold; the oldest steps are removed.
@@ -103,7 +98,7 @@ class RecordWriter(Process):
 
         Args:
             batch: with `rule_labels`: rows of the labels of a response's steps, or with one for the whole response.
-            conversations: the messages of each prompt, by uid.
+            conversations: by uid.
 
         Raises:
             DiskError: the file cannot be written.

@@ -68,9 +68,8 @@ class RewardModelWorker(SupervisedWorker):
             self.render = ConversationRenderer(own, setting, theirs)
         else:
             self.judge = StepRenderer(own, setting, form, padding_id(config), theirs)
-            self.settings = replace(
-                self.settings, model=judging_model(model, config, own, self.settings.section.process)
-            )
+            judging = judging_model(model, config, own, self.settings.section.process)
+            self.settings = replace(self.settings, model=judging)
         positions = max_positions(config.to_dict())
         self.max_length = self.settings.section.max_length or (positions and positions[1])
         self.padding_id = padding_id(config)
@@ -148,9 +147,8 @@ def judging_model(model: ModelSettings, config: Any, tokenizer: Any, process: Pr
     """
     if process.judging_tokens is None:
         return replace(model, num_labels=config.num_labels)
-    bad, good = (
-        judging_token(tokenizer, text, key) for text, key in zip(process.judging_tokens, JUDGING_KEYS, strict=True)
-    )
+    named = zip(process.judging_tokens, JUDGING_KEYS, strict=True)
+    bad, good = (judging_token(tokenizer, text, key) for text, key in named)
     return replace(model, num_labels=2, judging_tokens=(bad, good))
 
 
@@ -170,12 +168,10 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
     lengths = {uid: max(1, len(commonprefix(group))) for uid, group in groups.items()}
     for uid, end in zip(uids, ends, strict=False):
         lengths[uid] = min(lengths[uid], end)
-    parts = [
-        (sequence[: lengths[uid]], sequence[lengths[uid] :]) for uid, sequence in zip(uids, sequences, strict=True)
-    ]
+    rows = [(sequence, lengths[uid]) for uid, sequence in zip(uids, sequences, strict=True)]
     columns = {
-        "prompts": Ragged.from_rows([prompt for prompt, _ in parts], torch.int32),
-        "responses": Ragged.from_rows([response for _, response in parts], torch.int32),
+        "prompts": Ragged.from_rows([sequence[:length] for sequence, length in rows], torch.int32),
+        "responses": Ragged.from_rows([sequence[length:] for sequence, length in rows], torch.int32),
     }
     return with_score_token(DataProto.from_dict(columns, {"uid": list(uids)}))
 

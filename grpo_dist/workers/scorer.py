@@ -161,15 +161,13 @@ class ResponseScorer(Process):
         from grpo_dist.rewards.scorer import Scorer
 
         torch.set_num_threads(1)
-        self.tokenizer = load_tokenizer(
-            self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
-        )
+        folder = self.find_model(settings.tokenizer_path)
+        self.tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
-        self.by_turn, self.by_agent, shown = settings.by_turn, settings.by_agent, settings.self_distillation
-        self.teacher_prompts = (
-            None if shown is None else TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
-        )
+        self.by_turn, self.by_agent = settings.by_turn, settings.by_agent
+        shown, template = settings.self_distillation, settings.template_kwargs
+        self.teacher_prompts = None if shown is None else TeacherPrompts(shown, self.tokenizer, template)
         self.teacher = None if settings.teacher is None else TeacherEndpoint(settings.teacher)
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name, self.max_steps = settings.function_name, settings.max_steps
@@ -257,8 +255,7 @@ class ResponseScorer(Process):
             columns |= self.teacher.columns(data["prompts"], responses)
         scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
         label = Label.of(scored)
-        label = Label(label.columns, label.small | extras, label.num_rows)
-        return label, [failure for failure in failures if failure], scored
+        return replace(label, small=label.small | extras), [failure for failure in failures if failure], scored
 
     def _with_rewards(self, texts: Sequence[str], tokens: Ragged, task: Task, given: np.ndarray) -> list[RewardResult]:
         """The results of the reward function, where it is asked, and of the episodes."""
@@ -418,7 +415,7 @@ class TeacherPrompts:
         Args:
             task: with `messages`, behind the user's last one of which is shown what is, and `extra_info`.
             texts: the responses. One is shown the first success behind it in the group, and never itself.
-            scores: of the responses; nan: none.
+            scores: nan: none.
             said: what the reward function has said of each, by name; where it has not, `extra_info` may.
             of: the responses as tokens.
         """

@@ -404,15 +404,13 @@ def _sample_rows(data: DataProto) -> DataProto:
 
 
 class Values(NamedTuple):
-    """(M,) float32 values of the M response tokens: the head's output at the token before each of them; of a head with
-    two outputs, bad and good, the log odds of good: the second less the first.
-    """
+    """(M,) float32: the head's output at the token before each response token; of two (bad, good) the log odds."""
 
     values: Tensor
 
 
 class ValueForward(PolicyForward):
-    """Runs a token classifier over micro-batches, in the layouts of a policy. Takes the arguments of `PolicyForward`.
+    """Runs a token classifier over micro-batches, in the layouts of a policy.
 
     The value of a response token is read at the token that precedes it: what the model says of the state in which the
     token is chosen, as verl's critic. Who wants the value at a sequence's last token appends one more token to it.

@@ -114,7 +114,6 @@ def recompute_layers(
     transformers' own switch works in training mode only.
 
     Args:
-        section: of the config with the switch, for messages.
         keeping: makes the context in which the inputs are kept; what it says of tensors that autograd saves goes for
             them alone, since within a layer `checkpoint` has the say.
     """
@@ -173,9 +172,8 @@ def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterato
 def hold_longrope_factors(model: Any, max_model_len: int) -> None:
     """Fix LongRoPE's factors (Phi-3; arXiv 2402.13753) for the longest sequence that the run may have.
 
-    transformers takes the long factors for a whole micro-batch as soon as one of its positions is beyond the original
-    length, so that a sequence's log-probs would depend on its company. vLLM takes them for all sequences if its
-    `max_model_len` is beyond it, and so does this: trainer and sampler are the same model.
+    transformers takes the long factors for a whole micro-batch if one position is beyond the original length, so that a
+    sequence's log-probs would depend on its company. vLLM takes them for all if its `max_model_len` is beyond it.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) != "longrope":

@@ -90,9 +90,9 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
 def _set_padding(config: Any, tokenizer: Any) -> None:
     """Let a classifier's config name the tokenizer's padding token if it names none, and no conversation ends in that.
 
-    A model whose config names none was trained at the last token of conversations, whatever it is. If that may be the
-    tokenizer's padding token, transformers would read scores at the token before; without `pad_token_id` it reads them
-    at the last token, of one sequence at a time.
+    A model whose config names none was trained at the last token of conversations. If that may be the padding token,
+    transformers would read scores at the token before; without `pad_token_id` it reads them at the last token, of one
+    sequence at a time.
     """
     padding = tokenizer.pad_token_id
     if config.pad_token_id is not None or padding is None:

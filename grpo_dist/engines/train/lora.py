@@ -32,8 +32,7 @@ ADAPTER = "default"  # peft's name of the first adapter
 def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype: torch.dtype = torch.float32) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules.
 
-    `draw_factors` or `load_factors` fills them. The targets are linear layers. What a model holds
-    otherwise, such as the experts and the router of a layer, stays frozen.
+    `draw_factors` or `load_factors` fills them. What is no linear layer, as experts and their router, stays frozen.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -69,10 +68,7 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
 
 
 def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> list[str]:
-    """The modules meant, by their whole names.
-
-    Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
-    """
+    """The modules meant, by whole names: peft would make more of "all-linear", and of names of its older code."""
     targets, modules = lora.targets, dict(model.named_modules())
     if targets == ALL_LINEAR:
         head = model.get_output_embeddings()
@@ -99,9 +95,8 @@ def _is_linear(module: Any) -> bool:
 
 
 def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
-    """Check that no target's weight is another module's too, as that of an output layer which is tied to the embedding.
-
-    No change of such a weight is what its factors are: it would change the other module as well.
+    """Check that no target's weight is another module's too, as that of an output layer which is tied to the embedding:
+    its factors would change the other module as well.
     """
     holders: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):

@@ -205,8 +205,8 @@ def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device
 def _finalized(model: Any, config: LoadStateDictConfig, report: LoadStateDictInfo) -> Any:
     """Have transformers tie what is tied and compute buffers that are in no file; returns its report.
 
-    Its code for new weights runs for that, and may not know shards. So it leaves out modules whose tensors are all
-    loaded; but those that have none may fill buffers of others (Falcon-H1).
+    Its code for new weights may not know shards, so it leaves out modules whose tensors are all loaded; but those that
+    have none may fill buffers of others (Falcon-H1).
     """
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -156,10 +156,7 @@ class Offload:
 
     @contextlib.contextmanager
     def on_device(self, *, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
-        """Within the block the weights, and with `optimizer` its states, are on the device.
-
-        Of a block that only `reads` the weights none are copied back.
-        """
+        """Within the block the weights, and with `optimizer` its states, are on the device; `reads`: none go back."""
         moves = self.device.type != "cpu" and self.parameters
         if moves:
             shards = {name: local_shard(tensor).detach() for name, tensor in self._tensors()}
@@ -207,10 +204,7 @@ class Offload:
 
 
 def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Within the block, what autograd saves on a GPU waits in pinned CPU memory until the backward pass needs it.
-
-    It is copied there and back in the order of the GPU's work, and nobody waits. On CPU it stays where it is.
-    """
+    """Within the block, what autograd saves on a GPU waits in pinned CPU memory; no copy holds the host up."""
     return save_on_cpu(pin_memory=True) if device == "cuda" else contextlib.nullcontext()
 
 
@@ -229,9 +223,9 @@ def move_states(
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Pin the pages of a tensor on CPU, or of its shard, for faster copies to a GPU and back; return the tensor.
+    """Pin the pages of a tensor on CPU, or of its shard, in place; return the tensor.
 
-    In place: what torch pins itself lies in blocks of a power of two, which takes 1.4 times the memory.
+    What torch pins itself lies in blocks of a power of two, which takes 1.4 times the memory.
     """
     shard = local_shard(tensor)
     if not torch.cuda.is_available() or type(shard) is not Tensor or shard.device.type != "cpu":

@@ -24,12 +24,9 @@ from grpo_dist.engines.rendezvous import world_limit
 
 
 class SequenceGroup:
-    """Ranks that split the tokens of their micro-batches, consecutive ones; a group of one has all tokens.
+    """Ranks that split the tokens of their micro-batches, `size` consecutive ones; a group of one has all tokens.
 
-    No dataclass and no tuple, since FSDP2 would copy one for every layer.
-
-    Args:
-        size: ranks of a group. Every rank makes the group at the same time.
+    Every rank makes the group at the same time. No dataclass and no tuple, since FSDP2 would copy one for every layer.
     """
 
     def __init__(self, size: int = 1, device: str = "cpu") -> None:

@@ -52,8 +52,8 @@ def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[st
 def log_probs_in(engine: FSDPEngine, data: DataProto, dtype: torch.dtype) -> Ragged:
     """Return the log-probs of `engine.compute_log_probs` by passes in another type.
 
-    The attention's kernels alone, which may have no other, compute in their own, and a float32 output layer in that.
-    The weights are those of the engine's own passes, changed layer by layer once FSDP2 has gathered them.
+    Only the attention's kernels, which may have no other, and a float32 output layer compute in their own. The weights
+    are those of the engine's own passes, changed layer by layer once FSDP2 has gathered them.
     """
     own = DTYPES[engine.settings.compute_dtype]
     units = {layer: list(layer.modules()) for layer in transformer_layers(engine.model)}

@@ -45,7 +45,7 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
 
     Args:
         folder: that `prepare` has made, for its tokenizer.
-        usual: arguments that are others where the config does not name them; None: none are.
+        usual: arguments that are others where the config does not name them.
     """
     args = {
         "model": settings.model.path,
@@ -85,13 +85,10 @@ def recording_args(device: str) -> dict[str, Any]:
     """
     if device != "cpu":
         return {"enable_return_routed_experts": True}
-    _check_version("actor_rollout_ref.actor.router_replay.mode=R3: on CPU experts are recorded")
-    return {"scheduler_cls": RECORDING_SCHEDULER}
-
-
-def _check_version(what: str) -> None:
     if not knows_internals():
+        what = "actor_rollout_ref.actor.router_replay.mode=R3: on CPU experts are recorded"
         raise ConfigError(f"{what} with vLLM {KNOWN_VERSION}x only; install that one")
+    return {"scheduler_cls": RECORDING_SCHEDULER}
 
 
 def _batching(settings: EngineSettings) -> dict[str, Any]:
@@ -188,8 +185,7 @@ _CONFIG = {"model_type": "llama", "transformers_version": "5.0.0"}
 def tokenizer_args(settings: EngineSettings, folder: str) -> dict[str, Any]:
     """Return vLLM's arguments for its tokenizer, which `folder` then holds in a form that AutoTokenizer reads as it is.
 
-    vLLM's processes load the tokenizer by name, and by AutoTokenizer. One that transformers or the model's own code
-    makes is made in the same way by vLLM.
+    vLLM's processes load the tokenizer by name. One that transformers or the model's own code makes vLLM makes too.
     """
     if not settings.needs_tokenizer:
         return {"skip_tokenizer_init": True}

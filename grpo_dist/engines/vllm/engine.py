@@ -48,11 +48,7 @@ DEATH_POLL_S = 1.0
 
 
 class VLLMEngine:
-    """One vLLM engine; see `RolloutEngine`.
-
-    Args:
-        folder: of its sockets and its tokenizer, which `vllm_engine` has made.
-    """
+    """One vLLM engine; see `RolloutEngine`. `folder` has its sockets and its tokenizer."""
 
     weights: WeightUpdater
 

@@ -221,9 +221,9 @@ def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_
         kv_cache_bytes: the size that vLLM chose for the KV cache; None: the settings name it.
     """
     total = max(then.free - now.free for then, now in zip(before, after, strict=True)) / GIB
-    gib = settings.rollout.kv_cache_memory_gib
-    assert gib is not None or kv_cache_bytes is not None, "vLLM chooses a size that the settings do not name"
-    return Footprint(total, kv_cache_bytes / GIB if kv_cache_bytes is not None else gib)  # type: ignore[arg-type]
+    gib = settings.rollout.kv_cache_memory_gib if kv_cache_bytes is None else kv_cache_bytes / GIB
+    assert gib is not None, "vLLM chooses a size that the settings do not name"
+    return Footprint(total, gib)
 
 
 def _gpu(nvml: Any, name: str) -> GPU:

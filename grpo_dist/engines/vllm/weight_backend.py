@@ -106,13 +106,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: in a file (weights/buckets.py), or as it is, if engine and worker are one process; or a whole sync
-    that the group brings.
+    """One bucket, in a file (weights/buckets.py) or, in one process, as it is; or (`version`) a whole sync.
 
     Attributes:
         file: what `read_bucket` takes. Entries are plain dicts: they cross a process boundary.
         bucket: the bucket, which has been checked.
-        version: of the sync.
     """
 
     file: dict[str, Any] | None = None
@@ -141,9 +139,7 @@ class Adapter:
 
         Args:
             manager: the worker's LRUCacheWorkerLoRAManager. Whatever it holds is replaced.
-            rank: of the factors.
             alpha: scaling = alpha / rank.
-            complete: whether all factors have arrived.
 
         Returns:
             What vLLM does not take; "" if all is in force.
@@ -175,8 +171,8 @@ class Adapter:
 class LayerwiseWeightTransferEngine(WeightTransferEngine):
     """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards.
 
-    Errors go into `receipt`, since vLLM would lose their type; after one nothing more is loaded. Where vLLM has an
-    adapter, the tensors are its factors, which are kept until all have come.
+    Errors go into `receipt`, since vLLM would lose their type; after one nothing more is loaded. With an adapter the
+    tensors are its factors, which are kept until all have come.
     """
 
     init_info_cls = InitInfo

@@ -67,9 +67,7 @@ class WeightUpdater:
             self._paused = True
 
     async def sleep(self) -> None:
-        """Release the GPUs' memory until weights have come: drop the KV cache, and drop the weights or move them to CPU
-        memory (`RolloutBackend.keeps_sleeping_weights`).
-        """
+        """Drop the KV cache, and drop the weights or move them to CPU memory, until new ones have come."""
         if self._asleep:  # since the update of another role
             return
         self.updating = True
@@ -96,12 +94,12 @@ class WeightUpdater:
             raise WeightSyncError(fault)
 
     async def receive(self, version: int) -> None:
-        """Replace all weights by those that the actor sends to the group.
+        """See `EngineWeights.receive`. If nothing had been loaded before a fault, the engine keeps its weights.
+
+        Otherwise it has some old and some new ones, and stays paused until a whole sync succeeds or its worker is
+        replaced; the message says which.
 
         Raises:
-            WeightSyncError: a bucket was damaged, out of order, or did not come. If nothing had been loaded, the engine
-                keeps its weights. Otherwise it has some old and some new ones, and stays paused until a whole sync
-                succeeds or its worker is replaced; the message says which.
             EngineError: the engine failed, and is replaced.
         """
         with self._keeps_weights(version):
@@ -177,5 +175,4 @@ class WeightUpdater:
             yield
         except WeightSyncError as error:
             kept = "the engine sleeps on" if self._dropped else f"the engine keeps version {self.version}"
-            kept = self._mixed or kept
-            raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None
+            raise WeightSyncError(f"sync of weight version {version}: {error}; {self._mixed or kept}") from None

@@ -61,7 +61,6 @@ class Changes:
     Attributes:
         refused: those with which the checkpoint cannot be used.
         experiment: those that make it another experiment.
-        shown: those that are only shown.
     """
 
     refused: list[str] = field(default_factory=list)
@@ -115,7 +114,6 @@ def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) ->
     """The changes of the config since one that was written into a folder.
 
     Args:
-        folder: that has the config.
         others: keys that had another value of the environment then.
 
     Raises:

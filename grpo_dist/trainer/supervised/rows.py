@@ -41,8 +41,6 @@ class Kind:
 
     Attributes:
         named: what a row is, for messages.
-        objective: the loss of such rows.
-        metrics: names of what the loss tells of rows.
         marks: the column in which the loss reads the marks of tokens.
     """
 
@@ -86,10 +84,6 @@ class Rows:
 
 def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> tuple[Rows, int, list[str]] | None:
     """Load the rows; returns them, the number of training steps, and notes. Without a model only check the rows.
-
-    Args:
-        model: the model folder, which has the tokenizer.
-        needs: what a reward function reads of a row; there is none.
 
     Raises:
         DataError: a file, a row or the tokenizer is invalid, training and validation rows are of different kinds, a
@@ -160,11 +154,7 @@ def _tokenized(
 
 
 def rank_shares(examples: Sequence[TrainingExample], num_ranks: int, marks: str) -> list[DataProto]:
-    """Return the columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank.
-
-    Args:
-        marks: the column in which the loss reads the marks of tokens.
-    """
+    """Return the columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank."""
     prompts = np.array([len(example.prompt) for example in examples], np.int64)
     totals = np.array([example.total_tokens for example in examples], np.int64)
     shares = balance(Lengths(np.arange(len(examples)), prompts, totals - prompts), num_ranks)
