@@ -342,7 +342,7 @@ def validating_run(lab: Lab, folder: Path, *overrides: str) -> tuple[dict[int, d
             *(f"{asked}.temperature=1.0", *overrides),
         ]
     )
-    trainer = replace(lab, config=config).train()
+    trainer = replace(lab, plan=make_plan(config, STEPS)).train()
     lab.version = trainer.weight_version
     metrics: dict[int, dict[str, float]] = {}
     for row in history(trainer):
@@ -372,7 +372,7 @@ def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighe
     """Real engines take new weights while they sample for the next step."""
     scorer = f"reward_model.model.path={lab.plan.config.reward_model.model.path}"
     config, _ = load_config([*CONFIG, scorer, "trainer.max_staleness=1", f"trainer.default_local_dir={tmp_path}"])
-    trainer = replace(lab, config=config).train()
+    trainer = replace(lab, plan=make_plan(config, STEPS)).train()
     lab.version = trainer.weight_version
     assert [row["staleness/max"] for row in history(trainer)] == [0, 1]
     assert history(trainer)[0]["training/rollout_probs_diff_max"] < 1e-4, "sampled by the weights it trains"
