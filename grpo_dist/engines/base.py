@@ -204,7 +204,6 @@ class RolloutBackend:
 
     @property
     def _table(self) -> dict[str, Any]:
-        """What engine_arguments.yaml says of its arguments."""
         return _ARGUMENTS.get(self.name, {})
 
     def given(self, rollout: RolloutConfig) -> dict[str, Any]:

@@ -87,7 +87,6 @@ def open_record(
 
 
 def _resume_notes(config: JobConfig, resumed: Resumed | None, steps: int) -> list[str]:
-    """Messages about the checkpoint from which the run resumes."""
     if resumed is None:
         return []
     notes = [f"resumed from {resumed.folder}", *told(resumed.changes)]

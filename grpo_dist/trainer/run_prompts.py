@@ -104,7 +104,6 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
 
 
 def _check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> None:
-    """Have the agent loop look at the model's chat template."""
     agent = config.actor_rollout_ref.rollout.agent
     loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
     ids = {*end_token_ids(model.folder, setting=model_setting(config)), tokenizer.eos_token_id} - {None}
@@ -115,7 +114,6 @@ def _check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> No
 def _load(
     config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any, needs: RowNeeds
 ) -> tuple[list[TokenizedPrompt], list[str]]:
-    """The tokenized prompts of one config key, and notes on them."""
     data, prompts = config.data, read_prompts(config, key, files, most, needs)
     agent_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
     notes = [*_taken(key, prompts), *unread_notes(key, prompts, agent_loop)]

@@ -76,11 +76,7 @@ class Validation:
         return self._job
 
     async def finished(self) -> RolloutJob:
-        """Wait until all responses are scored. If no engine has the weights any more, those that lack are cancelled.
-
-        Raises:
-            GrpoDistError: as `RolloutJob.finished`.
-        """
+        """Wait, as `RolloutJob.finished`; if no engine has the weights any more, what is lacking is cancelled."""
         job, gone = self.begin(), self.pump.spawn(self.pump.rollout.weights_gone.wait())
         scored = self.pump.spawn(job.finished())
         await asyncio.wait([scored, gone], return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity, profile
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
@@ -26,9 +29,8 @@ from grpo_dist.engines.settings import PassLimits, RankSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
-from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.buckets import check_buckets, unpack
-from grpo_dist.errors import GrpoDistError, TrainingDiverged, WorkerError, WorkerLost
+from grpo_dist.errors import EngineError, GrpoDistError, TrainingDiverged, WorkerError, WorkerLost
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 from grpo_dist.protocol.fields import FIELDS, TEACHER, columns_for
 from grpo_dist.protocol.sequences import as_teacher_reads
@@ -44,6 +46,10 @@ if TYPE_CHECKING:
     from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 
 T = TypeVar("T")
+
+# Calls of modules that are recorded, some 20 forward passes of a model of 30 layers. With their operators and those of
+# the backward passes they take 1 to 2 GiB when torch makes a trace of them: 7.5 kB for each operator.
+MOST_MODULE_CALLS = 10_000
 
 
 @contextlib.contextmanager
@@ -77,6 +83,39 @@ def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Call
         return run
 
     return decorate
+
+
+class TorchProfile:
+    """Records the thread that makes it, and its backward passes: until it is written, or has seen so many modules."""
+
+    def __init__(self) -> None:
+        self._thread, self._module_calls, self._records = threading.get_ident(), 0, True
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu])
+        self._profile.start()
+        self._hook = register_module_forward_pre_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, inputs: Any) -> None:
+        if threading.get_ident() == self._thread:  # only this one can stop it
+            self._module_calls += 1
+            if self._module_calls > MOST_MODULE_CALLS:
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._records:
+            self._records = False
+            self._hook.remove()
+            self._profile.stop()
+
+    def write(self, path: Path) -> None:
+        """Stop, and write the trace as gzip'ed JSON in Chrome's format, whole or not at all."""
+        temporary = path.with_name(f".{path.name}")
+        try:
+            self._stop()
+            self._profile.export_chrome_trace(str(temporary))  # compressed, since the name ends in .gz
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"the trace {path} cannot be written: {error}") from None
 
 
 class PolicyWorker(Process):
@@ -159,7 +198,6 @@ class PolicyWorker(Process):
         return _labelled({outputs[name]: values for name, values in computed.items()})
 
     def _sequences(self, rows: DataProtoRef) -> tuple[str, ...]:
-        """Name the columns that every pass reads."""
         return columns_for(rows.columns, "forward", *(("router",) if self.settings.model.replays_routes else ()))
 
     def forward_report(self) -> str:
@@ -186,9 +224,9 @@ class PolicyWorker(Process):
 
     def stop_profile(self, path: str) -> None:
         """Write what was recorded since `start_profile`, as a gzip'ed trace."""
-        profile, self._profile = self._profile, None
-        assert profile is not None, "start_profile comes before"
-        profile.write(Path(path))
+        recorded, self._profile = self._profile, None
+        assert recorded is not None, "start_profile comes before"
+        recorded.write(Path(path))
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all tensors that the ranks together write into a checkpoint."""

@@ -99,7 +99,6 @@ class RewardPool(Pool):
                     group.scored.add_done_callback(functools.partial(_unwanted, part, scoring))
 
     async def _score_together(self, groups: Sequence[_Unscored]) -> None:
-        """Have one process score some groups."""
         inputs = DataProtoRef.concat([group.group for group in groups])
         tasks, sizes = [group.task for group in groups], [len(group.group) for group in groups]
         limit_s = sum(group.limit_s for group in groups)

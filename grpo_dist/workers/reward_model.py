@@ -132,7 +132,6 @@ class RewardModelWorker(SupervisedWorker):
         return self.max_length is not None and len(token_ids) > self.max_length
 
     def _values(self, data: DataProto) -> list[np.ndarray]:
-        """The values at the response tokens of each row."""
         limits = self.settings.forward
         with passes(limits, "reward_model, "):
             columns = self.engine.compute_columns(data, ("values",), limits)

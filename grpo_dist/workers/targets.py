@@ -91,7 +91,6 @@ class TargetMaker(Process):
         return Label.of(targets), metrics, targets
 
     def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
-        """The settings with gdpo's reward keys and weights filled in."""
         chosen = chosen_components(
             settings.options.get("gdpo_reward_keys"),
             settings.options.get("gdpo_reward_weights"),

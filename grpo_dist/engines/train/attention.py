@@ -258,9 +258,8 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
 
 
 def compiled_whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function as a whole: it stops where it would go on uncompiled.
-
-    Uncompiled, FlexAttention computes all pairs of tokens, masked or not: time and memory would explode unseen.
+    """Compile a function as a whole: it stops where it would go on uncompiled, and FlexAttention compute all pairs of
+    tokens, masked or not: time and memory would explode unseen.
     """
     compiled = torch.compile(function, dynamic=True, fullgraph=True, **options)
 

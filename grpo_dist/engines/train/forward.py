@@ -435,10 +435,7 @@ class ValueForward(PolicyForward):
         return max(1.0, alone.abs().mean().item())
 
     def compared(self, micro_batch: MicroBatch) -> Tensor:
-        """The values of a head that is drawn for the check.
-
-        The model's own may be near 0, as a critic's is at first: it would hide any difference between its inputs.
-        """
+        """The values of a drawn head: the model's own, near 0 as a critic's at first, would hide differences."""
         inputs: list[Tensor] = []
         with getattr(self.model, HEAD).register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
             self._run(micro_batch)

@@ -213,8 +213,8 @@ class FSDPEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """The whole weights on `device`, tensor by tensor, with LoRA's factors merged; dtype is torch's name.
 
-        With `as_in_files` they have the names and the form of the model's files, as rollout engines load them, not
-        those of the model. Ranks that drop the tensors leave it out, since it holds some of them for a while.
+        With `as_in_files` they have the names and the form of the model's files, as rollout engines load them. Ranks
+        that drop the tensors leave it out, since it holds some of them for a while.
         """
         head = DTYPES[self.settings.head_dtype] if self.settings.head_dtype else None
         tensors = full_parameters(self.model, getattr(torch, dtype), device, head_dtype=head)

@@ -31,12 +31,11 @@ from grpo_dist.errors import ConfigError
 
 
 def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = False) -> Any:
-    """Load a causal LM, sharded over the default process group; no rank ever holds more than its shards.
+    """Load a causal LM, in eval mode, sharded over the default process group; no rank ever holds more than its shards.
 
-    The model stays in eval mode. Every layer of its no-split classes becomes one FSDP unit, the rest another. With an
-    `fsdp_size` below the number of ranks each group of that many ranks holds a copy of the model (hybrid sharding).
-    Weights that do not train are left as they are where each rank holds all of them in the type of its passes: FSDP2
-    would hold them twice, as shards and as gathered weights.
+    Every layer of its no-split classes becomes one FSDP unit, the rest another. With an `fsdp_size` below the number of
+    ranks each group of that many holds a copy (hybrid sharding). Weights that do not train are left as they are where
+    each rank holds all of them in the type of its passes: FSDP2 would hold them twice, sharded and gathered.
     """
     unloaded = build_model(settings, device, num_shards(settings))
     model = unloaded.model
@@ -153,9 +152,9 @@ def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterato
     """A block with one backward pass of a mini-batch, of which it is the `last` or not.
 
     Gradients are reduced over the ranks that hold a copy of the model together in every pass, so that a rank keeps no
-    more of them than its shard. With `defer_grad_sync` that waits for the last pass, and until then a rank
-    keeps whole gradients in float32; so it does where its shard is the whole. Over copies (hybrid sharding) shards are
-    reduced in the last pass only, which costs no memory. Weights that are not resharded stay gathered between passes.
+    more of them than its shard. With `defer_grad_sync` that waits for the last pass, and until then a rank keeps whole
+    gradients in float32; so it does where its shard is the whole. Over copies (hybrid sharding) shards are reduced in
+    the last pass only, which costs no memory. Weights that are not resharded stay gathered between passes.
     """
     defers = settings.fsdp_config.defer_grad_sync or num_shards(settings) == 1
     model.set_requires_gradient_sync(last or not defers)

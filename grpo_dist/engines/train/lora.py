@@ -199,8 +199,7 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
 
-    The output layer comes in `head_dtype`, if that is given. LoRA's factors are merged. Collective: all ranks iterate
-    together.
+    LoRA's factors are merged; a `head_dtype` is the output layer's. Collective: all ranks iterate together.
     """
     free_gathered(model)  # or these would be copies in the compute type
     layers, head = lora_layers(model), model.get_output_embeddings()

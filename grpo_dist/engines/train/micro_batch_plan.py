@@ -63,8 +63,7 @@ class Lengths:
 def group_rows(data: DataProto) -> np.ndarray:
     """The group of each row: rows with equal prompts have equal numbers, from 0 in order of appearance.
 
-    Prompts are equal if their tokens are, and what belongs to these besides: rows that have some, such as media, carry
-    a digest of it.
+    Prompts are equal if their tokens are, and the digests that rows with media and the like carry.
     """
     digests = data[PROMPT_DIGEST] if PROMPT_DIGEST in data.columns() else [""] * len(data)
     numbers: dict[tuple[str, bytes], int] = {}

@@ -181,8 +181,7 @@ def read_config(settings: ModelSettings) -> Any:
 def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
     """The tensors of a model folder by name, of which nothing is read yet.
 
-    Files are read, not mapped: mapped pages would count as this process's memory, and weights of the files' own type
-    would stay in the files.
+    Files are not mapped: mapped pages would count as this process's memory, and weights of the files' type stay there.
     """
     tensors = {}
     for name in weight_files(folder, str(folder)):
@@ -193,7 +192,6 @@ def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
 
 # --- loading ---------------------------------------------------------------------------------------------------------
 def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device: str) -> Any:
-    """Have transformers fill a model from the tensors of its files; returns its report."""
     config = _load_config(model, conversions, device)
     report, _ = convert_and_load_state_dict_in_model(model, tensors, config)
     if report.conversion_errors:

@@ -88,11 +88,7 @@ def check_overrides(optim: AdamWConfig, dtype: torch.dtype, key: str) -> None:
 def build_optimizer(
     parameters: Iterable[Tensor], optim: AdamWConfig, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build AdamW over the parameters that train, and its schedule, which ends with `total_steps`.
-
-    Raises:
-        ConfigError: see `optimizer_class`.
-    """
+    """Build AdamW (`optimizer_class`) over what trains of the parameters, and its schedule, of `total_steps`."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     build, more = optimizer_class(optim, trainable[0].dtype), optim.override_optimizer_config or {}
     own: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}

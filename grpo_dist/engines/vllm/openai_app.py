@@ -72,8 +72,6 @@ async def openai_app(engine: Any, model_path: str, sample: AppSample, options: M
 
 
 class _Client:
-    """The engine client that vLLM's app needs."""
-
     errored = False
     dead_error = RuntimeError("the engine has failed")
 

@@ -151,7 +151,6 @@ class WeightUpdater:
             raise ConfigError(f"{KEY}=false: {problem}; {REMEDY}")
 
     async def _workers(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Have every worker of the engine do something; a list of their answers."""
         return await self._call(self._llm.collective_rpc(method, kwargs=kwargs))
 
     async def _receipt(self) -> tuple[int, str]:

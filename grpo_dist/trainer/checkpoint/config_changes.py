@@ -126,7 +126,6 @@ def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) ->
 
 
 def _plain(config: JobConfig) -> Any:
-    """A config as one that was saved and read."""
     return yaml.safe_load(saved_config(config))
 
 
@@ -136,7 +135,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
-    """The message: what differs, and the ways on."""
     ways = [f"For a run of its own, set {another_place(config)}."]
     if changes.refused:
         ways.append("To go on from this checkpoint, undo the changes that have a reason in brackets.")
@@ -220,7 +218,6 @@ def digest_code(config: JobConfig, like: Mapping[str, str] = MappingProxyType({}
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """A text, or the texts in a list of functions."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | Mapping):

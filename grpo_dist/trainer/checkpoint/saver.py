@@ -214,7 +214,6 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _giving_up(self, pending: _Pending) -> Iterator[None]:
-        """Abandon the checkpoint if writing it fails."""
         try:
             yield
         except GrpoDistError as error:

@@ -95,11 +95,7 @@ class RolloutJob:
         await asyncio.gather(*self.flows.values(), *self.passes, return_exceptions=True)
 
     async def settled(self, enough: Callable[[], bool]) -> None:
-        """Wait until `enough` returns true, which is tested when a group is scored or a pass ends, or until all are.
-
-        Raises:
-            GrpoDistError: as `finished`.
-        """
+        """Wait, as `finished`, until `enough` is true, tested when a group is scored or a pass ends."""
         if enough():
             return
         for task in asyncio.as_completed([*self.flows.values(), *self.passes]):

@@ -132,7 +132,6 @@ class RolloutPump:
         first: bool,
         model_pass: asyncio.Task[ModelNumbers] | None,
     ) -> None:
-        """One group: prompt, responses, scores."""
         request, failed = job.requests[i], job.failed_attempts[i]
         self.num_episodes += request.sampling.n
         try:
@@ -268,13 +267,11 @@ def _set(event: asyncio.Event, _: object) -> None:
 
 def make_pump(config: RunConfig, roles: Roles) -> RolloutPump:
     """Return the pump of a run on started workers."""
+    rows = passes_of(config, waiting=False)
     return RolloutPump(
         roles.rollout,
         roles.reward,
-        {
-            row.name: functools.partial(roles.compute, row, row.needs(config))
-            for row in passes_of(config, waiting=False)
-        },
+        {row.name: functools.partial(roles.compute, row, row.needs(config)) for row in rows},
         model_scores=None if roles.reward_model is None else roles.reward_model.score,
         teachers=list(config.teachers),
         reward_timeout_s=config.reward.timeout_s,

@@ -114,11 +114,7 @@ CUTS: dict[str, tuple[Sequence[Sequence[int]], str, dict[str, Any]]] = {
     "shared, checkpointing": ([range(99)], "shared", {"limits": PassLimits("", 4), "checkpointing": True}),
     "two ranks, shared": (PAIRS_OF_RANKS, "shared", {"limits": PassLimits("", 3)}),
     "two ranks, packed": (PAIRS_OF_RANKS, "packed", {"limits": PassLimits("", 2)}),
-    "two ranks, padded, checkpointing": (
-        PAIRS_OF_RANKS,
-        "padded",
-        {"limits": PassLimits("", 4), "checkpointing": True},
-    ),
+    "two ranks, padded, recomputed": (PAIRS_OF_RANKS, "padded", {"limits": PassLimits("", 4), "checkpointing": True}),
     "two ranks, one without rows": ([range(99), []], "shared", {"limits": PassLimits("", 4)}),
 }
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from grpo_dist.engines.settings import PassLimits
-from grpo_dist.engines.train import torch_profile
-from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.errors import EngineError
+from grpo_dist.workers import gang
+from grpo_dist.workers.gang import TorchProfile
 from tests.messages import refuses
 from tests.models import objective, random_batch, trainable_engine
 from tests.ranks import run_ranks
@@ -65,7 +65,7 @@ def recorded(path: Path, calls: int) -> int:
 
 def test_the_modules_that_are_recorded_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded(tmp_path / "x.json.gz", 20) == 20
-    monkeypatch.setattr(torch_profile, "MOST_MODULE_CALLS", 7)
+    monkeypatch.setattr(gang, "MOST_MODULE_CALLS", 7)
     assert recorded(tmp_path / "x.json.gz", 20) == 7
     assert recorded(tmp_path / "x.json.gz", 5) == 5, "the next profile counts anew"
     assert not torch.nn.modules.module._global_forward_pre_hooks
