@@ -154,10 +154,7 @@ class RolloutEngine(Protocol):
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
     ) -> list[Response] | None:
-        """Sample `sampling.n` responses to one prompt. Calls run at the same time.
-
-        Args:
-            request_id: a name for `abort`.
+        """Sample `sampling.n` responses to one prompt. Calls run at the same time; `request_id` is a name for `abort`.
 
         Returns:
             The responses; None if the request was aborted.

@@ -48,11 +48,7 @@ MAX_PROMPTS_IN_FLIGHT = 10_000
 def start_run(
     config: JobConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready[Any]
 ) -> TrainingLoop:
-    """Start the roles, resume from a checkpoint if there is one, and make the trainer.
-
-    Args:
-        stack: ends the processes, and closes the record.
-    """
+    """Start the roles, resume from a checkpoint if there is one, and make the trainer."""
     started, plan = time.monotonic(), make_plan(config, ready.steps)
     roles = spawn_roles(plan, stack, again=ready.again)
     counts = ", ".join(f"{len(group.present)} {group.role}" for group in roles.workers)

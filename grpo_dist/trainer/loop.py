@@ -258,11 +258,8 @@ class TrainingLoop:
 def mini_batches(
     config: RunConfig, section: ActorConfig | CriticConfig, uids: np.ndarray, step: int
 ) -> list[np.ndarray]:
-    """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy.
-
-    Args:
-        uids: the group of each row of the batch; groups are one after another, and may differ in size.
-        step: training steps that are done.
+    """Row positions of each mini-batch of each epoch, after `step` steps; a group is never cut, so its responses meet
+    one policy. `uids` is the group of each row; groups are one after another, and may differ in size.
     """
     uids = np.asarray(uids)
     groups = np.split(np.arange(len(uids)), np.flatnonzero(uids[1:] != uids[:-1]) + 1)

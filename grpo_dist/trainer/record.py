@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 RESOLVED_CONFIG = "config.yaml"
-EXPORTED = "huggingface"
-"""The folder of the trained model."""
+EXPORTED = "huggingface"  # the folder of the trained model
 
 
 def say(config: JobConfig, text: str) -> None:
@@ -175,8 +174,7 @@ def writing_into(run_dir: Path) -> Iterator[None]:
         raise kind(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
 
 
-_REFRESH_S = 1.0
-"""Ray's own shortest interval: it forgets a gauge that has not been set for two of them."""
+_REFRESH_S = 1.0  # Ray's own shortest interval: it forgets a gauge that has not been set for two of them
 
 
 class PrometheusTracker(Tracker):
@@ -196,9 +194,8 @@ class PrometheusTracker(Tracker):
                 "trainer.logger: 'prometheus': Ray exports no metrics of this node (its agent is off); start Ray with "
                 "`ray start --metrics-export-port=PORT`, or remove 'prometheus' from trainer.logger"
             )
-        self.note = (
-            f"Prometheus: http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics has ray_grpo_dist_*"
-        )
+        address = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        self.note = f"Prometheus: http://{address}/metrics has ray_grpo_dist_*"
         self._labels = {"project": run.project_name, "experiment": run.experiment_name}
         self._gauges: dict[str, Any] = {}
         self._names = DistinctNames(gauge_name)

@@ -74,9 +74,8 @@ class Retraining:
                 chosen = [examples[i] for i in order[start : start + size]]
                 parts = rank_shares(chosen, len(self.reward_model.workers), "labels")
                 metrics.append(await self.reward_model.train(parts, LabelSettings(), step))
-        return (metric_values(averaged(metrics)) if metrics else {}) | {
-            f"reward_model/{name}": float(number) for name, number in counts.items()
-        }
+        counted = {f"reward_model/{name}": float(number) for name, number in counts.items()}
+        return (metric_values(averaged(metrics)) if metrics else {}) | counted
 
     def _examples(self, step: int) -> tuple[list[TrainingExample], dict[str, int]]:
         """The responses to train on, and the number of rows, also of those that are left out, by their metrics' names.

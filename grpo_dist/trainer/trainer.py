@@ -23,7 +23,6 @@ from typing import Any
 
 from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
 from grpo_dist.algorithms.settings import ENTROPY_WEIGHT, ObjectiveSettings
-from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import HealthMonitor
 from grpo_dist.errors import AgentError
@@ -73,10 +72,6 @@ class Controllers:
             EntropyController(actor.entropy_coeff, actor.entropy_target, actor.entropy_delta),
             AgentBaselines(config.algorithm.rae_decay),
         )
-
-    def targets(self, settings: TargetSettings) -> TargetSettings:
-        """Return the settings of the coming step's targets."""
-        return settings.with_agent_baselines(self.baselines.values)
 
     def objective(self, settings: ObjectiveSettings) -> tuple[ObjectiveSettings, dict[str, float]]:
         """Return the settings of the coming step's loss, and metrics."""
@@ -238,9 +233,10 @@ class GRPOTrainer(TrainingLoop):
     async def compute_targets(self, batch: DataProtoRef) -> DataProtoRef:
         """Compute how much better each response is than its group or than foreseen, and all else that trains."""
         seed = group_seed(self.config.trainer.seed, self.step + 1, -1)
-        settings, kl_coef = self.controllers.targets(self.targets), self.controllers.kl.coef
-        targets, metrics = await self.roles.reward.compute_targets(batch, settings, kl_coef, seed)
-        self.metrics |= metrics | self.controllers.after_targets(metrics, len(batch))
+        controllers = self.controllers
+        settings = self.targets.with_agent_baselines(controllers.baselines.values)
+        targets, metrics = await self.roles.reward.compute_targets(batch, settings, controllers.kl.coef, seed)
+        self.metrics |= metrics | controllers.after_targets(metrics, len(batch))
         return batch.replace(targets)
 
     @stage("agreement", needs=("rollout_log_probs",))

@@ -268,10 +268,7 @@ class TrainedWorker(PolicyWorker):
     def update(
         self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
     ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
-        """Take one optimizer step per mini-batch.
-
-        Args:
-            mini_batches: for each mini-batch, the positions in `rows` that belong to it.
+        """Take one optimizer step per mini-batch: positions in `rows`, which are this rank's of the whole batch.
 
         Returns:
             ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).

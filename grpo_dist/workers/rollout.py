@@ -296,9 +296,7 @@ class GroupRequest:
 class Engine(Member):
     """One rollout worker; its limit counts sequences.
 
-    Attributes:
-        max_num_seqs: most sequences its engine runs at once.
-        lacks_weights: whether it came later than the others and does not hold the current weights yet.
+    It `lacks_weights` if it came later than the others and does not hold the current weights yet.
     """
 
     max_num_seqs: int = MAX_NUM_SEQS
@@ -316,8 +314,7 @@ class Engine(Member):
 class RolloutGroup(Pool):
     """The rollout engines.
 
-    Attributes:
-        weights_gone: set while no engine has the current weights, and none can get them: the actor is being updated.
+    `weights_gone` is set while no engine has the current weights, and none can get them: the actor is being updated.
     """
 
     members: list[Engine]  # type: ignore[assignment]

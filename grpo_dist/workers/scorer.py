@@ -63,14 +63,11 @@ class OverlongPenalty:
 class RewardSettings:
     """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
 
-    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it
-    has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
-    score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
-    rewards of their own (rewards/steps.py), with `by_turn` the turns of an episode, with `by_agent` its agents. `label`
-    names the value of the function that says which responses, or which of their steps, are good: for a reward model
-    that is retrained. With `self_distillation` responses get the prompts of their teacher, rendered with
-    `template_kwargs`; with `teacher` what one behind an endpoint tells of them. `max_steps` is the number of the
-    run's steps, where it is known.
+    A response that the function fails on earns `failure_score` (None: it has no score, and does not train). Where an
+    episode brings a reward of its own, `function_weight` of the function's score is added to it; at 0 the function is
+    not called. Steps between separators have rewards of their own, with `by_turn` the turns of an episode, with
+    `by_agent` its agents. `label` names the value of the function that says which responses, or steps of them, are
+    good: for a reward model that is retrained. `max_steps` is the number of the run's steps, where it is known.
     """
 
     tokenizer_path: str

@@ -107,7 +107,6 @@ class TargetMaker(Process):
         """The metrics of `algorithms.correction`, from old log-probs that the update returned, and of `mismatch`.
 
         Args:
-            batch: with old log-probs.
             correction: arguments of `compute_rollout_correction`; None: its metrics are there already.
             causes: why both may differ; None: for one reason only.
         """

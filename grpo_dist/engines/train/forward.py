@@ -69,7 +69,6 @@ class PolicyForward:
     """Runs a causal LM over micro-batches; `ValueForward` runs a model with a linear head.
 
     Args:
-        model: in which `ResponseHead.install` was tried.
         layout: the wanted one: padded, packed or shared.
         sequence_group: ranks that split the tokens of packed and shared micro-batches; padded ones stay whole.
 

@@ -37,11 +37,7 @@ def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[No
 
 @contextmanager
 def smaller_passes(limits: PassLimits, *, ranks: int = 1) -> Iterator[None]:
-    """Add to an `OutOfMemory` of the block, a pass of these limits, which key makes passes smaller.
-
-    Args:
-        ranks: that split a pass, each with its share of those tokens.
-    """
+    """Add to an `OutOfMemory` of the block, a pass that `ranks` split the tokens of, which key makes passes smaller."""
     name, value = ("micro_batch_size", limits.micro_batch_size)
     if limits.max_token_len is not None:
         name, value = limits.budget, limits.max_token_len // ranks

@@ -73,8 +73,7 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     try:
         return AsyncEngineArgs(**args | own)
     except TypeError as error:  # an argument that vLLM does not have
-        names = ", ".join(own)
-        raise ConfigError(f"{ARGUMENTS_KEY}: {error}; given: {names}") from None
+        raise ConfigError(f"{ARGUMENTS_KEY}: {error}; given: {', '.join(own)}") from None
 
 
 def recording_args(device: str) -> dict[str, Any]:

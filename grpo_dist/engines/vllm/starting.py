@@ -217,8 +217,7 @@ async def wait_until_free(settings: EngineSettings) -> list[GPU]:
 def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_cache_bytes: int | None) -> Footprint:
     """Return the memory that an engine has taken of its GPUs, by their state `before` and `after` its start.
 
-    Args:
-        kv_cache_bytes: the size that vLLM chose for the KV cache; None: the settings name it.
+    `kv_cache_bytes` is the size that vLLM chose for the KV cache; None: the settings name it.
     """
     total = max(then.free - now.free for then, now in zip(before, after, strict=True)) / GIB
     gib = settings.rollout.kv_cache_memory_gib if kv_cache_bytes is None else kv_cache_bytes / GIB

@@ -23,7 +23,6 @@ class WeightUpdater:
     """The weights of one engine; see `EngineWeights`.
 
     Attributes:
-        version: of the weights in force; -1: those of the model folder.
         updating: whether an update is under way: from the pause until requests go on.
 
     Args:

@@ -256,11 +256,7 @@ class Difference(Header):
 
 
 class Sent:
-    """The sender's side: what receivers hold if they have taken in the last sync.
-
-    Attributes:
-        share: bytes of the last sync by those of the whole weights; nan before the first.
-    """
+    """The sender's side: what receivers hold after the last sync, and its `share` of the whole bytes, nan at first."""
 
     def __init__(self) -> None:
         self._buckets: list[Bucket] = []

@@ -56,11 +56,8 @@ _IDLE = {
 
 @dataclass
 class Changes:
-    """Changed keys, as lines "key: old -> new".
-
-    Attributes:
-        refused: those with which the checkpoint cannot be used.
-        experiment: those that make it another experiment.
+    """Changed keys, as lines "key: old -> new": with `refused` ones the checkpoint cannot be used, `experiment` ones
+    make it another experiment.
     """
 
     refused: list[str] = field(default_factory=list)
@@ -111,10 +108,7 @@ def told(changes: Sequence[str]) -> list[str]:
 
 
 def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) -> Changes:
-    """The changes of the config since one that was written into a folder.
-
-    Args:
-        others: keys that had another value of the environment then.
+    """The changes of the config since one in a folder; `others` are keys that had another value of the environment.
 
     Raises:
         CheckpointError: that one cannot be read.

@@ -106,11 +106,7 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def damage(folder: Path, *, contents: bool = True) -> list[str]:
-    """The problems of a checkpoint, one line per file; [] if it is intact.
-
-    Args:
-        contents: whether to read all files and compare digests; False: check only existence and sizes.
-    """
+    """The problems of a checkpoint, one line per file; [] if it is intact. Without `contents` of sizes alone."""
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:

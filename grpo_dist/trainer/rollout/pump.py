@@ -57,12 +57,9 @@ class RolloutPump:
 
     Args:
         sources: what adds columns while other groups are generated, by the name of its pass.
-        model_scores: the reward model; None: there is none.
         teachers: the data source of each, if there are several.
         reward_timeout_s: seconds one response may take to score. The reward process enforces that; here it limits how
             long the process itself may take to answer.
-        max_failure_rate: share of a job's responses on which the reward function may fail.
-        max_episode_failure_rate: share of all episodes so far that may use up their attempts.
     """
 
     def __init__(
