@@ -68,9 +68,7 @@ class TrainedModel:
 
     Attributes:
         name: for tables: the run's folder and the step, or what was named.
-        folder: in Hugging Face's format.
-        config: of the run, with the overrides; `actor_rollout_ref.model.path` is the folder. For a model of no run the
-            defaults.
+        config: of the run, with the overrides, and `folder` as the model's path; for a model of no run the defaults.
         base: path or name of the model that its run began with; None: it is of no run that trains a policy.
         unscored: why the run's reward function is not to be loaded; "": it may be.
     """
@@ -268,13 +266,11 @@ class Answers:
 
 @dataclass
 class Asker:
-    """An engine that answers conversations.
+    """A started engine that answers conversations.
 
     Attributes:
-        engine: started.
         sampling: how it samples; a seed is replaced by one for each prompt.
-        limits: the section `data` of the run whose rows are asked: what it validates on; None: prompts of the user's
-            own, which are asked whole.
+        limits: the section `data` of the run whose rows are asked; None: prompts of the user's own, asked whole.
     """
 
     model: TrainedModel

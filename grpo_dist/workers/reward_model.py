@@ -115,9 +115,7 @@ class RewardModelWorker(SupervisedWorker):
         judged = [self.judge(messages, response) for messages, _, response in texts]
         clipped = [self._is_clipped(tokens.token_ids.tolist()) for tokens, _ in judged]
         sequences = [tokens.token_ids[: self.max_length].tolist() for tokens, _ in judged]
-        ends = [
-            np.minimum(tokens.ends, len(sequence) - 1) for (tokens, _), sequence in zip(judged, sequences, strict=True)
-        ]
+        ends = [np.minimum(tokens.ends, len(ids) - 1) for (tokens, _), ids in zip(judged, sequences, strict=True)]
         data = scored_rows(sequences, uids, [int(ends_of_row[0]) for ends_of_row in ends])
         starts = data["prompts"].lengths.tolist() if len(data) else []
         steps = np.empty(len(texts), object)

@@ -357,10 +357,9 @@ class RolloutGroup(Pool):
         """Sample a group of responses.
 
         The worker with the lowest load gets the request, or the one that has the prompt in its prefix cache, if it has
-        capacity. If the caller is cancelled, the engine aborts the group.
+        capacity; `first` puts it at the head of the queue. If the caller is cancelled, the engine aborts the group.
 
         Args:
-            first: put the request at the head of the queue.
             on_sent: called each time the request is sent to a worker.
             on_failed: called with the attempts at its episodes that have failed, whether the group has a result or not.
 

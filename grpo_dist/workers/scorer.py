@@ -168,9 +168,8 @@ class ResponseScorer(Process):
         self.teacher = None if settings.teacher is None else TeacherEndpoint(settings.teacher)
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name, self.max_steps = settings.function_name, settings.max_steps
-        self.scorer = Scorer(
-            settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
-        )
+        named = settings.function_path, settings.function_name, settings.reward_kwargs
+        self.scorer = Scorer(*named, timeout_s=settings.timeout_s)
         self.scorer.start()
         self.components = self.scorer.components
 

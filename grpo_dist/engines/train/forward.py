@@ -167,13 +167,12 @@ class PolicyForward:
         implementation = self.model.config._attn_implementation
         if self._plainly:
             return self.model(input_ids=micro_batch.input_ids, use_cache=False)
-        inputs = attention_inputs(
-            micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens, self.windows
-        )
+        positions = micro_batch.position_ids
+        inputs = attention_inputs(micro_batch.segments, positions, implementation, self.batched_tokens, self.windows)
         group = self.group_of(micro_batch)
         if group.size > 1:
             inputs["sequence_group"] = group
-        tokens, positions = group.part(micro_batch.input_ids), group.part(micro_batch.position_ids)
+        tokens, positions = group.part(micro_batch.input_ids), group.part(positions)
         if self.replay is not None:
             self.replay.set(None if micro_batch.routes is None else group.part(micro_batch.routes))
         return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **options)

@@ -78,9 +78,8 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
             head.compiler = model.compiler
     if layers is not None and layers.enable_gradient_checkpointing:
         away = functools.partial(saved_in_cpu_memory, device)
-        recompute_layers(
-            model, settings.layers_key, away if layers.enable_activation_offload else contextlib.nullcontext
-        )
+        keeping = away if layers.enable_activation_offload else contextlib.nullcontext
+        recompute_layers(model, settings.layers_key, keeping)
     return unloaded
 
 

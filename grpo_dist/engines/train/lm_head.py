@@ -125,9 +125,7 @@ class HeadValues(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """What a teacher tells of its likeliest tokens: ids (tokens, K) int64, and (tokens, K) float32 log-probs over the
-    temperature.
-    """
+    """A teacher's likeliest tokens: ids (tokens, K) int64, and (tokens, K) float32 log-probs over the temperature."""
 
     ids: Tensor
     log_probs: Tensor

@@ -41,11 +41,10 @@ RECORDING_SCHEDULER = "grpo_dist.engines.vllm.routed_experts.RecordingScheduler"
 
 
 def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> AsyncEngineArgs:
-    """Return the `AsyncEngineArgs` of an engine; the config's `engine_kwargs` win.
+    """Return the `AsyncEngineArgs` of an engine; `usual` ones win, and the config's `engine_kwargs` over all.
 
     Args:
         folder: that `prepare` has made, for its tokenizer.
-        usual: arguments that are others where the config does not name them.
     """
     args = {
         "model": settings.model.path,

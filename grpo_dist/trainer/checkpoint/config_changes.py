@@ -75,18 +75,14 @@ def check_changes(
 ) -> list[str]:
     """Changes since a checkpoint, as lines "key: old -> new", without the keys that have no effect on results.
 
-    Args:
-        prompts: number and fingerprint of the current training rows.
-        code: `digest_code` of the current config, like those of the checkpoint.
+    `prompts` is the number and fingerprint of the current training rows, `code` the `digest_code` of the config.
 
     Raises:
         CheckpointError: a change makes the checkpoint unusable, or it is of another experiment and the config does not
             say to go on; or its config cannot be read.
     """
     trainer = config.trainer
-    others = [
-        key for key, digest in code.items() if digest.startswith(_VALUE) and state.code.get(key, digest) != digest
-    ]
+    others = [key for key, now in code.items() if now.startswith(_VALUE) and state.code.get(key, now) != now]
     changes = find_changes(folder, config, others)
     changes.shown += _edited(_flat(read_config(folder)), _flat(_plain(config)), state.code, code)
     if state.prompts and state.prompts != prompts:
@@ -242,8 +238,7 @@ def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
 def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
     """The number of training prompts, and a fingerprint of their content and order.
 
-    System messages and the chat template are left out: they do not change the positions. Nor does the name of a file
-    that stands for a data source.
+    System messages, the chat template, and the name of a file that stands for a data source change no positions.
     """
     digest = hashlib.blake2b(digest_size=16)
     for prompt in (tokenized.prompt for tokenized in prompts):

@@ -36,10 +36,9 @@ _PACKAGES = ("grpo_dist", "torch", *_ENGINES, "ray", "transformers")
 
 
 def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *, written_after: float = 0.0) -> None:
-    """Write the manifest of all files in `folder`.
+    """Write the manifest of all files in `folder`, of which `digests`, by path in it, are known; other files are read.
 
     Args:
-        digests: known digests by path within the folder; other files are read.
         written_after: time of the previous checkpoint; this one gets a later time even if the clock was set back.
 
     Raises:

@@ -224,7 +224,7 @@ class TrainingSampler:
         If a machine is lost meanwhile, which had some of the groups, all of `job` are sampled again, by the same seeds.
 
         Raises:
-            GrpoDistError: a worker failed, or too few groups with different rewards were found.
+            GrpoDistError: as `rollout`.
         """
         while True:
             lost = self.pump.machines_lost

@@ -92,17 +92,14 @@ def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> 
     read = _read(config)
     if model is None:
         return None
-    tokenizer = load_tokenizer(
-        str(model.folder), trust_remote_code=config.model.trust_remote_code, key=TRAINED_MODEL_KEY
-    )
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=trust, key=TRAINED_MODEL_KEY)
     examples: dict[str, Sequence[TrainingExample]] = {}
     notes: list[str] = []
     for key, rows in read.items():
         examples[key], left_out = _tokenized(config, model, rows, tokenizer) if rows else ([], [])
         if model.vocab_size is not None:
-            largest = (
-                (example.location, max(int(column.max()) for column in example.columns)) for example in examples[key]
-            )
+            largest = ((row.location, max(int(column.max()) for column in row.columns)) for row in examples[key])
             check_token_ids(largest, model.vocab_size, setting=f"{TRAINED_MODEL_KEY}={config.model.path}")
         notes += unread_notes(key, [row for row in rows if isinstance(row, Conversation)])
         if left_out:
