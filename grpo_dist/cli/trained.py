@@ -226,7 +226,14 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
             f"--max-model-len {longest}: {known[0]} of the model's config.json is {known[1]}; ask for less"
         )
     settings = make_plan(config).engine(0)
-    _check_device(settings)
+    if problem := rollout_backend(settings.rollout.name).needs(settings.device):
+        raise ConfigError(problem)
+    size = settings.rollout.tensor_model_parallel_size
+    if settings.device == "cuda" and (present := torch.cuda.device_count()) < size:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: this machine has {present} GPUs; set it to "
+            "what there is, or trainer.n_gpus_per_node=0 for the CPU"
+        )
     if problem := rollout_backend(settings.rollout.name).model_problem(model_config, settings.device):
         raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
     return replace(
@@ -236,17 +243,6 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         needs_tokenizer=True,
         shares_gpu=False,
     )
-
-
-def _check_device(settings: EngineSettings) -> None:
-    if problem := rollout_backend(settings.rollout.name).needs(settings.device):
-        raise ConfigError(problem)
-    size = settings.rollout.tensor_model_parallel_size
-    if settings.device == "cuda" and (present := torch.cuda.device_count()) < size:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: this machine has {present} GPUs; set it to "
-            "what there is, or trainer.n_gpus_per_node=0 for the CPU"
-        )
 
 
 @dataclass(frozen=True)

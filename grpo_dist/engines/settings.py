@@ -7,12 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.config.schema_job import SupervisedModelConfig
-from grpo_dist.config.schema_models import (
-    CriticModelConfig,
-    RetrainConfig,
-    RewardModelConfig,
-    RewardModelFolderConfig,
-)
+from grpo_dist.config.schema_models import CriticModelConfig, RetrainConfig, RewardModelConfig, RewardModelFolderConfig
 from grpo_dist.config.schema_roles import (
     AdamWConfig,
     ForwardConfig,

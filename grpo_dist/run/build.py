@@ -122,7 +122,10 @@ async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     config, place = plan.config, plan.place
     if config.trainer.nnodes > 1:
         await _find_models(config, roles)
-    gangs = functools.partial(_start_gangs, plan, roles)
+
+    def gangs() -> list[Coroutine[Any, Any, None]]:
+        return [roles.gangs[row.name].start(plan.ranks(row.name)) for row in roles_of(config) if row.ranks is not None]
+
     if not isinstance(config, RunConfig):
         await asyncio.gather(*gangs())
         return
@@ -138,11 +141,6 @@ async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     roles.rollout.note_started(footprints)
     if roles.reference is not None and config.has_teacher and plan.objective.exact_kl:
         await roles.actor.take_reference_head(roles.reference)
-
-
-def _start_gangs(plan: Plan[JobConfig], roles: Roles) -> list[Coroutine[Any, Any, None]]:
-    gangs = [row.name for row in roles_of(plan.config) if row.ranks is not None]
-    return [roles.gangs[name].start(plan.ranks(name)) for name in gangs]
 
 
 async def _find_models(config: JobConfig, roles: Roles) -> None:

@@ -61,7 +61,8 @@ class StepProfiler:
             return
         folder = self._folder / f"step_{step}"
         try:
-            await asyncio.to_thread(_make_anew, folder)
+            await asyncio.to_thread(delete, folder)
+            folder.mkdir(parents=True)
         except OSError as error:
             self._tell(f"trainer.profile_steps: step {step} is not profiled: {error}")
             return
@@ -106,11 +107,6 @@ class StepProfiler:
     def _warn(self, step: int, call: Call, why: str) -> None:
         where = f"{call.group.role} rank {call.rank}"
         self._tell(f"trainer.profile_steps: no profile of {where} in step {step}: {why}. The run goes on")
-
-
-def _make_anew(folder: Path) -> None:
-    delete(folder)
-    folder.mkdir(parents=True)
 
 
 def _write_timeline(window: _Window, ended: float, ranks: Mapping[str, str]) -> str:

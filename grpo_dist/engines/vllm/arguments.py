@@ -139,21 +139,18 @@ def adapter_args(settings: EngineSettings) -> dict[str, Any]:
     """VLLM's arguments for one adapter; {} where merged weights are sent."""
     if settings.lora is None:
         return {}
-    _check_family(Path(settings.model.path))
+    folder = Path(settings.model.path)
+    for name in json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ():
+        known = ModelRegistry.models.get(name)
+        if known is not None and not supports_lora(known.load_model_cls()):
+            raise ConfigError(f"{KEY}=false: vLLM's {name} takes no LoRA adapters; {REMEDY}")
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": engine_lora_rank(settings.lora.factors["r"]),
         # else vLLM gives factors to the output layer too, and computes with them
-        "lora_target_modules": _layers(Path(settings.model.path), settings.lora),
+        "lora_target_modules": _layers(folder, settings.lora),
     }
-
-
-def _check_family(folder: Path) -> None:
-    for name in json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ():
-        known = ModelRegistry.models.get(name)
-        if known is not None and not supports_lora(known.load_model_cls()):
-            raise ConfigError(f"{KEY}=false: vLLM's {name} takes no LoRA adapters; {REMEDY}")
 
 
 def _layers(folder: Path, lora: LoraSection) -> list[str]:

@@ -86,13 +86,9 @@ def plain_errors() -> Iterator[None]:
         reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
         raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
     except Exception as error:  # its processes fail on their own, and vLLM says only that they did
-        raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_error_log()}") from error
-
-
-def _error_log() -> str:
-    """The end of a message: the file to which this process and its children write errors."""
-    file = os.path.realpath("/proc/self/fd/2")
-    return f"; the reason is in {file}" if os.path.isfile(file) else ""
+        log = os.path.realpath("/proc/self/fd/2")  # to which this process and its children write errors
+        where = f"; the reason is in {log}" if os.path.isfile(log) else ""
+        raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{where}") from error
 
 
 KNOWN_VERSION = "0.32."

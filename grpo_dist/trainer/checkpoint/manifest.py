@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # Minimum distance of the times of two checkpoints: enough to order them as floats.
 CLOCK_STEP_S = 0.001
+_THREADS = min(8, os.cpu_count() or 1)
 _ENGINES = [package for backend in builtin_backends() for package in backend.packages]
 _PACKAGES = ("grpo_dist", "torch", *_ENGINES, "ray", "transformers")
 
@@ -51,7 +52,7 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *
             f"{folder / missing[0]} was written by a worker, but the driver cannot see it; use a shared file system"
         )
     unknown = [name for name in names if name not in digests]
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(_THREADS) as threads:
         computed = dict(zip(unknown, threads.map(lambda name: digest_file(folder / name), unknown), strict=True))
     files = {name: digests.get(name) or computed[name] for name in names}
     body = {
@@ -110,7 +111,7 @@ def damage(folder: Path, *, contents: bool = True) -> list[str]:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
         return [str(error)]
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(_THREADS) as threads:
         problems = threads.map(lambda name: _damage_of_file(folder / name, name, files[name], contents), files)
         return [problem for problem in problems if problem]
 
@@ -133,10 +134,6 @@ def _sealed(body: Mapping[str, Any]) -> str:
     """The manifest as JSON with its own digest at the end. The text is unique, so any other text is damaged."""
     digest = hashlib.blake2b(json.dumps(body).encode(), digest_size=32).hexdigest()
     return json.dumps({**body, "blake2b": digest}, indent=1) + "\n"
-
-
-def _num_threads() -> int:
-    return min(8, os.cpu_count() or 1)
 
 
 @functools.cache
