@@ -91,9 +91,7 @@ def find_trained(
 ) -> TrainedModel:
     """Find a model; a checkpoint that has not been exported yet is exported into the run's folder.
 
-    Args:
-        step: of the checkpoint; None: the last one.
-        trust: whether the run's folder may name code to run.
+    The last one is taken without a `step`; with `trust` the run's folder may name code to run.
     """
     run_dir = expanded(named)
     checkpoint = named_checkpoint(run_dir, step)
@@ -159,8 +157,7 @@ def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
 def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, folder: Path, dtype: str) -> None:
     """Write the policy, or the model of a supervised run, with LoRA's factors merged; the adapter comes beside it.
 
-    Args:
-        dtype: of the weights in the files: "fp32" or "bf16".
+    `dtype` is that of the weights in the files: "fp32" or "bf16".
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model, or the files cannot be written.
@@ -212,9 +209,8 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
 def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineSettings:
     """Return the settings of an engine that serves this model alone, on the GPUs of one engine or on the CPU.
 
-    Args:
-        max_model_len: longest prompt and response; None: what the run has set, else what the model's config.json
-            allows, but no more than `MOST_TOKENS`, or the run's prompts and responses.
+    Without `max_model_len` sequences are as long as the run has set, else as the model's config.json allows, but no
+    more than `MOST_TOKENS`, or the run's prompts and responses.
     """
     config = with_value(model.config, AGENT_KEY, SINGLE_TURN)  # its code is not needed
     model_config = json.loads((model.folder / "config.json").read_text())

@@ -178,11 +178,7 @@ class RankSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(RankSettings):
-    """What a rank of the reward model is built from.
-
-    Attributes:
-        trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
-    """
+    """What a rank of the reward model is built from, and whether code of the responses' tokenizer may run."""
 
     section: RewardModelConfig
     trust_input_tokenizer: bool = False

@@ -69,7 +69,6 @@ def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False)
     """Reserve and start the processes of all roles; they import what they need while the driver looks for a checkpoint.
 
     Args:
-        stack: ends the processes.
         again: whether the run has had all processes before: then a machine may be lost, for which another one may come.
 
     Raises:

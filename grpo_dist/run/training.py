@@ -153,14 +153,10 @@ def _train(
 
 
 def halved(config: JobConfig, setting: tuple[str, int] | None) -> JobConfig | None:
-    """Return the config with one integer setting halved, for a run that goes on after a GPU ran out of memory.
+    """Return the config with one setting (key, value) halved, for a run that goes on after a GPU ran out of memory.
 
-    Args:
-        setting: (dotted key, its current value); None: there is nothing to halve.
-
-    Returns:
-        The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the
-        longest sequence.
+    None if there is nothing to halve, or half the value is not valid: less than one sequence, or fewer tokens than the
+    longest sequence.
     """
     if setting is None or setting[1] < 2:
         return None

@@ -96,7 +96,6 @@ class TrainingLoop:
     """The base of trainers, which `run/build.py` makes on started workers.
 
     Attributes:
-        data: the rows to train and to validate on.
         step: the last one that is trained; `timings`: its seconds by stage.
         validated: the metrics of a validation after the step; {} if there was none.
         on_step: called with step and metrics after each one; what is true ends the training there.
@@ -294,10 +293,9 @@ def model_usage(plan: Plan[Any], step: int | None) -> Usage:
 def exported_usage(
     plan: Plan[Any], step: int, dtype: str, checkpoint: Path | None, run_dir: Path | None = None
 ) -> Usage:
-    """Return what an exported model says of itself.
+    """Return what an exported model says of itself, whose weights are "fp32" or "bf16".
 
     Args:
-        dtype: of the weights: "fp32" or "bf16".
         checkpoint: of that step; None: the run has written none.
         run_dir: of the run that exports it at its end; None: a command does.
     """

@@ -37,10 +37,7 @@ CORE, AUX = "val-core", "val-aux"
 def validation_requests(
     prompts: Sequence[TokenizedPrompt], sampling: SamplingSettings, run_seed: int, step: int = 0
 ) -> list[GroupRequest]:
-    """Build the requests for all validation prompts, after the training step `step`.
-
-    A seed, if set, is replaced by one per prompt, the same at every validation.
-    """
+    """Build the requests for all validation prompts after `step`; a seed becomes one per prompt, always the same."""
     requests = []
     for prompt in prompts:
         index = prompt.prompt.index

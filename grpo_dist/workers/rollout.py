@@ -294,10 +294,7 @@ class GroupRequest:
 
 @dataclass
 class Engine(Member):
-    """One rollout worker; its limit counts sequences.
-
-    It `lacks_weights` if it came later than the others and does not hold the current weights yet.
-    """
+    """One rollout worker, whose limit counts sequences; it `lacks_weights` until it holds the current ones."""
 
     max_num_seqs: int = MAX_NUM_SEQS
     lacks_weights: bool = False

@@ -176,12 +176,7 @@ class ResponseScorer(Process):
     def score(
         self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
     ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple[list[str], int], float], DataProto]:
-        """Score the responses to some prompts.
-
-        Args:
-            batch: the groups, one after another.
-            sizes: responses of each.
-            tasks: what the reward function is told of each; all of training, or all of validation.
+        """Score the groups of a batch, of these sizes one after another; tasks are all of training, or of validation.
 
         Returns:
             ((found, printed, seconds), data).

@@ -56,8 +56,7 @@ class ObjectStoreTransport:
     ) -> Outcomes:
         """Send the weights, cast to `dtype`, to the engines in `ranks`, as version `version`.
 
-        Returns:
-            By rank: the version that the engine now holds, or the `GrpoDistError` that it answered with.
+        Returns by rank the version that the engine now holds, or the `GrpoDistError` that it answered with.
 
         Raises:
             GrpoDistError: the actor failed.

@@ -240,8 +240,7 @@ class PolicyForward:
     def _unlike_own(self, data: DataProto, agree: Callable[[float], float]) -> str:
         """Compare one sequence with what the model's own code says of it, unpadded: no layout is truer than that.
 
-        Returns:
-            Why they differ; "" if they do not. `fault` says what is wrong with the model's own forward pass.
+        Returns why they differ, or ""; `fault` says what is wrong with the model's own forward pass.
         """
         empty = torch.zeros(2, dtype=torch.int64)
         ids = torch.cat([data[name].rows()[0] for name in ("prompts", "responses")]) if len(data) else empty

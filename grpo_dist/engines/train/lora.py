@@ -121,8 +121,8 @@ def _is_called(name: str, ends: Iterable[str]) -> bool:
 def draw_factors(model: nn.Module) -> None:
     """Draw LoRA's factors of a sharded model: A as peft draws it, B is 0, so nothing changes yet. Collective.
 
-    A layer's factors are whole for a moment. What is drawn depends on torch's random state on rank 0 alone, and is what
-    peft itself would draw then: each factor's own start comes first, and is dropped.
+    What is drawn depends on torch's random state on rank 0 alone, and is what peft itself would draw then: each factor,
+    whole for a moment, has its own start first, which is dropped.
     """
     for name, layer in lora_layers(model).items():
         a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]

@@ -23,11 +23,9 @@ def within_memory(what: str) -> Iterator[None]:
 
 @contextmanager
 def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[None]:
-    """Add to an `OutOfMemory` of the block what to do, unless it says so already.
+    """Add to an `OutOfMemory` of the block what to do, a sentence without the full stop, unless it says so already.
 
-    Args:
-        remedy: a sentence without the full stop.
-        setting: a key and its value, if half of the value takes about half of the memory.
+    `setting` is a key and its value, if half of the value takes about half of the memory.
     """
     try:
         yield

@@ -119,11 +119,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Adapter:
-    """The factors of one worker of an engine.
+    """The factors of one worker of an engine, by their names in adapters in peft's form.
 
-    Attributes:
-        arriving: those of the sync under way, by their names in adapters in peft's form.
-        present: those in force; {}: all are 0.
+    Those of the sync under way are `arriving`, those in force `present`; {}: all are 0.
     """
 
     def __init__(self) -> None:

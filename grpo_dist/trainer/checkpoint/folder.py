@@ -60,7 +60,6 @@ class RunState:
         code: digests of the Python files that the config names, by config key.
         metrics: validation metrics after this step; {} if it was not validated.
         validating: whether the validation after this step was still going on.
-        trackers: the run's ids in them.
         finished: descriptions of the groups in groups/ (checkpoint/saver.py).
         history: digests of the checkpoints of this run before this one, oldest first.
     """

@@ -79,7 +79,6 @@ class OpenStep:
         num_filtered: dropped groups with equal rewards.
         num_surplus: dropped groups beyond a full batch.
         num_dropped_tokens: of the responses of both.
-        filling: the task that samples until the batch is full.
     """
 
     drawn: list[list[int]] = field(default_factory=list)

@@ -37,12 +37,7 @@ from grpo_dist.protocol import DataProto
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rows.
-
-    Attributes:
-        named: what a row is, for messages.
-        marks: the column in which the loss reads the marks of tokens.
-    """
+    """A kind of rows: its name in messages, its loss with the metrics, and the column with the marks of tokens."""
 
     named: str
     objective: TrainingSettings
