@@ -80,7 +80,7 @@ class Retraining:
     def _examples(self, step: int) -> tuple[list[TrainingExample], dict[str, int]]:
         """The responses to train on, and the number of rows, also of those that are left out, by their metrics' names.
 
-        What the policy wrote never ends the run, so a response that is too long or cannot be labelled is left out; what is
+        What the policy wrote never ends the run: a response that is too long or cannot be labelled is left out. What is
         wrong with tokenizer and chat template themselves has been found before.
         """
         share, seed = self.config.reward_model.replay_share, self.config.trainer.seed
