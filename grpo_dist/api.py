@@ -82,9 +82,6 @@ def train(
         callbacks: each is called after every training step with its number and metrics. If one returns something
             true, the run ends with this step as with its last.
 
-    Returns:
-        The run's folder, model and metrics.
-
     Raises:
         ConfigError: an argument and `config` both set a key, or no rows are given for a model of your own.
         GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
@@ -103,7 +100,8 @@ def train(
                 "returns true to end the run with this step; TRL's TrainerCallback is not taken"
             )
     given = dict(config or {})
-    model_key = "model" if model is not None and _is_option(model) else "actor_rollout_ref.model.path"
+    is_option = str(model) in GRPO.group_options()["model"] and not Path(str(model)).is_dir()
+    model_key = "model" if is_option else "actor_rollout_ref.model.path"
     set_by = {
         "model": (model_key, model),
         "reward_funcs": ("custom_reward_function.path", reward_funcs or None),
@@ -131,11 +129,6 @@ def train(
         return _run(given, callbacks)
     except (ConfigError, DataError, RewardError) as error:  # the message is for the caller, not where it was found
         raise error.with_traceback(None) from None
-
-
-def _is_option(model: str | Path) -> bool:
-    """Tell if this names an option of the config group `model`, and no folder."""
-    return str(model) in GRPO.group_options()["model"] and not Path(model).is_dir()
 
 
 def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingResult:
@@ -171,7 +164,6 @@ def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """The name, and if that is taken, the name with a number."""
     yield name
     yield from (f"{name}_{number}" for number in itertools.count(2))
 

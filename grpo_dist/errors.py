@@ -116,7 +116,6 @@ class WorkerError(GrpoDistError):
 
     Args:
         node: host the worker ran on ("?" when it never started).
-        remote_traceback: the traceback inside the worker, if it raised.
     """
 
     def __init__(

@@ -12,13 +12,13 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from grpo_dist.config.command import AnyCommand, usage
 from grpo_dist.config.environment import recorded
-from grpo_dist.config.keys import flatten
+from grpo_dist.config.keys import flatten, shown
 from grpo_dist.config.load import default_values, load_command
-from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError, require_current_folder
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
@@ -31,22 +31,7 @@ QUIET, FULL = "--quiet", "--full"
 """Short for `trainer.console=false`; and a dry run that shows the whole config."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Train a policy with these overrides, or those of the command line; returns the exit code."""
-    return run_command(GRPO, arguments)
-
-
-def sft(arguments: list[str] | None = None) -> int:
-    """Fine-tune a model on conversations; returns the exit code."""
-    return run_command(SFT, arguments)
-
-
-def reward_model(arguments: list[str] | None = None) -> int:
-    """Train a reward model; returns the exit code."""
-    return run_command(REWARD_MODEL, arguments)
-
-
-def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
+def run_command(command: AnyCommand, arguments: list[str] | None = None) -> int:
     """Run a command with these overrides, or those of the command line; returns the exit code."""
     overrides = sys.argv[1:] if arguments is None else arguments
     quiet_libraries()
@@ -82,6 +67,9 @@ def run_command(command: AnyCommand, arguments: list[str] | None) -> int:
         _report(Interrupted())
         return Interrupted.exit_code
     return 0
+
+
+main, sft, reward_model = (partial(run_command, command) for command in (GRPO, SFT, REWARD_MODEL))
 
 
 def changed_keys(config: JobConfig, command: AnyCommand) -> list[str]:

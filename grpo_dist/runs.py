@@ -18,9 +18,8 @@ import torch
 from grpo_dist.assets import POLICY_KEY, TRAINED_MODEL_KEY
 from grpo_dist.assets.model_folder import FILE
 from grpo_dist.config.command import AnyCommand
-from grpo_dist.config.keys import as_text, flatten
+from grpo_dist.config.keys import as_text, flatten, with_value
 from grpo_dist.config.load import saved_values, with_overrides
-from grpo_dist.config.problems import with_value
 from grpo_dist.config.run_code import (
     MODEL,
     REWARD,
@@ -183,9 +182,7 @@ class Recorded:
 
     @property
     def sampled(self) -> DataProto:
-        """The batch before its targets: with the mask of the tokens that were sampled, of which the run may have left
-        out some since (truncated responses, `rollout_rs`).
-        """
+        """The batch with the mask of all sampled tokens, some of which the run may have left out (`rollout_rs`)."""
         if "weight_versions" not in self.data.columns():
             return self.data
         versions = self.data["weight_versions"]

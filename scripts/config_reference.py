@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from grpo_dist.config.command import AnyCommand, Key, default_options, documented_keys, first_comment, set_by_groups
-from grpo_dist.config.keys import ELSEWHERE, FOREIGN_KEYS, RENAMED, UNSET_BY_NULL, VALUES
-from grpo_dist.config.problems import shown
+from grpo_dist.config.keys import ELSEWHERE, FOREIGN_KEYS, RENAMED, UNSET_BY_NULL, VALUES, shown
 from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_dist.config.problems import with_value
+from grpo_dist.config.keys import with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.memory import memory_problems
 from grpo_dist.plan.model_shape import model_config_at_hand
-from grpo_dist.plan.placement import placement
-from grpo_dist.plan.placement_rules import PLACEMENT_RULES
+from grpo_dist.plan.placement import PLACEMENT_RULES, placement
 from grpo_dist.plan.rules import between_values
 
 MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")

@@ -29,8 +29,7 @@ from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.plan import make_plan
-from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import held_by, roles_of
+from grpo_dist.plan.roles import Model, held_by, roles_of
 from grpo_dist.rewards.http_reward import read_headers
 from grpo_dist.rewards.teacher_endpoint import SECTION as TEACHER_ENDPOINT
 
@@ -67,17 +66,16 @@ def check_files(row: CheckedModel, *, weights: bool = True) -> ModelFolder:
 
 
 def check_use(row: CheckedModel, model: ModelFolder) -> str:
-    """Check that a model with intact files can be used as its row says.
-
-    Returns:
-        The model in a few words, for a dry run.
+    """Check that a model with intact files can be used as its row says; returns it in a few words, for a dry run.
 
     Raises:
         ConfigError: it is another kind of model, has logits of which the exact KL cannot be computed, or its
             sequences cannot be split over ranks.
         DataError: its config.json cannot be read, or its adapter is unusable.
     """
-    size, said = row.settings.sequence_parallel_size, [_described(model)]
+    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
+    weights = files if model.shapes else "its weights are downloaded when the run starts"
+    size, said = row.settings.sequence_parallel_size, [f"{model.model_type}, {weights}"]
     if row.model.outputs:
         said.append(check_classifier(row, model))
     else:
@@ -94,12 +92,6 @@ def check_use(row: CheckedModel, model: ModelFolder) -> str:
         check_split(read_config(replace(row.settings, path=str(model.folder))), row.settings)
         said.append(f"sequences are split over {size} ranks")
     return "; ".join(filter(None, said))
-
-
-def _described(model: ModelFolder) -> str:
-    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
-    weights = files if model.shapes else "its weights are downloaded when the run starts"
-    return f"{model.model_type}, {weights}"
 
 
 def _check_adapter(section: str, path: str, model: ModelFolder) -> str:
@@ -129,11 +121,7 @@ def _check_causal(row: CheckedModel, model: ModelFolder) -> None:
 
 
 def check_classifier(row: CheckedModel, model: ModelFolder) -> str:
-    """Check that a model is a backbone with a linear head, or may get one.
-
-    Returns:
-        Where the head comes from, in a few words, if there are two ways; else "".
-    """
+    """Check that a model has a linear head, or may get one; returns where it is from if there are two ways, else ""."""
     from grpo_dist.engines.train.model_loading import check_family, check_head  # slow, and other runs do without
 
     read, may_be_new = read_model_config(model.folder, row.model.setting), row.settings.new_head_seed is not None
@@ -198,9 +186,7 @@ def check_tokens(config: RunConfig, row: CheckedModel, model: ModelFolder, polic
 
 
 def check_teachers(config: RunConfig, prompts: Sequence[TokenizedPrompt]) -> None:
-    """Check that a server's headers are there; and, where teachers are named by data source, that each of the training
-    rows has one, else a DataError.
-    """
+    """Check that a server's headers are there, and that each row has a teacher where they are named (DataError)."""
     read_headers(config.actor_rollout_ref.ref.model.endpoint.headers_env, TEACHER_ENDPOINT)
     named = config.teachers
     if lacking := [row.prompt for row in prompts if named and row.prompt.data_source not in named]:

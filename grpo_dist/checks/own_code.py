@@ -19,7 +19,7 @@ from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import read_rejections, read_weight_bounds
 from grpo_dist.algorithms.kl import KL, kl_penalty
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, compute_policy_loss
-from grpo_dist.config.problems import shown
+from grpo_dist.config.keys import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.sampler import CustomSampler, PromptSampler, load_sampler_class
 from grpo_dist.engines.base import rollout_backend
@@ -37,8 +37,7 @@ _OF_TOKENS = ("entropies", "gradient_norms", "turn_states")
 
 
 def resolve_names(config: RunConfig) -> None:
-    """Import every function and class that the config names, except the reward function, and parse the bounds of
-    `algorithm.rollout_correction`.
+    """Import all code that the config names but the reward function, and parse the bounds of `rollout_correction`.
 
     Raises:
         ConfigError: a function or class does not exist or has the wrong kind, or a bound cannot be parsed.
@@ -58,20 +57,14 @@ def resolve_names(config: RunConfig) -> None:
 
 
 def import_reward(config: RunConfig) -> RowNeeds:
-    """Import the reward function; a custom one in a separate process, as the reward processes do.
-
-    Returns:
-        What it reads of a row.
+    """Import the reward function, a custom one in a process of its own as in a run; returns what it reads of a row.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, hangs, exits its process, or lacks the components that gdpo
             needs; or it is named and not asked, since the agent loop gives the reward.
     """
-    algorithm, named, agent = (
-        config.algorithm,
-        config.custom_reward_function.path,
-        config.actor_rollout_ref.rollout.agent,
-    )
+    algorithm, agent = config.algorithm, config.actor_rollout_ref.rollout.agent
+    named = config.custom_reward_function.path
     if load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).gives_reward and not agent.reward_function_weight:
         if named is not None:
             weight = "actor_rollout_ref.rollout.agent.reward_function_weight"

@@ -73,7 +73,6 @@ def main(arguments: Sequence[str]) -> int:
 async def _compare(
     model: TrainedModel, checkpoint: Path | None, options: argparse.Namespace
 ) -> tuple[Agreement, dict[str, Any]]:
-    """Start both ends; returns what they say and the certificate."""
     at_start = model if checkpoint is None else base_of(model)  # the checkpoint has what was trained, factors too
     config, settings = at_start.config, _engine_settings(at_start)
     prompts = _prompts(model, options)
@@ -201,7 +200,6 @@ def _prompts(model: TrainedModel, options: argparse.Namespace) -> list[Prompt]:
 
 
 def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any]:
-    """Return what was measured, for the certificate."""
     worst, kl, first = agreement.worst, agreement.kl, agreement.first
     row, position, token = agreement.places[worst]
     return {
@@ -225,7 +223,6 @@ def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any
 
 
 def _text(agreement: Agreement, certificate: dict[str, Any]) -> Iterator[str]:
-    """Yield in plain words what the certificate says."""
     yield f"{certificate['model']}: {certificate['num_tokens']} tokens of {certificate['responses']} responses"
     for end in ("sampler", "trainer"):
         yield f"  {end}: " + "{type}, temperature {temperature:g}, {attention[0]}; {layout}".format(**certificate[end])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,16 +192,14 @@ def ray_cluster(device: str) -> Iterator[Finding]:
     if address == LOCAL:
         yield Finding(OK, "Ray", "no cluster is running: a run starts its own, with a token of its own")
         return
-    needed, given = os.environ.get("RAY_AUTH_MODE") == "token", has_token(os.environ)
+    needed, file = (
+        os.environ.get("RAY_AUTH_MODE") == "token",
+        os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"),
+    )
+    given = bool(os.environ.get("RAY_AUTH_TOKEN")) or Path(file).expanduser().is_file()
     joined = f"runs join the cluster at {address}, {'with' if given else 'without'} a token"
     fix = "ray get-auth-token --generate, and copy ~/.ray/auth_token to all nodes" if needed and not given else ""
     yield Finding(FAULT if fix else OK, "Ray", joined + (" (RAY_AUTH_MODE=token)" if needed else ""), fix)
-
-
-def has_token(environment: Mapping[str, str]) -> bool:
-    """Tell if Ray finds a token: in the environment, or in a file that it names, or in the home folder."""
-    named = environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
-    return bool(environment.get("RAY_AUTH_TOKEN")) or Path(named).expanduser().is_file()
 
 
 def hub(device: str) -> Iterator[Finding]:

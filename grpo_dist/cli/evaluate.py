@@ -254,9 +254,7 @@ def _parser() -> argparse.ArgumentParser:
         "Compare models on rows that a reward function scores: runs, checkpoints and model folders. The "
         "first one says which rows, how they are sampled, and what scores them, as its run validates.",
     )
-    named = (
-        "runs' folders, checkpoints, Hugging Face folders, hub names or builtin:NAME; and keys of the config to change"
-    )
+    named = "runs' folders, checkpoints, model folders, hub names or builtin:NAME; and keys of the config to change"
     parser.add_argument("named", nargs="+", metavar="RUN_OR_MODEL | key=value", help=named)
     data = (
         "a file of rows, in the forms of data.val_files, may be repeated, asked whole; default: the first run's "

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from grpo_dist.cli.entry import ENTRIES, overview
 from grpo_dist.config.command import AnyCommand, Key, all_keys, default_options, group_lines, set_by_groups
-from grpo_dist.config.keys import ELSEWHERE, meant_by, nearest_keys, what_to_write
-from grpo_dist.config.problems import shown
+from grpo_dist.config.keys import ELSEWHERE, meant_by, nearest_keys, shown, what_to_write
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import COMMANDS
 from grpo_dist.plugins.registry import load_attribute
@@ -54,18 +53,13 @@ def explain(word: str, command: str) -> str:
     keys = all_keys(config)
     names = [*(meant_by(word, config.schema) or ()), *matches(word, config, keys)]
     names = list(dict.fromkeys(name.partition("=")[0] for name in names))
-    elsewhere = (
-        f"{word} is no key here; {what_to_write(word, config.schema)}\n"
-        if word in ELSEWHERE and word not in keys
-        else ""
-    )
-    if not names and not elsewhere:
+    lines = []
+    if word in ELSEWHERE and word not in keys:
+        lines = [f"{word} is no key here; {what_to_write(word, config.schema)}\n"]
+    if not names and not lines:
         others = [name for name, other in COMMANDS.items() if word in all_keys(other)]
-        hint = (
-            f"; see grpo-dist help {others[0]} {word}" if others else f"; grpo-dist help {command} lists where keys are"
-        )
-        raise ConfigError(f"{word}: grpo-dist {command} has no such key, and none that resembles it{hint}")
-    lines = [elsewhere] if elsewhere else []
+        hint = f"see grpo-dist help {others[0]} {word}" if others else f"grpo-dist help {command} lists where keys are"
+        raise ConfigError(f"{word}: grpo-dist {command} has no such key, and none that resembles it; {hint}")
     lines += [line for name in names[:MOST_EXPLAINED] for line in _entry(keys[name], config)]
     if more := names[MOST_EXPLAINED:]:
         left = f" and {len(more) - MOST_NAMED} more" if len(more) > MOST_NAMED else ""

@@ -100,7 +100,6 @@ def _verdict(what: str, recorded: Recorded, difference: Difference | None, same:
 
 
 def _update(recorded: Recorded, asked: bool) -> bool:
-    """Compare the update, if there are weights to begin with."""
     dtype = recorded.plan.ranks("actor").model.compute_dtype
     try:
         old, metrics = reupdate(recorded)
@@ -177,7 +176,6 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> DataProto:
 
 
 def _prompts(recorded: Recorded, worker: RewardWorker) -> dict[str, Prompt]:
-    """The training row of each group."""
     config = recorded.config
     rows = training_rows(config, config.data.train_max_samples, worker.scorer.needs)
     by_index = {prompt.index: prompt for prompt in rows}
@@ -293,7 +291,6 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
 
 
 def _update_inputs(recorded: Recorded) -> tuple[ObjectiveSettings, DataProto]:
-    """The loss, and the columns of the batch that the update reads."""
     config, data, objective = recorded.config, recorded.data, recorded.plan.objective
     if config.actor_rollout_ref.actor.entropy_target is not None:
         if ENTROPY_WEIGHT not in recorded.metrics:

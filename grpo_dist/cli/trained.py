@@ -25,8 +25,8 @@ from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, Usage, load_toke
 from grpo_dist.cli.check_reward import sample_of
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
+from grpo_dist.config.keys import value_of, with_value
 from grpo_dist.config.load import with_overrides
-from grpo_dist.config.problems import value_of, with_value
 from grpo_dist.config.run_code import ENGINE, REWARD, TRUST_KEY, code_of_run, hidden, refusal, require_trust
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig

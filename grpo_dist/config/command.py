@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from grpo_dist.config.keys import free_form_keys, leaf_keys
-from grpo_dist.config.problems import Problem
+from grpo_dist.config.keys import Problem, free_form_keys, leaf_keys
 from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.config.schema_job import JobConfig
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from grpo_dist.assets import BUILTIN, expanded, is_file, is_folder
-from grpo_dist.config.problems import Problem, missing_path
+from grpo_dist.config.keys import Problem, missing_path
 
 HUB = "hf:"
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -39,7 +39,6 @@ class DataFile:
     Attributes:
         kind: type of the source; "saved" is a folder written by `datasets.save_to_disk`.
         path: file, folder, hub name (OWNER/NAME) or built-in task with its split.
-        config: config name of a hub data set.
         split: split of a hub data set or folder, if the entry names one.
     """
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -15,7 +15,7 @@ from grpo_dist.plugins.names import parse_code
 
 
 @dataclass(frozen=True)
-class Resume:
+class Mark:
     """A mark on a field of a section: what a checkpoint does with another value, for all keys below that field.
 
     A key without a mark is a part of the experiment: the run goes on with another value only if it is told to.
@@ -31,27 +31,17 @@ class Resume:
     why: str = ""
     switch: str = ""
 
-    FREE: ClassVar[Resume]
-    SHOWN: ClassVar[Resume]
-    LENGTH: ClassVar[Resume]
-    OTHER_MODEL: ClassVar[Resume]
-    OTHER_FACTORS: ClassVar[Resume]
-    OTHER_LAYERS: ClassVar[Resume]
-    OTHER_DTYPE: ClassVar[Resume]
-    OTHER_ORDER: ClassVar[Resume]
 
-    @classmethod
-    def REFUSED(cls, why: str, *, switch: str = "") -> Resume:
-        """Return the mark of a key with whose other values the checkpoint cannot be used."""
-        return cls("refused", why, switch)
+class Resume:
+    """The marks of several keys."""
 
+    FREE, SHOWN, LENGTH = Mark("free"), Mark("shown"), Mark("length")
+    OTHER_MODEL = Mark("refused", "the saved weights are those of another model")
+    OTHER_FACTORS = Mark("refused", "the saved factors have another shape or scale")
+    OTHER_LAYERS = Mark("refused", "the saved factors belong to other modules")
+    OTHER_DTYPE = Mark("refused", "weights and optimizer states were saved in another dtype")
+    OTHER_ORDER = Mark("refused", "the saved position is one in another order of the rows")
 
-Resume.FREE, Resume.SHOWN, Resume.LENGTH = Resume("free"), Resume("shown"), Resume("length")
-Resume.OTHER_MODEL = Resume.REFUSED("the saved weights are those of another model")
-Resume.OTHER_FACTORS = Resume.REFUSED("the saved factors have another shape or scale")
-Resume.OTHER_LAYERS = Resume.REFUSED("the saved factors belong to other modules")
-Resume.OTHER_DTYPE = Resume.REFUSED("weights and optimizer states were saved in another dtype")
-Resume.OTHER_ORDER = Resume.REFUSED("the saved position is one in another order of the rows")
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,40 +26,40 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from grpo_dist.assets import BUILTIN, expanded
+from grpo_dist.assets import BUILTIN, expanded, is_folder
+from grpo_dist.assets.model_folder import read_adapter_folder
 from grpo_dist.config.command import AnyCommand, Command, Config
-from grpo_dist.config.environment import (
-    Place,
-    find_references,
-    from_environment,
-    keep_run_dir,
-    recorded,
-    take_adapter,
-)
+from grpo_dist.config.environment import Place, find_references, from_environment, recorded
 from grpo_dist.config.keys import (
     FLAGS,
     RENAMED,
     UNSET_BY_NULL,
     VALUES,
     ForeignKey,
+    Problem,
     are_same,
+    config_error,
     flatten,
     foreign_key,
     is_free_form,
     leaf_keys,
     nearest_keys,
+    path_of,
+    schema_problems,
     section_keys,
+    shown,
     unknown_key,
     verl_defaults,
     what_to_write,
 )
-from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import did_you_mean
+from grpo_dist.config.schema_roles import ADAPTER_KEY, LORA_RANK
+from grpo_dist.errors import DataError, did_you_mean
 from grpo_dist.redact import redact, redact_text
 
 RECIPE = "recipe"  # the group of published methods
 _COPY = re.compile(r"\$\{([\w.]+)\}")  # an interpolation that is the whole value
+WORKING_COPIES = "working_dir_files"  # Ray's folder for what `ray job submit --working-dir` sends along
 # Keys of earlier versions, and at which value they changed no result (None: at any). Such runs are read without them.
 GONE = {
     "trainer.expected_response_length": None,
@@ -95,9 +96,7 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     """
     line, raw, references = _read(overrides, command)
     if command.lora_section:
-        wrong, idle = take_adapter(raw, command.lora_section, line.values)
-        line.problems += wrong
-        line.notes += idle
+        _take_adapter(raw, command.lora_section, line)
     config = _validate(raw, line, command)
     suspects = {key for problem in line.problems for key in problem.keys}
     broken = [] if config is None else command.problems(config)
@@ -141,8 +140,7 @@ def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
 def with_overrides(
     values: Mapping[str, Any], overrides: Sequence[str | tuple[str, Any]], command: Command[Config]
 ) -> Config:
-    """A config that a run has saved ({}: the defaults) with some keys set anew; a group changes what it says otherwise
-    than the defaults. Rules are not checked.
+    """A saved config ({}: the defaults) with keys set anew, and what a group changes. Rules are not checked.
 
     Raises:
         ConfigError: there are no such keys or options, or a value is not of its type.
@@ -197,8 +195,7 @@ def default_values(command: AnyCommand) -> dict[str, Any]:
 def _read(
     overrides: Sequence[str | tuple[str, Any]], command: AnyCommand
 ) -> tuple[CommandLine, dict[str, Any], dict[Place, str]]:
-    """The overrides with what is wrong so far, the composed config as nested dicts with interpolations resolved and the
-    run's folder in its place, and its references to the environment.
+    """The overrides with what is wrong so far, the composed config with interpolations resolved, and its references.
 
     Raises:
         ConfigError: the config cannot be composed.
@@ -226,7 +223,7 @@ def _read(
         example = f"{key}={command.needed.get(key, 'VALUE')}"
         line.problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
     values = {str(key): value for key, value in raw.items()}
-    line.notes += keep_run_dir(values)
+    line.notes += _keep_run_dir(values)
     return line, values, references
 
 
@@ -265,9 +262,7 @@ def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
 
 @cache
 def _composed(file: Path, shared: Path | None, groups: tuple[tuple[str, str], ...]) -> DictConfig:
-    """A YAML file with these group options, on top of the shared one. Cached, because Hydra takes ten times as long as
-    all the rest.
-    """
+    """A YAML file with these groups, on the shared one; cached: Hydra takes ten times as long as all the rest."""
     with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
         own = compose(file.stem, overrides=[f"{group}={option}" for group, option in groups])
     if shared is None:
@@ -312,11 +307,59 @@ def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:
         raw.pop(name, None)
 
 
+# --- what else a config takes from its surroundings ------------------------------------------------------------------
+def _keep_run_dir(raw: dict[str, Any]) -> Iterator[str]:
+    """Put a relative run directory into the home folder if the present one is a job's copy; yields a note then."""
+    trainer: Any = raw.get("trainer")
+    given = trainer.get("default_local_dir") if isinstance(trainer, dict) else None
+    if not isinstance(given, str) or not given or expanded(given).is_absolute():
+        return
+    here = Path.cwd()
+    if WORKING_COPIES in here.parts:
+        trainer["default_local_dir"] = str(Path.home() / given)
+        yield (
+            f"trainer.default_local_dir={given}: results go to {trainer['default_local_dir']}, because Ray deletes the "
+            f"working copy of this job ({here}); set an absolute path, on several machines one on a disk that they "
+            "share"
+        )
+
+
+def _take_adapter(raw: dict[str, Any], section: str, line: CommandLine) -> None:
+    """Put what an adapter says into LoRA's other keys; report what contradicts it, or has no effect beside it."""
+    model: Any = functools.reduce(operator.getitem, section.split("."), raw)
+    path, key = model.get(ADAPTER_KEY), f"{section}.{ADAPTER_KEY}"
+    if not isinstance(path, str) or not is_folder(path):  # which the rules report
+        return
+    setting = f"{key}={shown(path)}"
+    try:
+        adapter = read_adapter_folder(path, setting)
+    except DataError as error:
+        line.problems.append(Problem(str(error), (key,)))
+        return
+    for name, own, value in ((LORA_RANK, "r", adapter.rank), ("lora_alpha", "lora_alpha", adapter.alpha)):
+        given = f"{section}.{name}"
+        if given in line.values and model[name] not in (0, value):
+            line.problems.append(
+                Problem(
+                    f"{given}={shown(model[name])}, {setting}: the adapter has {own}={value:g}, and training goes on "
+                    f"with that; leave {name} out",
+                    (given, key),
+                )
+            )
+    for given in (f"{section}.{name}" for name in ("target_modules", "exclude_modules")):
+        if given in line.values:
+            line.notes.append(f"{given} has no effect: the layers with factors are those of {setting}")
+    model |= {
+        LORA_RANK: adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.layers}),
+        "exclude_modules": None,
+    }
+
+
 # --- the command line ----------------------------------------------------------------------------------------------
 def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCommand) -> CommandLine:
-    """Sort overrides, as written on a command line or (key, value), into groups, values and problems; of a key the last
-    one wins.
-    """
+    """Sort overrides, as written or (key, value), into groups, values and problems; of a key the last one wins."""
     line = CommandLine()
     parser = OverridesParser.create()
     for written in overrides:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config.keys import flatten
-from grpo_dist.config.problems import one_line, shown, value_of
+from grpo_dist.config.keys import flatten, one_line, shown, value_of
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.names import parse_code
 from grpo_dist.redact import REDACTED, lacks_secret
@@ -49,11 +48,7 @@ def code_of_run(config: Any, keys: Sequence[str], given: Any = None) -> list[str
 
 
 def require_trust(file: Path, lines: Sequence[str]) -> None:
-    """Refuse what `code_of_run` has found in a file.
-
-    Raises:
-        ConfigError: there is something.
-    """
+    """Refuse what `code_of_run` has found in a file: raises a ConfigError if there is something."""
     if lines:
         raise ConfigError(refusal(file, lines))
 

@@ -2,8 +2,8 @@
 
 Holds names, types and ranges of single keys. Defaults and the meaning of each key are in grpo.yaml (a key missing on
 either side is an error), rules between keys in grpo_dist/plan. What a null value stands for, where several readers need
-it, is a method here. What all commands share is in schema_job.py, the roles are in schema_roles.py, models beside the
-policy in schema_models.py, `algorithm` in schema_algorithm.py, `trainer.health` in schema_health.py.
+it, is a method here. What all commands share is in schema_job.py, the roles with their models are in schema_roles.py,
+`trainer.health` in schema_health.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from grpo_dist.config.field_types import (
     Distinct,
     Float,
     Functions,
+    Names,
     NonNegativeFloat,
     NonNegativeInt,
     Pair,
@@ -32,16 +33,17 @@ from grpo_dist.config.field_types import (
     Text,
     TimedStage,
     as_tuple,
+    builtin_or_custom,
 )
-from grpo_dist.config.schema_algorithm import AlgorithmConfig
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
-from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
-from grpo_dist.config.schema_roles import ULYSSES, ActorRolloutRefConfig, Colocation
+from grpo_dist.config.schema_roles import ULYSSES, ActorRolloutRefConfig, Colocation, CriticConfig, RewardModelConfig
 from grpo_dist.plugins.names import (
+    ADV_ESTIMATORS,
     OLD_POLICY_ADV_ESTIMATORS,
     OPTIONAL_FUNCTION,
     REWARD_MODEL_FUNCTION,
+    SAMPLED_KL_TYPES,
     SCORELESS_ADV_ESTIMATORS,
     TOKEN_SELECTING_LOSSES,
     WEIGHTED_FUNCTION,
@@ -140,6 +142,77 @@ class RewardConfig(Section):
     max_failure_rate: Annotated[Share, Resume.FREE]
     overlong_buffer: OverlongBufferConfig
     step_separator: Text
+
+
+class KLCtrlConfig(Section):
+    """`algorithm.kl_ctrl`: the coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"]
+    kl_coef: NonNegativeFloat
+    target_kl: PositiveFloat
+    horizon: PositiveFloat
+
+
+class RolloutCorrectionConfig(Section):
+    """`algorithm.rollout_correction`: the sampler is not quite the policy that trains."""
+
+    rollout_is: Literal["auto", "token", "sequence"] | None
+    rollout_is_threshold: PositiveFloat | Text
+    rollout_is_batch_normalize: bool
+    rollout_rs: Text | None
+    rollout_rs_threshold: PositiveFloat | Text | None
+    m2_threshold: PositiveFloat | None
+    off_policy_mask_threshold: PositiveFloat | None
+    bypass_mode: bool
+    loss_type: Literal["ppo_clip", "reinforce"]
+
+
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`: DAPO's dynamic sampling."""
+
+    enable: bool
+    metric: Text
+    max_num_gen_batches: Annotated[NonNegativeInt, Resume.FREE]
+
+
+TEXT = "{text}"  # in a template of `SelfDistillationConfig`: where the text is put
+
+
+class SelfDistillationConfig(Section):
+    """`algorithm.self_distillation`: what the reference is shown before the responses it teaches on."""
+
+    enable: bool
+    success_threshold: Float | None
+    success_template: Text
+    feedback_name: Text | None
+    feedback_template: Text
+    longest_prompt: Count | None
+
+
+class AlgorithmConfig(Section):
+    """`algorithm`: how rewards become advantages."""
+
+    adv_estimator: Annotated[str, builtin_or_custom(ADV_ESTIMATORS)]
+    norm_adv_by_std_in_grpo: bool
+    gamma: Share
+    lam: Share
+    f_norm: PositiveFloat
+    zvp_alpha: NonNegativeFloat
+    step_advantage_w: NonNegativeFloat
+    rae_decay: Share
+    a2po_beta: PositiveFloat
+    gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
+    gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
+    use_kl_in_reward: bool
+    kl_penalty: Annotated[str, builtin_or_custom(SAMPLED_KL_TYPES)]
+    kl_ctrl: KLCtrlConfig
+    rollout_correction: RolloutCorrectionConfig
+    filter_groups: FilterGroupsConfig
+    self_distillation: SelfDistillationConfig
+    mask_truncated_responses: bool
+    mask_equal_groups: bool
+    min_group_size: Count | None
+    credit: Literal["episode", "agent"]
 
 
 class TrainerConfig(JobTrainerConfig):
@@ -264,9 +337,7 @@ class RunConfig(JobConfig):
 
     @property
     def reward_function(self) -> str | None:
-        """Path of the reward function: null means the reward model's score, or without one the built-in scorers; where
-        scores do not train, for rows that these can score.
-        """
+        """Path of the reward function; null: the reward model, or the built-in scorers, optional if no score trains."""
         shows_successes = (
             self.algorithm.self_distillation.enable and self.algorithm.self_distillation.success_threshold is not None
         )
@@ -299,9 +370,7 @@ class RunConfig(JobConfig):
 
     @property
     def needs_ground_truth(self) -> bool:
-        """Tell if every row must have a ground truth: not where a model scores or no score trains, unless a built-in
-        scorer is asked for.
-        """
+        """Tell if every row must have one: scores train and no model gives them, or a built-in scorer is asked for."""
         return (self.trains_on_scores and not self.reward_model.enable) or None in self.reward_paths
 
     @property
@@ -316,9 +385,7 @@ class RunConfig(JobConfig):
 
     @property
     def old_log_probs_from(self) -> Literal["actor", "rollout", "update"]:
-        """Whose log-probs are the old ones: the actor's, computed before the update; the sampler's, with bypass_mode;
-        or the update's own, where the batch is one optimizer step and nothing asks for them earlier.
-        """
+        """Whose are the old ones: computed before the update, the sampler's (bypass_mode), or the update's own."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
         if correction.bypass_mode:
@@ -361,11 +428,6 @@ class RunConfig(JobConfig):
             "bad_words": bool(rollout.bad_words),
         }
         return [name for name, cuts_off in cuts.items() if cuts_off]
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Tell if the actor computes them before the update."""
-        return self.old_log_probs_from == "actor"
 
     @property
     def max_model_len(self) -> int:

@@ -38,8 +38,6 @@ class HealthRule:
         metrics: names of the metric; the first one that a step has is checked. (): the rule checks all metrics.
         settings: (type, default) of the settings; `action` is taken once the rule is broken in `steps` steps in a row.
         seen: what was observed: a format string.
-        cause: the most likely cause.
-        advice: what to do.
         broken: the condition, which must hold of no number that is nan.
         needs: other metrics without which the rule cannot be checked.
         solved: (cause, advice) that replace the others if the task is solved.
@@ -214,11 +212,7 @@ class Judgement:
     faults: list[str] = field(default_factory=list)
 
     def tell(self, show: Callable[[str], None], checkpoint: Path | None) -> None:
-        """Show the warnings, and stop the run if there are faults; `checkpoint` is its last one.
-
-        Raises:
-            HealthError: there are faults.
-        """
+        """Show the warnings, and raise a HealthError if there are faults; `checkpoint` is the run's last one."""
         for warning in self.warnings:
             show(warning)
         if self.faults:
@@ -234,8 +228,7 @@ class HealthMonitor:
         grad_norms: gradient norms of the last `window` steps and the current one.
         first_entropies: entropies of the first `START_STEPS` steps, nats.
         texts: parts of messages, by name, that no number of the steps gives.
-        lowest: lowest score of a response so far.
-        highest: highest score of a response so far.
+        lowest, highest: scores of a response so far.
     """
 
     def __init__(self, config: HealthConfig) -> None:
@@ -300,8 +293,7 @@ class HealthMonitor:
     def _so_far(self, metrics: Metrics) -> dict[str, Any]:
         """Return what the steps up to this one come to: the numbers that rules ask for beside metric and settings.
 
-        `progress` tells where the mean score is between the lowest (0) and highest (1) score so far; a score of 0
-        always counts.
+        `progress` is where the mean score lies between the lowest (0) and highest (1) so far; 0 always counts.
         """
         score, low, high = metrics.get(SCORE, math.nan), min(0.0, self.lowest), max(0.0, self.highest)
         start = fmean(self.first_entropies) if self.first_entropies else 0.0

@@ -23,6 +23,7 @@ from grpo_dist.config.field_types import (
     FolderName,
     GpusPerMachine,
     Machines,
+    Mark,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -57,7 +58,7 @@ class JobDataConfig(Section):
     train_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
     val_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
     shuffle: Annotated[bool, Resume.OTHER_ORDER]
-    seed: Annotated[NonNegativeInt | None, Resume.REFUSED("the order of the rows depends on it")]
+    seed: Annotated[NonNegativeInt | None, Mark("refused", "the order of the rows depends on it")]
 
 
 class StopAtConfig(Section):
@@ -72,7 +73,7 @@ class JobTrainerConfig(Section):
 
     total_epochs: Annotated[Count, Resume.LENGTH]
     total_training_steps: Annotated[Count | None, Resume.LENGTH]
-    seed: Annotated[NonNegativeInt, Resume.REFUSED("what is drawn, and the order of the rows, depend on the seed")]
+    seed: Annotated[NonNegativeInt, Mark("refused", "what is drawn, and the order of the rows, depend on the seed")]
     project_name: Annotated[FolderName, Resume.FREE]
     experiment_name: Annotated[FolderName, Resume.FREE]
     logger: Annotated[tuple[Annotated[str, builtin_or_custom(LOGGERS)], ...], Names, Resume.FREE]

@@ -1,4 +1,4 @@
-"""The typed config of `actor_rollout_ref`: the three roles and the model they share. See schema.py."""
+"""The typed config of the roles: `actor_rollout_ref`, `reward_model` and `critic`. See schema.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from grpo_dist.config.field_types import (
     CountOrMinusOne,
     DecayRate,
     Entries,
+    Float,
     HeadDtypeName,
+    Mark,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -33,8 +35,14 @@ from grpo_dist.config.field_types import (
     TrainDtypeName,
     builtin_or_custom,
 )
-from grpo_dist.config.schema_algorithm import PolicyLossConfig, TeacherEndpointConfig
-from grpo_dist.plugins.names import AGENT_LOOPS, KL_LOSS_TYPES, ROLLOUT_ENGINES, LossAggMode, WeightTransport
+from grpo_dist.plugins.names import (
+    AGENT_LOOPS,
+    KL_LOSS_TYPES,
+    LOSS_MODES,
+    ROLLOUT_ENGINES,
+    LossAggMode,
+    WeightTransport,
+)
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
@@ -201,6 +209,22 @@ class UpdateSection(Section):
     optim: OptimConfig
 
 
+class PolicyLossConfig(Section):
+    """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
+
+    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
+    clip_cov_ratio: Share
+    clip_cov_lb: Float
+    clip_cov_ub: Float
+    kl_cov_ratio: Share
+    ppo_kl_coef: NonNegativeFloat
+    dro_beta: NonNegativeFloat
+    vespo_k_pos: PositiveFloat
+    vespo_lambda_pos: PositiveFloat
+    vespo_k_neg: PositiveFloat
+    vespo_lambda_neg: PositiveFloat
+
+
 class RouterReplayConfig(Section):
     """`actor_rollout_ref.actor.router_replay`: which experts of a mixture the trainer's passes send tokens to."""
 
@@ -268,7 +292,6 @@ class AgentConfig(Section):
 
 
 def _verls_backend(value: Any) -> Any:
-    """The meaning here of two of verl's names."""
     return {"nccl": "broadcast", "naive": None}.get(value, value) if isinstance(value, str) else value
 
 
@@ -322,6 +345,16 @@ class RolloutConfig(Section):
     agent: AgentConfig
 
 
+class TeacherEndpointConfig(Section):
+    """`actor_rollout_ref.ref.model.endpoint`: a teacher that a server of its own runs."""
+
+    base_url: Annotated[Text | None, Resume.FREE]
+    model: Text | None
+    top_k: Count
+    timeout_s: Annotated[PositiveFloat, Resume.FREE]
+    headers_env: Annotated[Text | None, Resume.FREE]
+
+
 class RefModelConfig(Section):
     """`actor_rollout_ref.ref.model`: a teacher, in the place of the policy's own start."""
 
@@ -356,3 +389,95 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig
     rollout: RolloutConfig
     ref: RefConfig
+
+
+# --- models beside the policy ----------------------------------------------------------------------------------------
+_OTHER_WHERE_IT_TRAINS = Mark("refused", Resume.OTHER_MODEL.why, switch="reward_model.retrain.freq")
+
+
+class RewardModelFolderConfig(Section):
+    """`reward_model.model`: what is loaded, and how conversations reach it."""
+
+    override_config: ClassVar[dict[str, Any]] = {}
+
+    path: Annotated[Text | None, _OTHER_WHERE_IT_TRAINS]
+    input_tokenizer: Text | None
+    trust_remote_code: Annotated[bool, Resume.FREE]
+    fsdp_config: ForwardConfig
+
+
+class ProcessRewardConfig(Section):
+    """`reward_model.process`: a reward model that judges every step."""
+
+    enable: bool
+    step_tag: Text | None
+    good: Text | None
+    bad: Text | None
+
+    @property
+    def judging_tokens(self) -> tuple[str, str] | None:
+        """The tokens for bad and good of a causal LM that judges steps; None: the model has a head."""
+        return None if self.bad is None or self.good is None else (self.bad, self.good)
+
+
+class RetrainConfig(RecomputedConfig):
+    """`reward_model.retrain`: the reward model learns from what the policy samples (DeepSeekMath, algorithm 1)."""
+
+    freq: Annotated[
+        CountOrMinusOne, Mark("refused", "the judged responses of earlier steps are those of the saved iterations")
+    ]
+    label: Text
+    train_epochs: Count
+    train_batch_size: Count
+    micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
+    model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]
+    optimizer_offload: Annotated[bool, Resume.FREE]
+    optim: AdamWConfig
+    grad_clip: PositiveFloat
+
+    @property
+    def enable(self) -> bool:
+        """Tell if the reward model is retrained."""
+        return self.freq > 0
+
+
+class RewardModelConfig(Section):
+    """`reward_model`: a model that scores the responses."""
+
+    enable: bool
+    model: RewardModelFolderConfig
+    process: ProcessRewardConfig
+    micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    use_dynamic_bsz: Annotated[bool | None, Resume.FREE]
+    forward_max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
+    max_length: Count | None
+    replay_share: Share
+    retrain: RetrainConfig
+
+    @property
+    def is_retrained(self) -> bool:
+        """Tell if there is a reward model, and it trains."""
+        return self.enable and self.retrain.enable
+
+
+class CriticModelConfig(Section):
+    """`critic.model`: what is loaded, and how it is held."""
+
+    trust_remote_code: ClassVar[bool] = False
+
+    path: Annotated[Text, Resume.OTHER_MODEL]
+    enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
+    enable_activation_offload: Annotated[bool, Resume.FREE]
+    override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
+    fsdp_config: FSDPConfig
+
+
+class CriticConfig(UpdateSection):
+    """`critic`: the model that foresees returns, its loss and its optimizer."""
+
+    enable: Annotated[bool | None, Mark("refused", "a checkpoint has such a model if its run had one")]
+    model: CriticModelConfig
+    forward_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
+    forward_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
+    cliprange_value: PositiveFloat

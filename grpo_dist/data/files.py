@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.data_files import HUB, DataFile, parse_data_file
-from grpo_dist.config.problems import Problem
+from grpo_dist.config.keys import Problem
 from grpo_dist.errors import DataError
 from grpo_dist.plugins.registry import load_attribute
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grpo_dist.config.schema_models import ProcessRewardConfig
+from grpo_dist.config.schema_roles import ProcessRewardConfig
 from grpo_dist.data.conversations import (
     Messages,
     encode_conversation,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import yaml
 
 from grpo_dist.config import schema_roles
-from grpo_dist.config.problems import Problem, between_keys, shown
+from grpo_dist.config.keys import Problem, between_keys, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.config.schema_job import SupervisedModelConfig
-from grpo_dist.config.schema_models import CriticModelConfig, RetrainConfig, RewardModelConfig, RewardModelFolderConfig
 from grpo_dist.config.schema_roles import (
     AdamWConfig,
+    CriticModelConfig,
     ForwardConfig,
     FSDPConfig,
     LoraSection,
     ModelConfig,
     RefModelConfig,
+    RetrainConfig,
+    RewardModelConfig,
+    RewardModelFolderConfig,
     RolloutConfig,
 )
 from grpo_dist.plugins.registry import load_attribute

@@ -1,8 +1,7 @@
 """The commands that train, a row each: the config that a command takes, its rows, and its trainer.
 
 Everything else is the same for all of them: `main.py` checks the config and shows the plan, `run/run.py`
-starts what the table of roles (`plan/roles.py`) says for that config, and trains. All rules of a command run, so that
-one attempt shows everything.
+starts what the table of roles (`plan/roles.py`) says for that config, and trains.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from grpo_dist.assets import POLICY_SECTION, TRAINED_MODEL_KEY
 from grpo_dist.config.command import CONFIG_DIR, AnyCommand, Command
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, RewardModelTrainingConfig, SFTConfig
-from grpo_dist.plan import model_rules, placement_rules, rules
+from grpo_dist.plan import model_rules, placement, rules
 from grpo_dist.plan.memory import memory_notes
 
 _TRAINER = "grpo_dist.trainer"
@@ -38,7 +37,7 @@ GRPO = Command(
     rules=(
         rules.job_rules,
         rules.between_values,
-        *placement_rules.PLACEMENT_RULES,
+        *placement.PLACEMENT_RULES,
         rules.engine_takes_it,
         model_rules.models_take_it,
         rules.files_exist,
@@ -78,9 +77,9 @@ _SUPERVISED: dict[str, Any] = {
         rules.job_rules,
         rules.files_exist,
         model_rules.model_folders_exist,
-        placement_rules.roles_fit_on_the_gpus,
-        placement_rules.ranks_are_divided,
-        placement_rules.passes_hold_the_longest_row,
+        placement.roles_fit_on_the_gpus,
+        placement.ranks_are_divided,
+        placement.passes_hold_the_longest_row,
         model_rules.models_take_it,
         rules.packages_are_installed,
     ),

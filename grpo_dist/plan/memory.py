@@ -12,15 +12,26 @@ from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
-from grpo_dist.config.problems import Problem, value_of
+from grpo_dist.config.keys import Problem, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, Device
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.role_models import Model, Pass, engine_dtype, lora_of, weight_transport
-from grpo_dist.plan.roles import Role, models_of, offloads_optimizer, optimizer_key, reshards, roles_of
+from grpo_dist.plan.roles import (
+    Model,
+    Pass,
+    Role,
+    engine_dtype,
+    lora_of,
+    models_of,
+    offloads_optimizer,
+    optimizer_key,
+    reshards,
+    roles_of,
+    weight_transport,
+)
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB, STATE_BYTES
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
@@ -167,9 +178,7 @@ class Rank:
         return self.shape.num_layers * 2.0 ** ceil(log2(self.inputs(tokens))) if self.saves_on_cpu else 0.0
 
     def update(self, tokens: int) -> Parts:
-        """The peak of a mini-batch: backwards through a layer or the output layer, with its gradients in float32, or in
-        the optimizer's step.
-        """
+        """The peak of a mini-batch: backwards through a layer or the output layer (gradients: float32), or the step."""
         shape, kept, gradients = self.shape, self.layer(tokens), 4.0 * self.trains_all
         saved = self.inputs(tokens) if self.recomputes else kept
         activations = saved * (1 if self.saves_on_cpu else shape.num_layers)

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_dist.assets import BUILTIN, is_file, is_folder, resolve_model_path
 from grpo_dist.assets.model_folder import count, text_config
-from grpo_dist.config.problems import Problem, between_keys, missing_path, shown, value_of, with_values
+from grpo_dist.config.keys import Problem, between_keys, missing_path, shown, value_of, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_roles import ADAPTER_KEY
@@ -21,8 +21,7 @@ from grpo_dist.engines.base import rollout_backend
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.memory import memory_problems
 from grpo_dist.plan.model_shape import MLP_NAMES, model_config_at_hand, num_experts
-from grpo_dist.plan.role_models import Model
-from grpo_dist.plan.roles import models_of
+from grpo_dist.plan.roles import Model, models_of
 from grpo_dist.sizes import heads_split
 
 _MODEL = "actor_rollout_ref.model"
@@ -60,14 +59,7 @@ def model_problems(
     host_gib: float | None = None,
     num_parameters: int = 0,
 ) -> Iterator[Problem]:
-    """Reports settings that do not fit the model.
-
-    Args:
-        model_config: config.json; None: unknown, so nothing is checked.
-        memory_gib: memory of one GPU, GiB; None: unknown, or there is no GPU.
-        host_gib: CPU memory of the machine, GiB, if the whole run is on it; None: unknown.
-        num_parameters: see `memory_estimate`.
-    """
+    """Reports settings that do not fit the model; the arguments are those of `memory_problems`."""
     if model_config is None:
         return
     if isinstance(config, RunConfig):
@@ -107,9 +99,7 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
 
 
 def _engines_split_it(config: RunConfig, entries: Mapping[str, Any]) -> Iterator[str]:
-    """Tensor parallelism gives each process whole attention heads, whole key-value heads or a copy of one, and a part
-    of every expert along its intermediate size.
-    """
+    """Each process gets whole attention heads, whole key-value heads or a copy of one, and a part of each expert."""
     size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, text_config(entries)
     heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
     kv_heads = count(text, "num_key_value_heads") or heads

@@ -28,8 +28,6 @@ class ModelShape:
     """Number of parameters of a model, and the sizes that its memory depends on.
 
     Args:
-        num_layers: decoder layers.
-        hidden: hidden size.
         width: intermediate size of the MLP; with experts, that of one expert times the experts per token.
         copies: experts per token * hidden size, the dispatched hidden states of a token; 0 without experts.
         query_width: attention heads * head size.
@@ -37,7 +35,6 @@ class ModelShape:
         layer: parameters of a decoder layer, which is one FSDP unit.
         matrix: parameters of the embedding: vocabulary * hidden size.
         output_layer: parameters of the output layer, also if it is the embedding; 0: the model has a small head.
-        vocabulary: vocabulary size.
         tied: whether embedding and output layer share their weights, or there is no output layer.
         linears: inputs + outputs of each linear layer, by its name in LoRA's target_modules; without experts.
         counted: parameters in the model's files; 0: unknown.

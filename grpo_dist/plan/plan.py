@@ -11,21 +11,26 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from grpo_dist.assets import POLICY_KEY
-from grpo_dist.config.problems import value_of, with_value
+from grpo_dist.config.keys import value_of, with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, AgentConfig, LoraSection
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, RankSettings, SamplingSettings, choose_layout
 from grpo_dist.plan.placement import Placement, placement
-from grpo_dist.plan.role_models import (
+from grpo_dist.plan.roles import (
     Model,
+    Role,
     engine_dtype,
+    held_by,
     is_deterministic,
+    layers_key,
+    offloads_optimizer,
+    reshards,
+    roles_of,
+    table_of,
     train_dtype,
-    value_loss,
     weight_transport,
 )
-from grpo_dist.plan.roles import Role, held_by, layers_key, offloads_optimizer, reshards, roles_of, table_of
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
 if TYPE_CHECKING:
@@ -180,11 +185,8 @@ class Plan(Generic[C_co]):
         from grpo_dist.algorithms.settings import TargetSettings  # loads torch, which a plan does without
 
         config = self.config
-        algorithm, actor, correction = (
-            config.algorithm,
-            config.actor_rollout_ref.actor,
-            config.algorithm.rollout_correction,
-        )
+        algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+        correction = algorithm.rollout_correction
         return TargetSettings(
             adv_estimator=absolute(algorithm.adv_estimator),
             options=dict(algorithm),
@@ -237,7 +239,9 @@ class Plan(Generic[C_co]):
         """What the loss of the values is made of."""
         from grpo_dist.algorithms.settings import ValueSettings  # loads torch, which a plan does without
 
-        return ValueSettings(*value_loss(self.config))
+        config = self.config
+        longest = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
+        return ValueSettings(config.critic, longest)
 
 
 def make_plan(config: C, steps: int = 0) -> Plan[C]:

@@ -1,7 +1,7 @@
 """Rules between keys that need nothing but their values, and notes on valid values whose result may surprise.
 
 A rule is a row: the keys that are shown with their values, the combination that is wrong, and what to do about it. All
-of them are asked, so that one attempt shows everything. What needs more than values is in placement_rules.py (sizes and
+of them are asked, so that one attempt shows everything. What needs more than values is in placement.py (sizes and
 machines) and model_rules.py (models and their folders). Machines are not asked here: whether a GPU is really there is
 found out when Ray starts.
 """
@@ -16,16 +16,14 @@ from importlib.util import find_spec
 from grpo_dist.assets import expanded, is_file, is_folder
 from grpo_dist.config.data_files import parse_data_file
 from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
-from grpo_dist.config.keys import leaf_keys
-from grpo_dist.config.problems import Problem, between_keys, missing_path, shown, value_of
+from grpo_dist.config.keys import Problem, between_keys, leaf_keys, missing_path, shown, value_of
 from grpo_dist.config.processor import is_wsl
 from grpo_dist.config.run_code import UPDATE
-from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_algorithm import TEXT
+from grpo_dist.config.schema import TEXT, RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.base import DIFFERENCES, RolloutBackend, builtin_backends, rollout_backend
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.role_models import engine_dtype, is_deterministic, train_dtype, weight_transport
+from grpo_dist.plan.roles import engine_dtype, is_deterministic, train_dtype, weight_transport
 from grpo_dist.plugins.names import (
     ADV_ESTIMATORS,
     AGENT_LOOPS,
@@ -55,6 +53,7 @@ class Values:
         self.estimator, self.loss = config.algorithm.adv_estimator, roles.actor.policy_loss.loss_mode
         self.loop, self.single_turn = roles.rollout.agent.default_agent_loop, roles.rollout.agent.is_single_turn
         self.elsewhere, self.teaches_itself = config.teacher_is_elsewhere, config.algorithm.self_distillation.enable
+        self.moves = roles.ref.ref_model_sync_steps > 0  # the reference, which then follows the policy
         self.exact_kl = roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full"
 
 
@@ -64,8 +63,6 @@ class Rule:
 
     Attributes:
         keys: those that are shown, in this order; without `actor_rollout_ref.` before them.
-        when: whether a config has it.
-        why: what is wrong, and what to do.
     """
 
     keys: str
@@ -91,11 +88,6 @@ def _tokens_differ(v: Values) -> bool:
     of_kl = v.algorithm.use_kl_in_reward and v.estimator in ("reinforce_plus_plus", "remax")
     discounted = v.estimator == "reinforce_plus_plus" and v.algorithm.gamma != 1
     return v.estimator in TOKEN_ADV_ESTIMATORS or of_kl or discounted
-
-
-def _moves(v: Values) -> bool:
-    """Tell if the reference follows the policy."""
-    return v.ref.ref_model_sync_steps > 0
 
 
 CORRECTION, PROCESS, RETRAIN = "algorithm.rollout_correction", "reward_model.process", "reward_model.retrain"
@@ -254,13 +246,13 @@ _PROMPTS = (  # prompts, samples and their lengths
 )
 _REFERENCE = (  # which may be a teacher, or the policy that teaches itself
     Rule("trainer.max_staleness, ref.ref_model_sync_steps",
-         lambda v: _moves(v) and v.trainer.max_staleness and v.config.needs_reference
+         lambda v: v.moves and v.trainer.max_staleness and v.config.needs_reference
          and not v.teaches_itself,
          "groups sampled ahead would be compared with different references; set one of the two to its default"),
-    Rule("ref.ref_model_sync_steps, ref.model.path", lambda v: _moves(v) and v.config.has_teacher,
+    Rule("ref.ref_model_sync_steps, ref.model.path", lambda v: v.moves and v.config.has_teacher,
          "a teacher does not move towards the policy; set the first to -1, or leave the path out"),
     Rule("ref.ref_model_sync_steps, model.lora_rank",
-         lambda v: _moves(v) and not v.config.has_teacher and v.model.trains_factors,
+         lambda v: v.moves and not v.config.has_teacher and v.model.trains_factors,
          "with LoRA the reference is the model without its factors and cannot move; set it to -1"),
     Rule("ref.model.path, algorithm.adv_estimator",
          lambda v: v.ref.model.path is None and not (
@@ -282,7 +274,7 @@ _REFERENCE = (  # which may be a teacher, or the policy that teaches itself
          "its tokens are compared in the loss; set the second to true, the third to full and the fourth to false"),
     Rule(f"{_ENDPOINT}.base_url, ref.model.path", lambda v: v.elsewhere and v.config.has_teacher,
          "the reference is one of the two; set the other to null"),
-    Rule(f"{_ENDPOINT}.base_url, ref.ref_model_sync_steps", lambda v: v.elsewhere and _moves(v),
+    Rule(f"{_ENDPOINT}.base_url, ref.ref_model_sync_steps", lambda v: v.elsewhere and v.moves,
          "it does not move towards the policy; set the second to -1"),
     Rule(f"{_ENDPOINT}.base_url, {_TEACHES}.enable",
          lambda v: v.elsewhere and v.teaches_itself,
@@ -516,9 +508,7 @@ def engine_takes_it(config: RunConfig) -> Iterator[Problem]:
 
 
 def other_type(config: RunConfig) -> str | None:
-    """Return the type in which passes of the trainer show what rounding does: float32, or that of the engines if it
-    alone is shorter; None: neither is.
-    """
+    """Return the type that shows what rounding does: float32, or the engines' if that is shorter; None: neither."""
     trainer = train_dtype(config, config.actor_rollout_ref.actor.fsdp_config)
     shorter = engine_dtype(config) if trainer == "fp32" else ""
     return None if shorter == "float32" else shorter or "float32"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from grpo_dist.config.keys import shown, value_of
 from grpo_dist.config.load import readable_config
-from grpo_dist.config.problems import shown, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.plan.memory import kv_cache_tokens, memory_estimate, worst_moments
 from grpo_dist.plan.model_shape import model_config_at_hand
 from grpo_dist.plan.placement import Placement, node_layout, placement
-from grpo_dist.plan.role_models import Pass, engine_dtype, is_deterministic, lora_of
-from grpo_dist.plan.roles import Role, models_of, roles_of, table_of
+from grpo_dist.plan.roles import Pass, Role, engine_dtype, is_deterministic, lora_of, models_of, roles_of, table_of
 
 _WHOLE = "(all other keys have their defaults; --full shows the whole config)"
 # (label, value)
@@ -127,18 +126,13 @@ def _passes_of(config: RunConfig, row: Role) -> Rows:
 def _passes(per_rank: int, n: int, limits: Pass) -> str:
     if limits.max_token_len is not None:
         return f"as many as needed with {limits.max_token_len:,} tokens each"
-    size = min(_whole_groups(limits.size, n), per_rank)
+    whole = limits.size // n * n if n <= limits.size else ceil(n / ceil(n / limits.size))  # groups, or equal parts
+    size = min(whole, per_rank)
     groups = f" (whole groups of {n})" if size < min(limits.size, per_rank) and size % n == 0 else ""
     return f"{ceil(per_rank / size):,} of {size:,} sequences{groups}"
 
 
-def _whole_groups(size: int, n: int) -> int:
-    """Return the sequences in a pass of at most `size`: whole groups of n responses, or equal parts of one group."""
-    return size // n * n if n <= size else ceil(n / ceil(n / size))
-
-
 def _limit(config: SupervisedConfig) -> str:
-    """Return how much a pass holds where one model is trained on rows."""
     data = config.data
     if data.use_dynamic_bsz:
         return f"at most {data.max_token_len_per_gpu:,} tokens"
@@ -146,7 +140,6 @@ def _limit(config: SupervisedConfig) -> str:
 
 
 def _step(config: JobConfig) -> str:
-    """Return a training step in a line."""
     if isinstance(config, SupervisedConfig):
         return f"{_many(config.data.train_batch_size, 'row')}, in passes of {_limit(config)}"
     assert isinstance(config, RunConfig)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.settings import TOP_IDS, TOP_LOG_PROBS
-from grpo_dist.config.schema_algorithm import TeacherEndpointConfig
+from grpo_dist.config.schema_roles import TeacherEndpointConfig
 from grpo_dist.errors import RewardError
 from grpo_dist.protocol import Ragged
 from grpo_dist.redact import redact_text

@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from grpo_dist.assets import is_on_the_hub
-from grpo_dist.checks.all_checks import check_all
+from grpo_dist.checks.all_checks import check_all, check_resume, is_finished
 from grpo_dist.checks.models import build_models, checked_models
-from grpo_dist.checks.run_folder import check_resume, is_finished
 from grpo_dist.config.run_code import ENGINE, FLAG, REWARD, code_of_run
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig

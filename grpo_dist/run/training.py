@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from grpo_dist.checks.all_checks import Ready
-from grpo_dist.config.problems import with_value
+from grpo_dist.config.keys import with_value
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import (
     ConfigError,

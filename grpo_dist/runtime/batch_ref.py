@@ -67,7 +67,6 @@ class DataProtoRef:
     Attributes:
         frames: references to the stored columns.
         small: columns that the driver itself reads: (N,) numbers or strings.
-        num_rows: N.
     """
 
     frames: tuple[Frame, ...] = ()

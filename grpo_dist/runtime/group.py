@@ -46,7 +46,6 @@ class WorkerGroup:
         handles: one Ray actor handle per rank; None for one that has no process at the moment.
         limits: seconds without an answer after which a worker counts as hung, by stage.
         make: by rank, a function that starts a new process in place of a lost one.
-        bundles: by rank.
     """
 
     def __init__(
@@ -299,7 +298,6 @@ class WorkerGroup:
         """The loss of another rank that caused `error`, or `error` itself.
 
         Args:
-            error: the first error of any rank.
             unanswered: calls of the same operation to other ranks that have no answer yet, with their futures.
         """
         if not isinstance(error, WorkerError) or isinstance(error, OutOfMemory) or len(self) == 1:
@@ -313,9 +311,8 @@ class WorkerGroup:
         elif any(text in error.message for text in _COLLECTIVE_ERRORS) and unanswered:
             _, waiting = await asyncio.wait(unanswered.values(), timeout=COLLECTIVE_GRACE_S)
             if hung := [call for call, value in unanswered.items() if value in waiting]:
-                others = (
-                    f"; nor did {len(hung) - 1} other ranks, one of which may be the cause" if len(hung) > 1 else ""
-                )
+                more = len(hung) - 1
+                others = f"; nor did {more} other ranks, one of which may be the cause" if more else ""
                 state = states.get(hung[0].rank, "unknown")
                 why = f"it did not join a collective operation in which rank {error.rank} waited (its process: {state})"
                 lost = self.lost(hung[0].rank, hung[0].stage, why + others)

@@ -361,8 +361,7 @@ class RestartBudget:
     """The number of faults that the rollout, reward and reference workers of a run share.
 
     Attributes:
-        most: faults after which workers may be replaced (`trainer.max_worker_restarts`). A lost machine is one, however
-            many workers it had.
+        most: `trainer.max_worker_restarts`.
         nodes: says which machines are lost, and where there is room.
         failures: the error behind each replacement so far.
         machines_lost: how many machines were lost with workers.

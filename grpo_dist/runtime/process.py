@@ -68,7 +68,6 @@ class Process:
         """The folder of a model on this node. A model of the Hugging Face hub is downloaded if it is not cached.
 
         Args:
-            path: of the model.
             key: the config key that names it, for messages.
             weights: whether the weights of a hub model are needed too.
         """
@@ -212,7 +211,6 @@ def ask_nodes(question: Callable[[Any], str], asked: Sequence[tuple[str, Any]], 
     """Ask nodes something that any process there can see, each in a Ray task.
 
     Args:
-        question: the function that a node runs.
         asked: Ray's id of each node, and the argument.
         timeout_s: seconds after which the answer of a node is None.
     """

@@ -172,7 +172,6 @@ def _enough(alone: Sequence[tuple[Any, Sequence[Slot]]], *, one_is_enough: bool)
 
 
 def _total(wanted: Sequence[Slot]) -> tuple[float, float]:
-    """(CPUs, GPUs) of all slots together."""
     return sum(slot.num_cpus for slot in wanted), sum(slot.num_gpus for slot in wanted)
 
 

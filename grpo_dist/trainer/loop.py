@@ -20,8 +20,7 @@ import numpy as np
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SFTConfig
-from grpo_dist.config.schema_models import CriticConfig
-from grpo_dist.config.schema_roles import ActorConfig
+from grpo_dist.config.schema_roles import ActorConfig, CriticConfig
 from grpo_dist.data.sampler import CustomSampler, PromptSampler
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.plan.plan import Plan

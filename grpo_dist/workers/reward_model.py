@@ -18,7 +18,7 @@ import transformers
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import load_tokenizer
-from grpo_dist.config.schema_models import ProcessRewardConfig
+from grpo_dist.config.schema_roles import ProcessRewardConfig
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
 from grpo_dist.engines.settings import ModelSettings, RankSettings, RewardModelSettings

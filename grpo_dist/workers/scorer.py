@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.validation import pred_ids
-from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_algorithm import TEXT, SelfDistillationConfig, TeacherEndpointConfig
+from grpo_dist.config.schema import TEXT, RunConfig, SelfDistillationConfig
+from grpo_dist.config.schema_roles import TeacherEndpointConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.step_tokens import split_steps, step_ends
 from grpo_dist.data.tokenize import prompt_ids

@@ -139,11 +139,11 @@ def test_a_data_source_without_a_teacher_is_told_before_anything_starts(dry_run,
 def test_a_checkpoint_must_fit_on_the_disk(dry_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model has 476,224 parameters in fp32, and AdamW two numbers for each: 12 bytes."""
     count = 476_224
-    monkeypatch.setattr("grpo_dist.checks.run_folder.free_bytes", lambda folder: 12 * count)
+    monkeypatch.setattr("grpo_dist.checks.all_checks.free_bytes", lambda folder: 12 * count)
     key, checkpoint = f"{RUN_DIR}={tmp_path}/run", f"{12 * count / 2**30:.3g} GiB"
     lines, _ = dry_run(key)
     says(lines, "disk", checkpoint)
-    monkeypatch.setattr("grpo_dist.checks.run_folder.free_bytes", lambda folder: 12 * count - 1)
+    monkeypatch.setattr("grpo_dist.checks.all_checks.free_bytes", lambda folder: 12 * count - 1)
     _, message = dry_run(key, code=2)
     says(message, key, checkpoint, RUN_DIR)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, FILE, read_usage
-from grpo_dist.checks.all_checks import Checks
-from grpo_dist.checks.run_folder import check_disk, check_resume, is_finished, nothing_to_train
+from grpo_dist.checks.all_checks import Checks, check_disk, check_resume, is_finished, nothing_to_train
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import JobConfig
@@ -285,7 +284,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs the check on a disk with so many GiB free; gives what it says."""
 
     def run(free: float, *overrides: str, roles: list[RoleMemory] = ROLES) -> str:
-        monkeypatch.setattr("grpo_dist.checks.run_folder.free_bytes", lambda folder: int(free * GIB))
+        monkeypatch.setattr("grpo_dist.checks.all_checks.free_bytes", lambda folder: int(free * GIB))
         config, _ = load_config([f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=10", *overrides])
         return check_disk(config, roles, STEPS)
 

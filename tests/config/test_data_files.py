@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.data_files import DataFile, parse_data_file
-from grpo_dist.config.problems import Problem
+from grpo_dist.config.keys import Problem
 from tests.messages import says
 
 

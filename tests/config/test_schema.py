@@ -168,7 +168,7 @@ CORRECTION = "algorithm.rollout_correction"
     ],
 )
 def test_old_log_probs_are_computed_only_where_the_update_cannot_know_them(changes, needed):
-    assert load(*ON_POLICY, *changes).needs_old_log_probs == needed
+    assert (load(*ON_POLICY, *changes).old_log_probs_from == "actor") == needed
 
 
 @pytest.mark.parametrize(

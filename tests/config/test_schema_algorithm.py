@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_dist.config.schema_algorithm import AlgorithmConfig
+from grpo_dist.config.schema import AlgorithmConfig
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plugins.names import ADV_ESTIMATORS
 from tests.config.refusals import refused

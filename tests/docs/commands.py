@@ -22,8 +22,8 @@ from unittest import mock
 from grpo_dist.cli.entry import ENTRIES
 from grpo_dist.cli.entry import main as grpo_dist_main
 from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.keys import config_error
 from grpo_dist.config.load import load_command, read_command_line, with_overrides
-from grpo_dist.config.problems import config_error
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.main import QUIET
 from grpo_dist.plan.commands import COMMANDS, GRPO

@@ -8,10 +8,10 @@ import pytest
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import OptimConfig
-from grpo_dist.plan import role_models
+from grpo_dist.plan import roles
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.plan import Plan, make_plan
-from grpo_dist.plan.role_models import reference_columns
+from grpo_dist.plan.roles import reference_columns
 from grpo_dist.run.build import time_limits
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
@@ -345,7 +345,7 @@ def test_how_weights_reach_the_engines(overrides: list[str], transport: str) -> 
 
 
 def test_linux_under_windows_has_no_memory_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(role_models, "is_wsl", lambda: True)
+    monkeypatch.setattr(roles, "is_wsl", lambda: True)
     config = load("cluster=single_gpu")
     assert make_plan(config).transport == "object_store"
 
@@ -436,7 +436,8 @@ def test_masks_by_advantage_arrive() -> None:
     assert plain.objective.off_policy_threshold is None
     bounded = planned(f"{key}.m2_threshold=0.04")
     targets, objective = bounded.targets, bounded.objective
-    assert (bounded.config.needs_old_log_probs, targets.m2_threshold, objective.weighted) == (True, 0.04, True)
+    assert bounded.config.old_log_probs_from == "actor"
+    assert (targets.m2_threshold, objective.weighted) == (0.04, True)
     assert "rollout_is_weights" in objective.columns
     for mode in ("false", "true"):
         masked = planned(f"{key}.off_policy_mask_threshold=0.5", f"{key}.bypass_mode={mode}").objective

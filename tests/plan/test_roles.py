@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.config.keys import value_of
 from grpo_dist.config.load import load_command
-from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import SFTConfig
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from grpo_dist.config.schema_algorithm import TeacherEndpointConfig
+from grpo_dist.config.schema_roles import TeacherEndpointConfig
 from grpo_dist.errors import RewardError
 from grpo_dist.protocol import Ragged
 from grpo_dist.rewards.teacher_endpoint import KEY, TeacherEndpoint

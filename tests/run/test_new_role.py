@@ -1,4 +1,4 @@
-"""A frozen role that adds a column is told of in five files: `echo`, a model whose log-probs of the responses are a
+"""A frozen role that adds a column is told of in four files: `echo`, a model whose log-probs of the responses are a
 column of every batch.
 """
 
@@ -23,8 +23,7 @@ from grpo_dist.engines.settings import RankSettings
 from grpo_dist.plan import roles
 from grpo_dist.plan.commands import GRPO
 from grpo_dist.plan.plan import make_plan
-from grpo_dist.plan.role_models import Model, reference_passes, reference_ranks
-from grpo_dist.plan.roles import ROLES, ModelPass, Role
+from grpo_dist.plan.roles import ROLES, Model, ModelPass, Role, reference_passes, reference_ranks
 from grpo_dist.plan.text import format_plan, format_summary
 from grpo_dist.protocol.fields import FIELDS, Field
 from grpo_dist.run.build import spawn_roles, start_roles
@@ -101,8 +100,7 @@ class EchoWorker(PolicyWorker):  # in its process the table of columns has the r
 TOLD_IN: dict[str, Any] = {
     "config/grpo.yaml": YAML,
     "config/schema.py": EchoRunConfig,
-    "plan/role_models.py": echo_ranks,
-    "plan/roles.py": (ECHO, PASS),
+    "plan/roles.py": (ECHO, PASS),  # and the function that the row names
     "protocol/fields.py": FIELD,
 }
 
@@ -119,8 +117,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace(GRPO, file=file, schema=TOLD_IN["config/schema.py"])
 
 
-def test_it_is_told_of_in_five_files(command: Any) -> None:
-    assert len(TOLD_IN) == 5
+def test_it_is_told_of_in_four_files(command: Any) -> None:
+    assert len(TOLD_IN) == 4
     config, _ = load_command([*SMALL, "algorithm.use_kl_in_reward=true"], command)
     ahead = config.replaced(trainer=config.trainer.replaced(max_staleness=1))
     found = [[row.name for row in roles.passes_of(each, waiting=False)] for each in (config, ahead)]

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.config.schema_models import RewardModelConfig
+from grpo_dist.config.schema_roles import RewardModelConfig
 from grpo_dist.data.step_tokens import StepForm, step_tokens
 from grpo_dist.engines.settings import PassLimits, RewardModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
-from grpo_dist.config.problems import shown
+from grpo_dist.config.keys import shown
 from grpo_dist.config.schema_roles import AdamWConfig, OptimConfig
 from grpo_dist.engines.train.sharded_tensors import free_gathered, local_shard
 from grpo_dist.errors import ConfigError

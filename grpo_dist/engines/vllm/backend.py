@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from grpo_dist.config.problems import Problem, between_keys, shown
+from grpo_dist.config.keys import Problem, between_keys, shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig, RolloutConfig
 from grpo_dist.engines.base import DIFFERENCES, ROUTES, ParseCalls, RolloutBackend, RolloutEngine
