@@ -346,7 +346,7 @@ class GRPOTrainer(TrainingLoop):
         """Validate the last step now, or beside the next one (`trainer.val_in_background`)."""
         trainer, self.validating = self.config.trainer, bool(self.data.validation)
         self.validation.step = self.step
-        judges = trainer.keep_best_metric is not None and self.save_is_due()  # its checkpoint is judged by the figure
+        judges = self.saver.compares and self.save_is_due()
         beside = trainer.val_in_background and not (trainer.val_only or judges) and 0 < self.step < self.total_steps
         if self.validating and not beside:
             self.metrics |= self.end_validation()

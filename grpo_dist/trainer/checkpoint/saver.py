@@ -145,6 +145,11 @@ class CheckpointSaver:
         self._history = [*state.history, checkpoint_digest(folder)]
 
     @property
+    def compares(self) -> bool:
+        """Tell if checkpoints are kept by a figure of validation, which has to be known when one is written."""
+        return self.config.trainer.keep_best_metric is not None
+
+    @property
     def is_due(self) -> bool:
         """Tell if `trainer.save_interval_minutes` have passed since the last checkpoint was started."""
         minutes = self.config.trainer.save_interval_minutes
