@@ -27,8 +27,7 @@ class AgentLoop(ABC):
     After the last one its group goes without it or is dropped, as long as not too many fail (`max_failure_rate`).
 
     Attributes:
-        gives_reward: whether every episode sets `episode.reward`. The reward function is then not asked, and rows need
-            no ground truth.
+        gives_reward: whether every episode sets `episode.reward`: no reward function is asked, no ground truth needed.
     """
 
     gives_reward: ClassVar[bool] = False

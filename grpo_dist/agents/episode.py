@@ -142,8 +142,7 @@ class Episode:
         turns: which tokens each turn has sampled, and for which agent.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
         reward: what the episode has earned, for a loop to set; None: the reward function scores the response.
-        metrics: numbers by name, for a loop to set; they are logged as `reward_extra/NAME/mean`, and `acc` is what
-            validation reports.
+        metrics: numbers by name, for a loop to set, logged as `reward_extra/NAME/mean`; validation reports `acc`.
         failure: why the loop gave the episode up.
         failure_kind: "failed", or "rejected" where it refused the response.
     """
@@ -245,7 +244,8 @@ class Episode:
             return Turn("", (), None, True)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         limit = min(self.room, max_tokens or self.room)
-        context = self._context()
+        before, behind = last_branch(self._predecessors)
+        context = [*self.prompt_ids[: len(self.prompt_ids) + before + 1], *(self.token_ids[i] for i in behind)]
         sampling = self._turn_sampling(limit, stops, len(context))
         self._busy = True
         try:
@@ -266,15 +266,11 @@ class Episode:
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
-        """Within the block, an OpenAI-compatible endpoint samples this episode, for code that owns its loop.
+        """In the block, an OpenAI-compatible endpoint (address, key) samples the episode of code that owns its loop.
 
         What is asked and sampled there becomes the episode when the block ends: the prompt of the first call, and what
         stands behind it, token by token as the policy saw and sampled it. Calls that do not go on from there, such as
-        those of sub-agents, or of an agent that shortens its history, are branches of it; the last one is what the
-        reward function reads.
-
-        Yields:
-            The address and the key, which end with the block.
+        those of sub-agents or behind a shortened history, are branches of it; the reward function reads the last one.
         """
         if self.token_ids or self._busy:
             raise RuntimeError("episode.endpoint: the episode has begun; open it before anything else")
@@ -331,8 +327,7 @@ class Episode:
 
         Args:
             messages: such as {"role": "user", "content": "..."}.
-            calls: of tools, that the policy's turn has made, where the messages are their results; as a message of the
-                assistant has them.
+            calls: of tools, made by the policy's turn, whose results the messages are; as in an assistant's message.
 
         Raises:
             ValueError: the row has no messages, or the template ends turns with no end token.
@@ -406,9 +401,7 @@ class Episode:
 
     @property
     def _seed(self) -> int | None:
-        """The attempt's: of the first one what the response would have in a group of one request; later ones have
-        others, or the same weights would write again what has failed.
-        """
+        """The attempt's: the first has that of a group of one request; later ones differ, not to repeat a failure."""
         if self._sampling.seed is None:
             return None
         first = self._sampling.seed + self.index
@@ -417,11 +410,6 @@ class Episode:
     @property
     def _predecessors(self) -> list[int]:
         return self._written.predecessors or []
-
-    def _context(self) -> list[int]:
-        """The tokens that the next turn goes on from."""
-        before, behind = last_branch(self._predecessors)
-        return [*self.prompt_ids[: len(self.prompt_ids) + before + 1], *(self.token_ids[i] for i in behind)]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -457,12 +445,8 @@ def behind_turn(
 ) -> str:
     """Return what the chat template writes from the end of a turn of the policy to where the policy goes on.
 
-    Args:
-        messages: those in front of the turn.
-        added: those behind it.
-        calls: of tools, that the turn has made, as `tool_call` has them.
-        ends: tokens that may end a turn.
-        is_ended: whether the turn has such a token already; else the template's stands at the beginning.
+    The turn, with `calls` of tools as `tool_call` has them, stands between `messages` and `added`. One of the tokens
+    `ends` ends it; unless it `is_ended` by one already, the template's stands at the beginning.
     """
     text = rendered(tokenizer, continued(messages, [_turn(calls), *added]), template_kwargs)
     start = text.find(MARK)

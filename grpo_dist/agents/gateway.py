@@ -2,8 +2,7 @@
 
 Who asks is told by the token (bearer, `x-api-key`, or `/s/TOKEN` before the path), and which of its agents by
 `/agent/NAME` there. An episode's requests are sampled by the policy in training, with the run's sampling settings and
-the weights of the moment, and recorded (recording.py). Listens on loopback only, at a free port; routes that are not
-listed do not exist.
+the weights of the moment, and recorded (recording.py). Listens on loopback, at a free port; `ROUTES` are all.
 """
 
 from __future__ import annotations

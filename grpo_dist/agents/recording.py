@@ -8,8 +8,7 @@ a branch begins at the first token that no call has had there.
 
 The row is a tree, which has each different token once. Behind the prompt of the first call the tokens stand in the
 order in which their calls ended. `predecessors` says which token each one follows (protocol/sequences.py). What a call
-has sampled is new, even where another call has sampled the same; what it was asked stands there once, however many
-calls were asked it.
+has sampled is new, even where another has sampled the same; what calls were asked stands there once.
 """
 
 from __future__ import annotations
@@ -83,14 +82,11 @@ def extend(
 
 
 class TokenTree:
-    """The tokens, and of each one what a row of training has of it.
+    """The tokens, and of each one what a row of training has of it; `response` is all that stands behind the prompt.
 
     Args:
         prompt_ids: the prompt of the first call.
         most: different tokens that there may be, the prompt's among them.
-
-    Attributes:
-        response: all that stands behind it.
     """
 
     def __init__(self, prompt_ids: Sequence[int], most: int) -> None:
@@ -103,11 +99,7 @@ class TokenTree:
         return len(self.response.token_ids)
 
     def walk(self, token_ids: Sequence[int], place: int | None = None) -> tuple[int, int]:
-        """Go along tokens from a place, or from the very beginning, as far as they are there.
-
-        Returns:
-            (the place of the last one; how many they are).
-        """
+        """Go along tokens from a place, or the beginning, while they are there: the last one's place, and how many."""
         place = -len(self.prompt_ids) - 1 if place is None else place
         for i, token in enumerate(token_ids):
             if (place_behind := self._next.get((place, token))) is None:
@@ -130,8 +122,7 @@ class TokenTree:
     def add(self, asked: Sequence[int], sampled: Response, place: int | None = None) -> int | None:
         """Add what a call was asked behind a place, or from the very beginning, and what it sampled.
 
-        Returns:
-            The place of the last token; None: there is no room for them, and nothing was added.
+        Returns the place of the last token; None: there is no room for them, and nothing was added.
         """
         place, known = self.walk(asked, place)
         put_in = list(asked[known:])

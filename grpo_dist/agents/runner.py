@@ -72,9 +72,7 @@ class _Group:
 class EpisodeRunner:
     """One agent loop and the thread it runs on.
 
-    Args:
-        generate: the engine's; called on the event loop that calls `run`.
-        gateway: the endpoint, on that event loop too; None: the engine has none.
+    `generate`, the engine's, and `gateway`, its endpoint (None: there is none), are of the event loop that calls `run`.
     """
 
     def __init__(self, settings: AgentConfig, generate: Generate, gateway: Gateway | None = None) -> None:
@@ -205,10 +203,8 @@ class EpisodeRunner:
         except GrpoDistError:
             raise  # the engine's
         except EpisodeEnded:
-            kind, problem = (
-                "turns",
-                f"run() asked for a turn more than {_AGENT}.max_assistant_turns, or there is room for",
-            )
+            kind = "turns"
+            problem = f"run() asked for a turn more than {_AGENT}.max_assistant_turns, or there is room for"
         except asyncio.CancelledError as error:
             if group.aborted or group.ending:
                 raise

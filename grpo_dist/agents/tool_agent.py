@@ -43,11 +43,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the policy may call.
-
-    Attributes:
-        function: takes the arguments, checks their types and converts them.
-    """
+    """A function that the policy may call; `function` takes the arguments, checks their types and converts them."""
 
     name: str
     schema: Mapping[str, Any]
@@ -92,11 +88,7 @@ def load_tools(names: Any) -> dict[str, Tool]:
 
 
 class Toolbox:
-    """Runs calls of tools; for many episodes at the same time.
-
-    Args:
-        most_characters: of an answer; what is longer is cut in the middle.
-    """
+    """Runs calls of tools; for many episodes at the same time."""
 
     def __init__(self, tools: Mapping[str, Tool], most_characters: int, timeout_s: float) -> None:
         self._tools, self._most, self._timeout_s = tools, most_characters, timeout_s
@@ -169,11 +161,7 @@ async def _returned(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 PARSER_KEY = f"{KWARGS_KEY}.tool_parser"
-_LIMITS: Mapping[str, type[int] | type[float]] = {
-    "max_parallel_calls": int,
-    "max_tool_response_length": int,
-    "tool_timeout_s": float,
-}
+_LIMITS: Mapping[str, Any] = {"max_parallel_calls": int, "max_tool_response_length": int, "tool_timeout_s": float}
 # A conversation that any template takes, to see what it makes of tools.
 _PROBE = ({"role": "user", "content": "How much is it?"},)
 _PROBE_ANSWER = "42 and 43"

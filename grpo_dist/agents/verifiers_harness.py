@@ -1,8 +1,7 @@
 """A harness of `verifiers` 0.4 whose chat loop runs in the worker's own process; verifiers_worker.py names it.
 
 verifiers' own chat loop, `null`, is a program that is started for each episode, which takes about a second of a
-processor. What it does for a task without tools is to ask the model once; that is done here. Tasks with tools get the
-program. Runs without grpo_dist.
+processor. For a task without tools it asks the model once; that is done here. Runs without grpo_dist.
 """
 
 from __future__ import annotations

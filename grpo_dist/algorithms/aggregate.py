@@ -1,5 +1,4 @@
-"""Token losses to one number, by counts of the whole mini-batch; masked means, whitening, discounted sums, log-probs
-and entropies of tokens under logits, bounded log ratios.
+"""Token losses to one number, by counts of the whole mini-batch; and what else is computed of tokens and logits.
 
 `agg_loss` sums over what it is given and divides by counts of the mini-batch (tokens or sequences, over all
 micro-batches and all ranks). Micro-batches and ranks therefore only add up: how the work is cut changes nothing.
@@ -50,8 +49,7 @@ def agg_loss(
         global_prompts: the sum of these weights over the whole mini-batch, the number of its prompts. None: that of
             `prompt_weights`.
     """
-    if loss_mat.shape != loss_mask.shape:
-        raise BatchError(f"loss_mat {tuple(loss_mat.shape)} and loss_mask {tuple(loss_mask.shape)} differ")
+    check_shapes("loss_mask", loss_mask, loss_mat=loss_mat)
     if loss_agg_mode not in LOSS_AGG_MODES:
         modes = ", ".join(LOSS_AGG_MODES)
         raise ConfigError(f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode}: not one of {modes}")
@@ -73,6 +71,13 @@ def agg_loss(
     elif loss_agg_mode == "seq-mean-token-sum-norm":
         per_sequence = per_sequence / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
     return per_sequence.sum() / _at_least_one(sequences)
+
+
+def check_shapes(name: str, wanted: Tensor, **columns: Tensor) -> None:
+    """Check that columns have the shape of the column `name`."""
+    for column, value in columns.items():
+        if value.shape != wanted.shape:
+            raise BatchError(f"{column} {tuple(value.shape)} and {name} {tuple(wanted.shape)} differ")
 
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:
@@ -119,14 +124,11 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-    """Log-probs, in nats, of given tokens under softmax(logits / temperature).
+    """Log-probs, (...) float32 in nats, of given tokens under softmax(logits / temperature).
 
     Args:
         logits: (..., V), any float type; the softmax runs in float32.
         token_ids: (...) int64.
-
-    Returns:
-        (...) float32.
     """
     logits = logits.float() / temperature
     return torch.gather(logits, -1, token_ids.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, -1)
@@ -160,11 +162,7 @@ def binary_kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
 
 
 def tensor_fault(value: Any, shape: torch.Size, where: Tensor | None = None) -> str:
-    """Say how a value differs from a float tensor of this shape with finite numbers; "" if it does not.
-
-    Args:
-        where: not 0 at the numbers that matter; None: all do.
-    """
+    """Say how a value is no float tensor of this shape, finite `where` that is not 0 (None: everywhere); "": it is."""
     if not isinstance(value, Tensor) or value.shape != shape or not value.is_floating_point():
         return described(value)
     bad = ~value.detach().isfinite()

@@ -29,11 +29,7 @@ MOST, LARGEST = 1e-4, 5e-3
 
 @dataclass(frozen=True)
 class Operation:
-    """How far the outputs of an operation are apart.
-
-    Attributes:
-        rounding: the mean that rounding explains.
-    """
+    """How far the outputs of an operation are apart; `rounding` is the mean that rounding explains."""
 
     name: str
     largest: float

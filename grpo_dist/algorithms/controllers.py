@@ -17,7 +17,6 @@ class EntropyController:
     Attributes:
         coef: c; without a target the weight itself.
         target: nats per token; None: the coefficient is fixed.
-        delta: by how much c moves.
         entropy: of the last step, nats per token; None: there was none.
     """
 

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, masked_mean
-from grpo_dist.errors import BatchError, ConfigError
+from grpo_dist.algorithms.aggregate import MAX_LOG_RATIO, binary_kl, bounded_log_ratio, check_shapes, masked_mean
+from grpo_dist.errors import ConfigError
 
 KEY = "algorithm.rollout_correction"
 LEVELS = ("token", "sequence")
@@ -63,9 +63,6 @@ def compute_rollout_correction(
         old_log_probs: (N, T) float32, nats; the trainer's log-probs of the sampled tokens.
         rollout_log_probs: (N, T) float32, nats; the sampler's.
         response_mask: (N, T), 1 on the tokens that train.
-        rollout_is: "token", "sequence" or None.
-        rollout_is_threshold: an upper bound, or "lower_upper".
-        rollout_is_batch_normalize: divide the weights by their mean over the batch (tokens or sequences).
         rollout_rs: names of `REJECTIONS`, comma-separated, or None.
         rollout_rs_threshold: a bound for all of them, or one each, comma-separated.
 
@@ -73,9 +70,7 @@ def compute_rollout_correction(
         (weights, mask, metrics): weights (N, T) float32, 1 off the mask, or None without `rollout_is`; mask (N, T)
         like `response_mask`; metrics under `training/rollout_*` and `rollout_corr/*`, always.
     """
-    for column, value in {"rollout_log_probs": rollout_log_probs, "response_mask": response_mask}.items():
-        if value.shape != old_log_probs.shape:
-            raise BatchError(f"{column} {tuple(value.shape)} and old_log_probs {tuple(old_log_probs.shape)} differ")
+    check_shapes("old_log_probs", old_log_probs, rollout_log_probs=rollout_log_probs, response_mask=response_mask)
     mask = response_mask.bool()
     old, rollout = (values.float().where(mask, 0.0) for values in (old_log_probs, rollout_log_probs))
     log_ratio = bounded_log_ratio(old, rollout)
@@ -309,8 +304,7 @@ def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) 
 def _weight_metrics(weights: Tensor, log_ratio: Tensor, mask: Tensor, level: str) -> dict[str, float]:
     """The weights of the tokens that train, as verl's: bounded, and not yet divided by their mean.
 
-    For sequences the smallest and the largest are those before they are bounded, from `log_ratio` as it is (up to
-    e^20).
+    For sequences the smallest and the largest are those of `log_ratio` before they are bounded (up to e^20).
     """
     chosen = weights[mask]
     if not len(chosen):

@@ -11,8 +11,7 @@ joschu.net/blog/kl-approx.html), with d = log p - log q:
     NAME+             that of NAME     the gradient of k2, straight through
     unbiased_k3       rho k3           the gradient of the KL, also of what p_old sampled; rho = p / p_old
 
-or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...).
-Multiply by the mask before reducing.
+or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...). Mask before reducing.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregate import bounded_log_ratio, tensor_fault
-from grpo_dist.errors import BatchError, ConfigError
+from grpo_dist.algorithms.aggregate import bounded_log_ratio, check_shapes, tensor_fault
+from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import Fault, Registry
 
 
@@ -38,10 +37,7 @@ def kl_fault(returned: Any, log_probs: Tensor, ref_log_probs: Tensor) -> Fault |
 
 
 KL: Registry[Callable[..., Tensor]] = Registry(
-    "KL estimator",
-    "actor_rollout_ref.actor.kl_loss_type",
-    ("log_probs", "ref_log_probs"),
-    kl_fault,
+    "KL estimator", "actor_rollout_ref.actor.kl_loss_type", ("log_probs", "ref_log_probs"), kl_fault
 )
 
 # One token cannot dominate the KL term; verl's bound.
@@ -104,10 +100,8 @@ def kl_penalty(
         log_probs: (N, T) log-probs of the sampled tokens, nats; for `full` (..., V) logits or log-softmax.
         ref_log_probs: the same of the reference.
         old_log_probs: the same of the old policy, for unbiased_k3.
-        key: the config key that names it, for messages.
     """
-    if log_probs.shape != ref_log_probs.shape:
-        raise BatchError(f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} differ")
+    check_shapes("ref_log_probs", ref_log_probs, log_probs=log_probs)
     log_probs, ref_log_probs = log_probs.float(), ref_log_probs.float()
     if name == "unbiased_k3":
         if old_log_probs is None:

@@ -11,27 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from grpo_dist.algorithms.aggregate import agg_loss, masked_mean
-from grpo_dist.errors import BatchError
+from grpo_dist.algorithms.aggregate import agg_loss, check_shapes, masked_mean
 
 
 def supervised_loss(log_probs: Tensor, mask: Tensor, *, global_tokens: float | Tensor) -> Tensor:
-    """The mean cross entropy of the trained tokens, in nats.
+    """The mean cross entropy of the trained tokens, in nats: a float32 scalar, 0 where nothing is trained.
 
         loss = sum over trained tokens t of -log pi(y_t | x, y_<t) / global tokens
 
     What InstructGPT (arXiv 2203.02155, section 3.5) and DeepSeekMath (arXiv 2402.03300, appendix A.1.1) train on before
     RL. Every trained token weighs the same, in long answers and in short ones, as in verl's and TRL's SFT trainers;
-    DeepSeekMath's formula has the mean of each answer first. The count is that of the whole mini-batch, so
-    micro-batches and ranks only add up.
+    DeepSeekMath's formula has the mean of each answer first.
 
     Args:
         log_probs: (N, T) log-probs at temperature 1, in nats; carries the gradient.
         mask: (N, T), 1 on the tokens that are trained.
         global_tokens: trained tokens of the whole mini-batch, over all ranks.
-
-    Returns:
-        A scalar, float32; 0 where nothing is trained.
     """
     return agg_loss(-log_probs, mask, "token-mean", global_tokens=global_tokens)
 
@@ -55,8 +50,7 @@ def pair_loss(chosen: Tensor, rejected: Tensor, *, global_pairs: float | Tensor)
         share of pairs with margin > 0. A tie counts as wrong, as in TRL: a model that gives every sequence the same
         score then shows as 0, and is not taken for one that guesses.
     """
-    if chosen.shape != rejected.shape:
-        raise BatchError(f"chosen {tuple(chosen.shape)} and rejected {tuple(rejected.shape)} differ")
+    check_shapes("rejected", rejected, chosen=chosen)
     margin = chosen.float() - rejected.float()
     loss = -logsigmoid(margin).sum() / max(float(global_pairs), 1.0)
     every_pair = torch.ones_like(margin)
@@ -87,9 +81,7 @@ def label_loss(
         (loss, metrics): a scalar, and `reward_model/accuracy`, the share of labelled tokens where r > 0 exactly if
         the label is 1. As everywhere, r = 0 counts as a 0.
     """
-    for column, value in {"labels": labels, "mask": mask}.items():
-        if value.shape != values.shape:
-            raise BatchError(f"{column} {tuple(value.shape)} and values {tuple(values.shape)} differ")
+    check_shapes("values", values, labels=labels, mask=mask)
     # before the loss, not after: the gradient of a masked inf is nan, and 0 * nan is nan
     values, labels = (column.float().where(mask.bool(), 0.0) for column in (values, labels))
     losses = binary_cross_entropy_with_logits(values, labels, reduction="none").where(mask.bool(), 0.0)
@@ -116,7 +108,6 @@ def compute_value_loss(
         values: (N, T), its values before the update.
         returns: (N, T), what they should have been.
         response_mask: (N, T), 1 on the tokens that train.
-        cliprange_value: how far a value may move.
         loss_agg_mode: see `aggregate`, as are the remaining arguments.
 
     Returns:
@@ -124,9 +115,7 @@ def compute_value_loss(
         micro-batches and ranks to the mini-batch's; and means over the tokens of this call: `critic/vf_clipfrac`, the
         share for which the clip decides, and `critic/vpred_mean`, the value.
     """
-    for column, value in {"values": values, "returns": returns, "response_mask": response_mask}.items():
-        if value.shape != vpreds.shape:
-            raise BatchError(f"{column} {tuple(value.shape)} and vpreds {tuple(vpreds.shape)} differ")
+    check_shapes("vpreds", vpreds, values=values, returns=returns, response_mask=response_mask)
     # before the squares, not after: the gradient of a masked inf is nan, and 0 * nan is nan
     mask = response_mask.bool()
     vpreds, values, returns = (

@@ -46,7 +46,6 @@ def policy_objective(
         columns: (N, T) float32 tensors, log-probs and entropies in nats: `log_probs` of the current policy, which carry
             the gradient, `response_mask`, 1 on the tokens that train, those of `settings.columns`; `entropy` where it
             is a term, and `exact_kl`, computed next to the vocabulary, where kl_loss_type is `full`.
-        settings: of the loss.
         global_tokens: response tokens of the mini-batch, all ranks.
         global_sequences: sequences of the mini-batch, all ranks.
         global_prompts: the sum of `prompt_weights`, all ranks; for loss_agg_mode prompt-mean.

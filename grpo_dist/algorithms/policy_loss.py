@@ -28,11 +28,11 @@ from grpo_dist.algorithms.aggregate import (
     agg_loss,
     binary_kl,
     bounded_log_ratio,
+    check_shapes,
     masked_mean,
     tensor_fault,
 )
 from grpo_dist.algorithms.settings import ObjectiveSettings
-from grpo_dist.errors import BatchError
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.plugins.registry import Fault, Registry, described
 
@@ -57,13 +57,8 @@ def policy_loss_fault(returned: Any, batch: Any, config: Mapping[str, Any]) -> F
     return None
 
 
-PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-
-POLICY_LOSS: Registry[PolicyLoss] = Registry(
-    "policy loss",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
-    ("batch", "config"),
-    policy_loss_fault,
+POLICY_LOSS: Registry[Callable[..., tuple[Tensor, dict[str, Tensor]]]] = Registry(
+    "policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode", ("batch", "config"), policy_loss_fault
 )
 
 
@@ -156,8 +151,7 @@ def gspo(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[s
     """The clipped surrogate of the sequence's ratio, exp(mean_t log ratio_t), on each of its tokens.
 
     GSPO (arXiv 2507.18071). The value is the sequence's, the gradient goes through each token's own log-prob
-    (GSPO-token, equal in total). The paper's objective is loss_agg_mode seq-mean-token-mean, with clip ranges of 3e-4
-    and 4e-4.
+    (GSPO-token, equal in total). The paper's objective: loss_agg_mode seq-mean-token-mean, clip ranges 3e-4 and 4e-4.
     """
     mean_log_ratio = batch.sequence_mean(batch.log_probs - batch.old_log_probs).detach()
     own = batch.log_probs - batch.log_probs.detach()
@@ -170,9 +164,8 @@ def gspo(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[s
 def geo_mean(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """-A times the geometric mean of the sequence's clipped ratios, on each of its tokens.
 
-    GMPO (arXiv 2507.20673): log-ratios are clipped to [-low, high], one-sidedly like PPO's. The paper's objective is
-    loss_agg_mode seq-mean-token-mean; verl uses that mean whatever the mode. Importance weights enter by their
-    geometric mean.
+    GMPO (arXiv 2507.20673): log-ratios are clipped to [-low, high], one-sidedly like PPO's. The paper's loss_agg_mode
+    is seq-mean-token-mean; verl uses that mean whatever the mode. Importance weights enter by their geometric mean.
     """
     low, high = clip_range(config)
     sign = torch.sign(batch.advantages)
@@ -400,10 +393,8 @@ def compute_policy_loss(
         (loss, metrics): a float32 scalar, and means over the masked tokens of this call.
     """
     actor, old_log_probs, weights = settings.actor, columns["old_log_probs"], columns.get("rollout_is_weights")
-    for name in ("log_probs", "advantages", "response_mask"):
-        if columns[name].shape != old_log_probs.shape:
-            shapes = f"{name} {tuple(columns[name].shape)} and old_log_probs {tuple(old_log_probs.shape)}"
-            raise BatchError(f"{shapes} differ")
+    compared = {name: columns[name] for name in ("log_probs", "advantages", "response_mask")}
+    check_shapes("old_log_probs", old_log_probs, **compared)
     mask = columns["response_mask"].bool()
     batch = PolicyInputs(
         old_log_probs.detach().float().where(mask, 0.0),

@@ -19,19 +19,9 @@ class TargetSettings:
     """The settings by which a batch is prepared for the update, under verl's names.
 
     Attributes:
-        adv_estimator: the advantage estimator.
-        options: its options (norm_adv_by_std_in_grpo, gamma, ...).
-        kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
-        rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
-        m2_threshold: of `algorithms.correction.second_moment_mask`; None: no such mask.
         old_log_probs_from: whose log-probs are the old ones. "actor": the actor's, computed before the update.
             "rollout": the sampler's; corrections, if any, are the objective's. "update": those of the update to come,
             so that nothing here may need them.
-        mask_truncated: responses that were cut at their longest length do not train.
-        mask_equal_groups: groups in which the scores alone give no token an advantage do not train.
-        top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
-        loss_mode: the policy loss, which may select tokens; `loss_options` are its options.
-        by_prompt: whether the loss is a mean over prompts.
         observations: whether the loss has a term of the tokens that answer the policy's turns.
         has_values: whether values are a column; else those of an estimator that needs them are 0.
         by_agent: whether the tokens of each agent are compared as a sequence of their own.
@@ -91,10 +81,6 @@ class ObjectiveSettings:
     Attributes:
         actor: the section `actor_rollout_ref.actor`, or any object with its names. Names of code are valid in every
             folder, and `loss_scale_factor` is the constant length of seq-mean-token-sum-norm.
-        weighted: whether the batch has importance weights for the sampler's policy.
-        selects_tokens: whether the policy loss treats some tokens in another way.
-        correction: options of `algorithms.correction.current_weights`, or None: no such weights.
-        off_policy_threshold: of `algorithms.correction.off_policy_mask`, or None: no such mask.
         by_top_tokens: the exact KL is over the tokens alone of which the teacher tells.
         teaches_itself: the KL is that of responses whose teacher was shown something, alone (`teacher_mask`).
         on_policy: the old log-probs are those of the forward pass that trains, without gradient.

@@ -248,8 +248,7 @@ def turn_states(responses: Tensor, sampled: Tensor, predecessors: Tensor | None 
     """Number what an agent has been told before each of its turns, as gigpo compares them.
 
     A turn is a run of sampled tokens of which each follows the one right before, up to where something else was sampled
-    too. What was put in before it is looked for on its own path, up to the turn before or into the prompt; what lies
-    further back is not compared.
+    too. What was put in before it is looked for on its own path, up to the turn before or into the prompt, no further.
 
     Args:
         responses: (N, T) int64 token ids.

@@ -21,15 +21,9 @@ def subset_sizes(n: int) -> list[int]:
 
 
 def best_at_k(scores: np.ndarray, k: int) -> np.ndarray:
-    """Expected best score among k of the n responses, drawn without replacement.
+    """Expected best score, (P,) float64, among k of n responses to each of P prompts, drawn without replacement.
 
-    The i-th smallest score is the best of a draw with probability C(i-1, k-1) / C(n, k).
-
-    Args:
-        scores: (P, n) scores of n responses to each of P prompts.
-
-    Returns:
-        (P,) float64.
+    The i-th smallest of the (P, n) scores is the best of a draw with probability C(i-1, k-1) / C(n, k).
     """
     n = scores.shape[-1]
     if not 1 <= k <= n:
@@ -114,14 +108,10 @@ def judged(scores: np.ndarray, failed: np.ndarray, acc: np.ndarray | None) -> di
 
 
 def interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:
-    """The confidence interval of a mean over prompts, which were drawn from many more; of 95 % by default.
+    """The confidence interval of a mean of (P,) values, one for each prompt, with z standard errors: 95 % by default.
 
-    Of zeros and ones Wilson's score interval, which holds for few prompts and for shares near 0 and 1, too; of other
-    values `normal_interval`.
-
-    Args:
-        values: (P,), one for each prompt.
-        z: how many standard errors.
+    The prompts were drawn from many more. Of zeros and ones it is Wilson's score interval, which holds for few prompts
+    and for shares near 0 and 1, too; of other values `normal_interval`.
     """
     if not np.isin(values, (0.0, 1.0)).all():
         return normal_interval(values, z)
@@ -132,13 +122,10 @@ def interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:
 
 
 def normal_interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:
-    """The mean with z standard errors on both sides, also for differences between two models on the same prompts.
+    """The mean of (P,) values with z standard errors on both sides, also for differences between two models.
 
-    Several responses to a prompt are averaged before, since they are not independent (Miller, arXiv 2411.00640).
-
-    Args:
-        values: (P,), one for each prompt; of a single one the interval is infinite.
-        z: how many standard errors.
+    There is one value for each prompt; of a single one the interval is infinite. Several responses to a prompt are
+    averaged before, since they are not independent (Miller, arXiv 2411.00640).
     """
     count, mean = len(values), float(np.mean(values))
     half = z * float(np.std(values, ddof=1)) / sqrt(count) if count > 1 else float("inf")

@@ -23,11 +23,7 @@ _MODEL_FILES = ["*.json", _WEIGHTS, "*.model", "*.jinja", "*.txt", "*.tiktoken",
 
 
 def resolve_model_path(path: str, *, weights: bool = True, key: str = POLICY_KEY) -> str:
-    """Return the folder of a model on this machine.
-
-    Args:
-        path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub cache).
-    """
+    """Return the folder here of `builtin:NAME`, a folder, or a name on the hub, downloaded once into its cache."""
     if path.startswith(BUILTIN):
         return _builtin_folder(path, key)
     folder = expanded(path)

@@ -56,11 +56,7 @@ class ModelFolder:
 def check_model_folder(
     folder: str | Path, *, setting: str, trust_remote_code: bool, weights: bool = True
 ) -> ModelFolder:
-    """Check config.json and the weights of a Hugging Face folder against each other.
-
-    Args:
-        setting: the key and value that name the folder, for messages ("actor_rollout_ref.model.path=models/qwen").
-        weights: whether to check the weights; False: check only config.json.
+    """Check config.json and, with `weights`, the weights of a Hugging Face folder against each other.
 
     Raises:
         DataError: a file is missing, damaged or inconsistent with the others; the message names it.
@@ -88,11 +84,7 @@ def check_model_folder(
 
 
 def read_model_config(folder: str | Path, setting: str) -> Any:
-    """Return a model's config.json as transformers reads it.
-
-    Raises:
-        DataError: it cannot be read without code that comes with the model.
-    """
+    """Return a model's config.json as transformers reads it; a DataError if that takes code of the model's own."""
     from transformers import AutoConfig
 
     try:
@@ -263,11 +255,7 @@ class Usage:
 
 
 def read_usage(folder: Path) -> Usage:
-    """Return what a model folder says of its use; the defaults if it says nothing.
-
-    Raises:
-        DataError: its file is not one that a run writes.
-    """
+    """Return a model folder's word on its use, or the defaults; a DataError if its file is not as a run writes it."""
     file = folder / FILE
     if not file.is_file():
         return Usage()
@@ -300,12 +288,7 @@ _NOT_TAKEN = (
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter that passed the checks.
-
-    Attributes:
-        alpha: the scaling of B A is alpha / rank.
-        layers: (inputs, outputs) of each layer with factors, by the name of the module.
-    """
+    """An adapter that passed the checks: (inputs, outputs) by the name of the module; B A is scaled by alpha / rank."""
 
     rank: int
     alpha: float

@@ -2,8 +2,7 @@
 
 A conversation is rendered whole by the tokenizer's chat template, without a generation prompt. A tokenizer without one
 (of a base model) gets the contents of the prompt's messages joined by newlines, the answer's right behind them, and the
-end-of-sequence token: what such a model's policy reads and writes. A reward model reads it in the same way when it is
-trained and when it scores.
+end-of-sequence token, as such a model's policy. A reward model is trained on what it reads when it scores.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def render_conversation(
     """Return the text of a conversation, and whether the tokenizer's own special tokens are still to come.
 
     Args:
-        may_go_on: whether an answer goes on from the turn that a prompt has begun, as a policy does; False: it is a
-            turn of its own.
+        may_go_on: an answer goes on from the turn that a prompt has begun, as a policy does; False: has its own.
 
     Raises:
         Exception: of any kind, by the chat template.
@@ -81,11 +79,7 @@ def encode_conversation(text: str, special: bool, tokenizer: Any) -> tuple[np.nd
 
 
 def padding_id(config: Any) -> int | None:
-    """Return the padding token that a model's config.json names; the tokenizer's own does not count for a classifier.
-
-    Args:
-        config: as transformers reads it, with the family's default.
-    """
+    """Return the padding token that a model's config, as transformers reads it, names; not that of the tokenizer."""
     return config.get_text_config().pad_token_id
 
 
@@ -120,9 +114,7 @@ def row_errors(
 ) -> contextlib.AbstractContextManager[None]:
     """Turn what the trained model's chat template raises in the block into a DataError that names the row.
 
-    Args:
-        location: file and row.
-        template_kwargs: data.apply_chat_template_kwargs; None: the command has no such key.
+    `template_kwargs` are data.apply_chat_template_kwargs; None: the command has no such key.
     """
     variables = f" or {KWARGS_KEY}={redact(template_kwargs)}" if template_kwargs else ""
     return _template_errors(
@@ -131,12 +123,7 @@ def row_errors(
 
 
 def reward_model_errors(setting: str, messages: Messages) -> contextlib.AbstractContextManager[None]:
-    """Turn what a reward model's chat template raises in the block into a DataError that names the model.
-
-    Args:
-        setting: the key and value that name the reward model.
-        messages: those before the answer.
-    """
+    """Turn what a reward model's chat template raises in the block into a DataError that names the model."""
     roles = ", ".join([*(str(message["role"]) for message in messages), "assistant"])
     return _template_errors(
         f"{setting}: its chat template refuses a conversation of {roles}",
@@ -147,14 +134,9 @@ def reward_model_errors(setting: str, messages: Messages) -> contextlib.Abstract
 class ConversationRenderer:
     """From a prompt and the policy's response to the tokens that a reward model reads.
 
-    With an input tokenizer the response is decoded without special tokens, as a reward function gets it, and the
-    conversation is rendered. Without one the policy's tokens are taken as they are, and closed with what the chat
-    template writes behind an answer.
-
-    Args:
-        tokenizer: of the reward model.
-        setting: the key and value that name the reward model, for messages.
-        input_tokenizer: of the policy; None: the reward model has the same tokens.
+    With an input tokenizer, the policy's, the response is decoded without special tokens, as a reward function gets it,
+    and the conversation is rendered. Without one the reward model has the same tokens: the policy's are taken as they
+    are, and closed with what the chat template writes behind an answer.
     """
 
     def __init__(self, tokenizer: Any, setting: str, input_tokenizer: Any = None) -> None:
@@ -164,10 +146,7 @@ class ConversationRenderer:
         self.closing = self._closing() if input_tokenizer is None else []
 
     def __call__(self, messages: Messages, prompt: list[int], response: list[int]) -> list[int]:
-        """Return the token ids of the whole conversation.
-
-        Args:
-            prompt: the prompt's token ids; read without an input tokenizer.
+        """Return the token ids of the whole conversation; `prompt` is read without an input tokenizer.
 
         Raises:
             DataError: the chat template refuses the conversation, or it has no tokens.

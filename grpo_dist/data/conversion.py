@@ -28,7 +28,6 @@ def convert(
 
     Args:
         make_row: makes a row of (example, split=, index=, location=); its errors name the location.
-        local_save_dir: the folder to write to; made if it is not there.
         local_dataset_path: a folder with the files of train and test; see `local_examples`. None: the hub.
         hub: the data set's name and configuration on the Hugging Face hub.
 

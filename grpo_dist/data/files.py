@@ -37,11 +37,7 @@ Split = TypeVar("Split")
 
 
 def read_rows(files: Sequence[str], *, key: str) -> list[dict[str, Any]]:
-    """Return all rows of all files, in order, as plain Python dicts, not yet checked against the schema.
-
-    Args:
-        files: entries in the forms of config/data_files.py.
-        key: the config key that names them, for messages.
+    """Return all rows of all files (config/data_files.py), in order, as plain Python dicts, not yet checked.
 
     Raises:
         DataError: a file is missing, empty, of another kind, or cannot be parsed.
@@ -153,7 +149,10 @@ def _read_parquet(path: Path, file: str, key: str) -> Located:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as parquet:
-            _check_columns(parquet.schema_arrow.names, f"{key}={file}")
+            names = parquet.schema_arrow.names
+            if twice := sorted({name for name in names if names.count(name) > 1}):  # a dict would keep the last
+                named = ", ".join(map(repr, twice))
+                raise DataError(f"{key}={file}: several columns are called {named}; leave one of each")
             for batch in parquet.iter_batches():
                 for row in _plain_rows(batch):
                     number += 1
@@ -172,13 +171,6 @@ def _plain_rows(batch: Any) -> Iterator[dict[str, Any]]:
     except (ValueError, OverflowError):
         rows = (row for i in range(batch.num_rows) for row in batch.slice(i, 1).to_pylist())
     yield from rows
-
-
-def _check_columns(names: Sequence[str], where: str) -> None:
-    """Refuse columns of one name, which parquet allows: a dict would keep the last."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise DataError(f"{where}: several columns are called {', '.join(map(repr, twice))}; leave one of each")
 
 
 def _read_jsonl(path: Path, file: str, key: str) -> Located:

@@ -63,7 +63,6 @@ class Columns:
     """The way in which rows are read: what the keys of `data` say, and what the reward function asks for.
 
     Attributes:
-        needs_ground_truth: whether a row without a ground truth is refused.
         needs_source: whether a row without a data source is refused; else its file's name takes the place.
         needed: columns, or entries of extra_info, that the reward function cannot do without.
         kept: other columns that it takes; None: all.
@@ -115,7 +114,6 @@ class Columns:
 
         Args:
             turn: the last turn of its messages, if that is the assistant's.
-            where: file and row, for messages.
             taken: see `source`.
         """
         if self.answer_key is not None:
@@ -160,11 +158,7 @@ class Columns:
 
 
 def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
-    """Check that a row has no pictures, films or sounds, which no policy gets here.
-
-    Args:
-        read: columns that the reward function reads by name; what is in these is for it.
-    """
+    """Check that a row has no pictures, films or sounds, which no policy gets, but where the reward function reads."""
     for name in MEDIA:
         if row.get(name) and name not in read:
             raise DataError(
@@ -188,7 +182,6 @@ def unread_notes(key: str, rows: Sequence[Any], agent_loop: str | None = None) -
     """Yield notes for the user on what rows have and nobody reads.
 
     Args:
-        key: the config key that names their files.
         rows: checked rows, which have it as `unread`.
         agent_loop: the run's; one of the user's own reads extra_info. None: there is none.
     """
@@ -301,10 +294,8 @@ def load_prompts(
 
     Args:
         files: entries in the forms of config/data_files.py.
-        key: the config key that names the files, for messages.
         max_samples: how many rows to keep; -1, or more than there are: all.
-        shuffle_seed: keep a random subset drawn with this seed; None: keep the first rows. The kept rows stay
-            in file order either way.
+        shuffle_seed: keep a random subset drawn with this seed, in file order; None: keep the first rows.
         **columns: the fields of `columns.Columns`, such as prompt_key.
 
     Raises:
@@ -322,11 +313,7 @@ def load_prompts(
 
 
 def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt], int]:
-    """Put a system message before the prompts that have none.
-
-    Returns:
-        The prompts, in order, and how many have a system message of their own, which they keep.
-    """
+    """Put a system message before the prompts that have none; how many have one of their own, which they keep."""
     message, num_kept, changed = {"role": "system", "content": text}, 0, []
     for prompt in prompts:
         if any(turn["role"] == "system" for turn in prompt.messages):
@@ -338,11 +325,7 @@ def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt
 
 
 def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, columns: Columns) -> Prompt:
-    """Check one row.
-
-    Args:
-        key: the config key that names the files, for messages.
-    """
+    """Check one row."""
     where, taken = f"{key}: {location}", dict[str, str]()
     check_text_only(row, where, columns.kept or ())
     data_source = columns.source(row, location, where, taken)
@@ -368,11 +351,7 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
 
 
 def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
-    """Return chat messages; a text becomes one message of `role`.
-
-    Raises:
-        DataError: they are not; the message begins with `where`.
-    """
+    """Return chat messages, a text as one of `role`; a DataError that begins with `where` if they are none."""
     if isinstance(value, str):
         if _MESSAGES_AS_JSON.match(value):
             raise DataError(f"{where} is the JSON text of a list of messages; write the list itself: {shown(value)}")

@@ -3,8 +3,7 @@
 `PromptSampler` has a seeded order that no result changes. The user's own is `data.sampler.class_path` and
 `data.sampler.class_name`: a class with the methods of `Curriculum`, made with `prompts` (those that were not left out),
 `batch_size` and `seed`, by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the
-checkpoint. verl's classes are torch samplers that yield single indices and get the whole batch; these choose a batch
-and get the scores.
+checkpoint. verl's classes are torch samplers: they yield single indices and get the whole batch, these the scores.
 """
 
 from __future__ import annotations
@@ -53,12 +52,9 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
 class PromptSampler:
     """Endless batches of prompt indices, epoch after epoch, in an order that no result changes.
 
-    The order of an epoch is a permutation that depends on (seed, epoch) only, so a resumed run sees the
-    batches that the uninterrupted run would have seen. The last, incomplete batch of an epoch is
+    The order of an epoch is the files', or, with `shuffle`, a permutation that depends on (seed, epoch) only, so a
+    resumed run sees the batches that the uninterrupted run would have seen. The last, incomplete batch of an epoch is
     dropped; these are at most batch_size - 1 prompts, and with shuffling different ones in each epoch.
-
-    Args:
-        shuffle: permute each epoch anew; False: file order.
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
@@ -135,8 +131,7 @@ class Curriculum(Protocol):
         """Return the positions in `prompts` of the next batch: batch_size different ones."""
 
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
-        """Learn from results: position -> the scores of its n responses, float32, without `reward.overlong_buffer`'s
-        penalty.
+        """Learn from results: position -> its n responses' scores, float32, without `reward.overlong_buffer`'s penalty.
 
         Responses without a score are not among them, nor is a prompt without any other response: those that the reward
         function failed on, unless `reward.failure_score` is set. Called after each batch is sampled and scored, also
@@ -151,11 +146,7 @@ class Curriculum(Protocol):
 
 
 def load_sampler_class(class_path: str, class_name: str) -> Callable[..., Curriculum]:
-    """Import the class.
-
-    Raises:
-        ConfigError: there is none, or it lacks a method of the protocol.
-    """
+    """Import the class; a ConfigError if there is none, or it lacks a method of the protocol."""
     spec = _spec(class_path, class_name)
     loaded = load_attribute(spec, key=KEY)
     if not isinstance(loaded, type):
@@ -193,11 +184,7 @@ class CustomSampler:
         return max(self._num_batches - 1, 0) // self.steps_per_epoch
 
     def next_batch(self) -> np.ndarray:
-        """Return the curriculum's next batch: [batch_size] int64.
-
-        Raises:
-            DataError: it failed, or returned anything but batch_size different positions.
-        """
+        """Return the curriculum's next batch, [batch_size] int64; a DataError if it returns anything else, or fails."""
         returned = self._call(self._curriculum.next_batch)
         problem = self._problem(returned)
         if problem:
@@ -284,8 +271,7 @@ class PassRateCurriculum:
     The policy changes, so all evidence decays with every batch, and a prompt that has not been seen for long goes back
     to the prior. Some of each batch are prompts that were drawn least often, whatever their weight. With
     `max_pass_rate` prompts that have passed so often are not drawn again, as in ScaleRL (arXiv 2510.13786), which draws
-    the others equally often (`exploration` 1); of the others, where a batch cannot be filled without them, those that
-    were drawn least often.
+    the others equally often (`exploration` 1); where these fill no batch, those drawn least often join.
 
     `CustomSampler` runs it as it runs a class of the user's.
 

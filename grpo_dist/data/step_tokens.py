@@ -78,7 +78,6 @@ def step_tokens(
         tokenizer: a fast transformers tokenizer, which tells where its tokens are in the text.
         prompt: the messages before the answer.
         steps: texts of the answer's steps, with or without the separator at their ends.
-        padding_id: of the model, see `conversations.padding_id`.
 
     Raises:
         Exception: of any kind, by the chat template; ValueError if it leaves out the answer.
@@ -148,11 +147,7 @@ def step_ends(token_texts: Sequence[str], separator: str) -> list[int]:
 
 
 def judging_token(tokenizer: Any, text: str, key: str) -> int:
-    """Return the id of the one token that a text is; `key` names it in messages.
-
-    Raises:
-        ConfigError: it is none, or several.
-    """
+    """Return the id of the one token that a text is; a ConfigError, with `key`, if it is none or several."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if len(token_ids) != 1:
         raise ConfigError(
@@ -166,10 +161,7 @@ class StepRenderer:
     """From a prompt and the policy's response to the tokens that a process reward model reads.
 
     Args:
-        tokenizer: of the reward model.
-        setting: the key and value that name the reward model, for messages.
         form: how it reads steps; its separator is also what splits the response.
-        padding_id: of the reward model, see `conversations.padding_id`.
         input_tokenizer: of the policy; None: the reward model has the same tokens.
     """
 

@@ -43,7 +43,7 @@ def tokenize_prompts(
     filter_overlong_prompts: bool,
     apply_chat_template_kwargs: Mapping[str, Any],
 ) -> tuple[list[TokenizedPrompt], list[Prompt]]:
-    """Apply the chat template and the length limit.
+    """Apply the chat template and the length limit; also returns the overlong prompts, which were left out or cut.
 
     A prompt that ends in a turn of the assistant is not closed: the response goes on from that turn.
 
@@ -56,12 +56,8 @@ def tokenize_prompts(
         truncation: for overlong prompts that are not filtered: "error"; or the part that is cut: "left",
             "right", or "middle" (keeps the first max_prompt_length // 2 tokens, the rest from the end).
 
-    Returns:
-        The tokenized prompts, in order; and the overlong ones, which were left out, or else cut.
-
     Raises:
-        DataError: the template refuses a row, a prompt is empty or (truncation "error") overlong, or no
-            prompt is left.
+        DataError: the template refuses a row, a prompt is empty or (truncation "error") overlong, or no prompt is left.
     """
     check_template_kwargs(tokenizer, apply_chat_template_kwargs)
     tokenized: list[TokenizedPrompt] = []
@@ -85,12 +81,7 @@ def tokenize_prompts(
 
 
 def check_token_ids(largest: Iterable[tuple[str, int]], vocab_size: int, *, setting: str) -> None:
-    """Check that the model has an embedding for every token.
-
-    Args:
-        largest: of each row, where it is and its largest token id.
-        setting: the key and value that name the model, for messages.
-    """
+    """Check that the model has an embedding for every token, by where each row is and its largest token id."""
     for location, token_id in largest:
         if token_id >= vocab_size:
             raise DataError(
@@ -170,7 +161,6 @@ def _truncate(token_ids: list[int], limit: int, truncation: str, location: str) 
     if truncation != "error":
         raise DataError(f"data.truncation={truncation}: must be error, left, right or middle")
     raise DataError(
-        f"data.max_prompt_length={limit}: the prompt at {location} has {len(token_ids)} tokens; raise it, "
-        f"leave such rows out (data.filter_overlong_prompts=true), or cut them (data.truncation=left, right "
-        f"or middle)"
+        f"data.max_prompt_length={limit}: the prompt at {location} has {len(token_ids)} tokens; raise it, leave such "
+        "rows out (data.filter_overlong_prompts=true), or cut them (data.truncation=left, right or middle)"
     )

@@ -15,8 +15,7 @@ Labelled steps (`steps_row`), for a reward model:
     prompt, completions, labels   the steps of an answer as texts, and whether each is good (true or 1) or bad (false or
                                   0); an answer with one label is one step
 
-As a prompt a text stands for one message of the user, as an answer for one of the assistant. Other columns are not
-read. Every row is checked when it is read.
+As a prompt a text stands for one message of the user, as an answer for one of the assistant. Other columns are unread.
 
 `JudgedResponses` are labelled steps that a run has written itself: what its reward model is trained on again.
 """
@@ -46,14 +45,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation to learn from.
-
-    Attributes:
-        location: file and row.
-        messages: chat messages, each with "role" and "content" (str).
-        trained: positions in `messages` of those to learn, at least one and never 0, in order.
-        unread: see `Prompt.unread`.
-    """
+    """A conversation to learn from: the messages at the positions `trained`, at least one and never 0, in order."""
 
     location: str
     messages: Messages
@@ -86,9 +78,7 @@ class TrainingExample:
     """A row as token ids.
 
     Attributes:
-        location: file and row.
-        prompt: [P] int32 token ids, P > 0, with which all responses begin; of a conversation what stands in front of
-            the first trained token.
+        prompt: [P] int32 token ids, P > 0, before all responses; of a conversation up to the first trained token.
         responses: [R_i] int32 each, R_i > 0: of a pair the chosen and the rejected one, of other rows the one.
         marks: [R_i] int8 each, what the loss reads at each token. Of a conversation 1 on the tokens to train. For a
             reward model, at the token that completes what is judged, 1 or 0, else -1.
@@ -125,7 +115,6 @@ def checked_rows(
 
     Args:
         files: entries in the forms of config/data_files.py.
-        key: the config key that names the files, for messages.
         check: makes the row of (columns, location, location with the key for messages), as `pair_row` does.
 
     Raises:
@@ -280,13 +269,7 @@ def training_batch(examples: Sequence[TrainingExample], marks: str) -> DataProto
 
 
 class Selection(NamedTuple):
-    """Rows to train on.
-
-    Attributes:
-        fresh: those of an iteration.
-        replayed: some of those before it.
-        repeated: number of rows of the iteration that are left out, since a row before has the same conversation.
-    """
+    """Rows of an iteration, some of those before it, and how many of it are left out, as the conversation is known."""
 
     fresh: list[LabelledSteps]
     replayed: list[LabelledSteps]
@@ -295,15 +278,12 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class JudgedResponses:
-    """Judged responses of all steps of a run, on disk. A step that a resumed run repeats replaces its file.
+    """Judged responses of all steps of a run, in a folder. A step that a resumed run repeats replaces its file.
 
     DeepSeekMath (arXiv 2402.03300, section 4.1.4) retrains the reward model in every iteration on what the policy has
     just sampled, and on a tenth of what it sampled before ("replay"), so that the model does not forget what bad
     answers of earlier policies look like. One JSON-lines file, FOLDER/12.jsonl, holds the responses of a training step
     in the form that `steps_row` and `grpo-dist reward-model` read.
-
-    Args:
-        folder: where they are; made when the first rows come.
     """
 
     folder: Path
@@ -344,11 +324,7 @@ class JudgedResponses:
                 )
 
     def copy(self, steps: Sequence[int], other: JudgedResponses) -> None:
-        """Copy the rows of these steps into another store.
-
-        Raises:
-            DiskError: a file cannot be copied.
-        """
+        """Copy the rows of these steps into another store; a DiskError if a file cannot be copied."""
         try:
             other.folder.mkdir(parents=True, exist_ok=True)
             for step in steps:

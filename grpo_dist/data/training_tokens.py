@@ -173,7 +173,6 @@ def tokenize_preferences(
 
     Args:
         max_length: most tokens of a conversation. Longer ones are left out whole, since a cut one is another answer.
-        padding_id: of the model, see `conversations.padding_id`.
         form: how steps are written. Without `form.token`, rows of which none has two steps are judged as a whole.
 
     Raises:
@@ -196,7 +195,6 @@ def label_answer(
     """Return an answer with its labels where a reward model scores it.
 
     Args:
-        padding_id: of the model, see `conversations.padding_id`.
         form: how the steps are written that a process reward model judges, each where `StepForm` has it judged. None:
             the answer is one step, and judged as a whole.
 

@@ -2,8 +2,7 @@
 
 The config checks names before torch is imported, so those of the built-in estimators, losses and modes are listed here,
 with groups of them that have common properties. What has these names is registered, or listed, beside its code; a test
-keeps the two equal. Functions and classes are named as `pkg.module:name` or `path/to/file.py:name`; nothing is imported
-here.
+keeps the two equal. Code is named as `pkg.module:name` or `path/to/file.py:name`; nothing is imported here.
 """
 
 from __future__ import annotations
@@ -14,21 +13,8 @@ from typing import Literal, NamedTuple, get_args
 
 # Estimators that compare the responses of one prompt with each other ...
 GROUP_ADV_ESTIMATORS = (
-    "grpo",
-    "grpo_passk",
-    "grpo_process",
-    "maxrl",
-    "lite_ppo",
-    "scale_rl",
-    "rl_zvp",
-    "optimal_token_baseline",
-    "gigpo",
-    "a2po",
-    "rloo",
-    "opo",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
+    *("grpo", "grpo_passk", "grpo_process", "maxrl", "lite_ppo", "scale_rl", "rl_zvp", "optimal_token_baseline"),
+    *("gigpo", "a2po", "rloo", "opo", "gpg", "gdpo", "reinforce_plus_plus_baseline"),
 )
 # ... and all estimators.
 _ALONE = ("reinforce_plus_plus", "remax", "gae", "rae", "distill")
@@ -47,19 +33,8 @@ LossAggMode = Literal[
 ]
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 LOSS_MODES = (
-    "vanilla",
-    "gspo",
-    "geo_mean",
-    "cispo",
-    "sapo",
-    "gpg",
-    "dro",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
-    "topr",
-    "vespo",
+    *("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "dro"),
+    *("dppo_tv", "dppo_kl", "clip_cov", "kl_cov", "topr", "vespo"),
 )
 ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.backend:VLLMBackend"}  # a `RolloutBackend` (engines/base.py) each
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus")
@@ -90,9 +65,7 @@ class CodeName(NamedTuple):
 
 
 def parse_code(text: str, attribute: str = "") -> CodeName:
-    """Parse `pkg.module:name` or `path/to/file.py:name`, also with verl's `pkg://` or `file://` before it; `attribute`
-    is the name where the text has none.
-    """
+    """Parse `pkg.module:name` or `path/to/file.py:name`, also behind verl's `pkg://` or `file://`; else `attribute`."""
     plain = text.removeprefix("file://").removeprefix("pkg://")
     source, _, name = plain.rpartition(":")
     if not source or not name.isidentifier():

@@ -51,16 +51,11 @@ class Registry(Generic[F]):
         kind: what the functions are, for messages ("advantage estimator").
         key: the config key that names one, for messages ("algorithm.adv_estimator").
         parameters: the positional arguments that functions of the kind are called with.
-        fault: from what a custom function returned, and its arguments, what is wrong; None: nothing is. Without `fault`
-            custom code is not looked at.
+        fault: from what custom code returned, and its arguments, what is wrong (None: nothing); None: no look at it.
     """
 
     def __init__(
-        self,
-        kind: str,
-        key: str,
-        parameters: tuple[str, ...] = (),
-        fault: Callable[..., Fault | None] | None = None,
+        self, kind: str, key: str, parameters: tuple[str, ...] = (), fault: Callable[..., Fault | None] | None = None
     ) -> None:
         self.kind, self.key, self.parameters, self.fault = kind, key, parameters, fault
         self._functions: dict[str, F] = {}
@@ -68,11 +63,7 @@ class Registry(Generic[F]):
         self._custom: dict[tuple[str, str], F] = {}
 
     def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-        """Decorator: register a function under one or more names, each of which must be new.
-
-        Args:
-            needs: names of the inputs that the function needs besides those of all functions of its kind.
-        """
+        """Decorator: register a function under new names; `needs` are its inputs besides those of all of its kind."""
 
         def add(function: F) -> F:
             for name in names:
@@ -96,8 +87,7 @@ class Registry(Generic[F]):
         return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
 
     def get(self, name: str, key: str | None = None) -> F:
-        """The function called `name`, or the attribute that `module:attr` points to; `key` names it in place of the
-        registry's.
+        """The function called `name`, or the attribute that `module:attr` points to; `key` names it, or the registry's.
 
         A custom function raises a ConfigError where it raises anything else, and where what it returns has a fault.
 
@@ -200,22 +190,14 @@ def load_attribute(spec: str, *, key: str) -> Any:
 
 # --- functions as files -------------------------------------------------------------------------------------------
 FOLDER, ENDING = "functions", ".pkl"
-DIGEST = re.compile(
-    rf"(?<=/{FOLDER}/)[0-9a-f]{{12}}/(?=[^/:]+{re.escape(ENDING)}:)"
-)  # in what `write_function` returns
+# In what `write_function` returns.
+DIGEST = re.compile(rf"(?<=/{FOLDER}/)[0-9a-f]{{12}}/(?=[^/:]+{re.escape(ENDING)}:)")
 
 
 def write_function(function: Callable[..., Any], name: str, folder: Path, key: str) -> str:
-    """Write a function into a run's folder.
+    """Write a function to `functions/DIGEST/NAME.pkl` in a run's folder; returns `FILE:NAME` for `load_attribute`.
 
     Code of the module that it stands in goes along, unless that module is an installed package.
-
-    Args:
-        name: under which it is found.
-        folder: of the run; the file goes to `functions/DIGEST/` in it, and those of other functions stay.
-
-    Returns:
-        Where it is, as `load_attribute` takes it: `FILE:name`.
 
     Raises:
         ConfigError: it holds what cannot be written, such as an open file or a lock.
@@ -264,9 +246,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def _digest(function: Callable[..., Any]) -> str:
-    """A digest of what goes along with a function, the same in each process that defines it: without the place of the
-    code, and the order of sets.
-    """
+    """A digest of what goes along with a function, equal in each process: without places of code and orders of sets."""
     import cloudpickle
 
     def steady(value: Any) -> Any:

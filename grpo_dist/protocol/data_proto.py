@@ -30,12 +30,7 @@ Rows = np.ndarray | Tensor | Sequence[int] | slice
 
 @dataclass(frozen=True)
 class DataProto:
-    """A batch of N rows.
-
-    Attributes:
-        batch: tensor columns, dense (N, ...) or ragged.
-        non_tensor_batch: object columns, numpy object arrays (N,).
-    """
+    """A batch of N rows: tensor columns, dense (N, ...) or ragged, and object columns, numpy object arrays (N,)."""
 
     batch: dict[str, TensorColumn] = field(default_factory=dict)
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
@@ -49,14 +44,9 @@ class DataProto:
             raise BatchError(f"columns disagree on the number of rows: {sizes}")
 
     @classmethod
-    def from_dict(
-        cls,
-        tensors: Mapping[str, TensorColumn] | None = None,
-        non_tensors: Mapping[str, Any] | None = None,
-    ) -> DataProto:
+    def from_dict(cls, tensors: Mapping[str, TensorColumn], non_tensors: Mapping[str, Any] | None = None) -> DataProto:
         """Build from plain dicts; an object column may be any sequence."""
-        objects = {name: object_array(column) for name, column in (non_tensors or {}).items()}
-        return cls(dict(tensors or {}), objects)
+        return cls(dict(tensors), {name: object_array(column) for name, column in (non_tensors or {}).items()})
 
     def columns(self) -> dict[str, Any]:
         """All columns by name."""
@@ -91,10 +81,7 @@ class DataProto:
         for name in self.columns().keys() & other.columns().keys():
             if not _same(self[name], other[name]):
                 raise BatchError(f"union: both batches have a column {name!r}, with different values")
-        return DataProto(
-            {**self.batch, **other.batch},
-            {**self.non_tensor_batch, **other.non_tensor_batch},
-        )
+        return DataProto(self.batch | other.batch, self.non_tensor_batch | other.non_tensor_batch)
 
     # --- rows --------------------------------------------------------------------------------------------------
     def index(self, rows: Rows) -> DataProto:
@@ -125,8 +112,9 @@ class DataProto:
                 raise BatchError(
                     f"concat: columns differ: {sorted(part.columns().keys() ^ names)} are not in every part"
                 )
+        tensors: dict[str, Any] = {k: [p.batch[k] for p in parts] for k in parts[0].batch}
         return cls(
-            {k: _concat_tensors([p.batch[k] for p in parts]) for k in parts[0].batch},
+            {k: Ragged.concat(v) if isinstance(v[0], Ragged) else torch.cat(v) for k, v in tensors.items()},
             {k: np.concatenate([p.non_tensor_batch[k] for p in parts]) for k in parts[0].non_tensor_batch},
         )
 
@@ -193,12 +181,6 @@ def _from_shared(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():  # the memory is read-only on purpose
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
-
-
-def _concat_tensors(columns: Sequence[TensorColumn]) -> TensorColumn:
-    if isinstance(columns[0], Ragged):
-        return Ragged.concat(columns)  # type: ignore[arg-type]
-    return torch.cat(columns)  # type: ignore[arg-type]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -32,10 +32,8 @@ class Field:
 
     Attributes:
         shape: (N,), or of ragged ones with what a row has.
-        dtype: its type.
         made_by: the role, or the part of one, that computes it.
         read_by: who reads it, some only where their settings ask for it.
-        meaning: what it says.
         output: the output of a model's pass that it is, see `FSDPEngine.compute_columns`; "": of none.
         recorded: whether the record of a step has it: not what is much larger than all the rest.
     """
@@ -47,11 +45,6 @@ class Field:
     meaning: str
     output: str = ""
     recorded: bool = True
-
-    @property
-    def per(self) -> str:
-        """What has a value of its own: each "row", each "token" (or step) of a row, or each "group" of rows."""
-        return "row" if self.shape == _ROW else "group" if self.shape.startswith(_PROMPT[:-1]) else "token"
 
 
 # fmt: off

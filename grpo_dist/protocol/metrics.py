@@ -27,32 +27,22 @@ class Mean:
 class Sum:
     """A total."""
 
-    total: float
+    value: float
 
     def merge(self, other: Sum) -> Sum:
         """The sum of both."""
-        return Sum(self.total + other.total)
-
-    @property
-    def value(self) -> float:
-        """The total."""
-        return self.total
+        return Sum(self.value + other.value)
 
 
 @dataclass(frozen=True)
 class Max:
     """A maximum."""
 
-    maximum: float
+    value: float
 
     def merge(self, other: Max) -> Max:
         """The larger of both."""
-        return Max(max(self.maximum, other.maximum))
-
-    @property
-    def value(self) -> float:
-        """The maximum."""
-        return self.maximum
+        return Max(max(self.value, other.value))
 
 
 Metric = Mean | Sum | Max

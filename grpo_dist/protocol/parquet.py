@@ -16,11 +16,7 @@ from grpo_dist.protocol.ragged import Ragged
 
 
 def write_parquet(data: DataProto, path: Path) -> None:
-    """Write a batch, compressed.
-
-    Args:
-        data: columns of one number or text per row, and ragged columns of numbers; dtypes that numpy has.
-        path: of the file.
+    """Write a batch, compressed: columns of one number or text per row, and ragged ones of numbers that numpy has.
 
     Raises:
         BatchError: a column is of another kind.
@@ -31,11 +27,7 @@ def write_parquet(data: DataProto, path: Path) -> None:
 
 
 def read_parquet(path: Path, columns: list[str] | None = None) -> DataProto:
-    """Read what `write_parquet` wrote.
-
-    Args:
-        path: of the file.
-        columns: to read; None: all. One that the file lacks is left out.
+    """Read what `write_parquet` wrote: all columns, or those of `columns` that the file has.
 
     Raises:
         OSError: there is no such file, or it is damaged (pyarrow's ArrowInvalid is a ValueError).

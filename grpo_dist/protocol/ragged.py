@@ -67,13 +67,10 @@ class Ragged:
         """The rows, as views."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
-    def to_padded(self, padding: float, width: int | None = None) -> Tensor:
-        """An (N, T) or (N, T, H) tensor, right-padded with `padding`; T is `width`, or the longest row."""
+    def to_padded(self, padding: float) -> Tensor:
+        """An (N, T) or (N, T, H) tensor, right-padded with `padding`; T is the longest row."""
         lengths = self.lengths
-        longest = int(lengths.max()) if len(lengths) else 0
-        width = longest if width is None else width
-        if width < longest:
-            raise BatchError(f"ragged column: a row of {longest} does not fit in width {width}")
+        width = int(lengths.max()) if len(lengths) else 0
         padded = torch.full((len(self), width, *self.values.shape[1:]), padding, dtype=self.values.dtype)
         padded[torch.arange(width) < lengths.unsqueeze(-1)] = self.values
         return padded

@@ -13,8 +13,7 @@ number everywhere, which different experts of a layer cannot all have; the train
 token that was sampled is one of them: nothing has been computed from it.
 
 Prompts of the teacher of a policy that teaches itself: `teacher_prompts` is what the reference reads in place of a
-response's prompt; it is empty where there is nothing that a teacher could be shown, and there `teacher_mask` is 0 on
-all tokens of the response.
+response's prompt; where a teacher can be shown nothing, it is empty, and `teacher_mask` 0 on the whole response.
 
 A score token: what a model with one output reads behind each response.
 """
@@ -47,8 +46,7 @@ def last_branch(predecessors: Sequence[int] | np.ndarray) -> tuple[int, np.ndarr
     """Follow the text that ends with the last token back to the prompt.
 
     Returns:
-        (the token of the prompt that it goes on from, as a predecessor; numbers of the response's tokens in it,
-        ascending).
+        (the prompt's token that it goes on from, as a predecessor; numbers of its response's tokens, ascending).
     """
     follows = np.asarray(predecessors, np.int64)
     starts = branch_starts(follows)
@@ -147,8 +145,7 @@ def with_score_token(data: DataProto) -> DataProto:
         data: `prompts` and `responses` (which may be empty), and where there are some `labels` and `uid`.
 
     Returns:
-        These columns, and `response_mask`: 1 on the tokens with a label; without labels on the appended token. Without
-        rows the columns may be missing.
+        These columns (without rows some may be missing), and `response_mask`: 1 on labelled, else appended tokens.
     """
     if not len(data):
         return data

@@ -31,7 +31,6 @@ class Chart:
 
     Attributes:
         lines: (metric, label) of each curve.
-        note: what to look for.
         share: whether the values are shares, drawn in percent from 0.
         all_lines: whether runs are compared by all lines; otherwise by the first that a run has.
         ticks: format of the numbers at the axis, which then begins at 0; "": Plotly's own.
@@ -142,11 +141,7 @@ CHARTS = (
 
 
 def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """The figures of one run, or of several to compare, the first being the one that is reported.
-
-    Returns:
-        For each chart {"title", "note", "tab", "figure": {"data", "layout"}}: what Plotly draws.
-    """
+    """The figures of one run, or of several to compare, the first being the one that is reported: what Plotly draws."""
     validation = dict.fromkeys(name for run in runs for name in run.validation)
     held_out = Chart(
         "Validation",
@@ -164,7 +159,9 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         all_lines=True,
     )
     charts = [_curves(chart, runs) for chart in (CHARTS[0], parts, held_out, *CHARTS[1:])]
-    colors, title = _phase_colors(runs), "Where a step's seconds go"
+    phases = {name for run in runs for row in run.rows for name in row if name.startswith(metric_names.TIMING)}
+    colors = dict(zip(sorted(phases - {metric_names.STEP_TIME}), cycle(_PHASE_COLORS), strict=False))  # in all runs
+    title = "Where a step's seconds go"
     charts += [_timing(run, colors, f"{title}: {run.name}" if len(runs) > 1 else title) for run in runs]
     charts.append(_idle(runs))
     return [chart for chart in charts if chart["figure"]["data"]]
@@ -173,21 +170,21 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
     data = []
     for run, dash, of_run in zip(runs, cycle(_DASHES), cycle(COLORS), strict=False):
-        lines = _lines_of(chart, run)
+        recorded = {name for row in run.rows for name in row}
+        there = [(metric, label) for metric, label in chart.lines if metric in recorded]
+        lines = [(metric, label, color) for (metric, label), color in zip(there, cycle(COLORS), strict=False)]
         if len(runs) > 1 and not chart.all_lines:  # of what is compared, the line that says most
             lines = [(metric, label, of_run) for metric, label, _ in lines[:1]]
         for metric, label, color in lines:
-            points = [(int(row["step"]), row[metric]) for row in run.rows if metric in row]
+            points = _points(run, metric)
             curve = {
                 "type": "scatter",
-                "mode": "lines+markers" if len(points) <= 30 else "lines",
+                "mode": "lines+markers" if len(points["x"]) <= 30 else "lines",
                 "name": _named(label, run, runs),
-                "x": [step for step, _ in points],
-                "y": [_finite(value) for _, value in points],
                 "line": {"color": color, "dash": dash, "width": 2},
                 "hovertemplate": "%{y:.4g}",
             }
-            data.append(curve)
+            data.append(curve | points)
     data += _alarms(chart, runs[0])
     return _shown(chart, data)
 
@@ -195,13 +192,6 @@ def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
 def _shown(chart: Chart, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
     figure = {"data": data, "layout": _layout(chart, **layout)}
     return {"title": chart.title, "note": chart.note, "tab": chart.tab, "figure": figure}
-
-
-def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
-    """(metric, label, colour) of the lines that a run has."""
-    recorded = {name for row in run.rows for name in row}
-    lines = [(metric, label) for metric, label in chart.lines if metric in recorded]
-    return [(metric, label, color) for (metric, label), color in zip(lines, cycle(COLORS), strict=False)]
 
 
 def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
@@ -230,12 +220,6 @@ def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
     ]
 
 
-def _phase_colors(runs: Sequence[RunFolder]) -> dict[str, str]:
-    """The colour of each phase, the same in all runs."""
-    names = {name for run in runs for row in run.rows for name in row if name.startswith(metric_names.TIMING)}
-    return dict(zip(sorted(names - {metric_names.STEP_TIME}), cycle(_PHASE_COLORS), strict=False))
-
-
 def _timing(run: RunFolder, colors: Mapping[str, str], title: str) -> dict[str, Any]:
     phases: dict[str, float] = {}
     for row in run.rows:
@@ -244,17 +228,9 @@ def _timing(run: RunFolder, colors: Mapping[str, str], title: str) -> dict[str, 
                 phases[name] = phases.get(name, 0.0) + value
     data = []
     for name in sorted(phases, key=lambda name: -phases[name]):
-        points = [(int(row["step"]), row[name]) for row in run.rows if name in row]
-        data.append(
-            {
-                "type": "bar",
-                "name": name.removeprefix(metric_names.TIMING),
-                "x": [step for step, _ in points],
-                "y": [_finite(value) for _, value in points],
-                "marker": {"color": colors[name]},
-                "hovertemplate": "%{y:.2f} s",
-            }
-        )
+        label, marker = name.removeprefix(metric_names.TIMING), {"color": colors[name]}
+        bars = {"type": "bar", "name": label, "marker": marker, "hovertemplate": "%{y:.2f} s"}
+        data.append(bars | _points(run, name))
     note = (
         "Phases that run at the same time stand on top of each other too: a column may be higher than the step is long."
     )
@@ -275,6 +251,11 @@ def _layout(chart: Chart, **more: Any) -> dict[str, Any]:
     if ticks := ".0%" if chart.share else chart.ticks:
         axis |= {"rangemode": "tozero", "tickformat": ticks}
     return {"xaxis": {"hoverformat": "d"}, "yaxis": axis, "hovermode": "x unified", **more}
+
+
+def _points(run: RunFolder, name: str) -> dict[str, list[Any]]:
+    rows = [row for row in run.rows if name in row]
+    return {"x": [int(row["step"]) for row in rows], "y": [_finite(row[name]) for row in rows]}
 
 
 def _finite(value: float) -> float | None:

@@ -56,18 +56,12 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
-    """The page of a run, and of those that it is compared with, which come after it.
-
-    Args:
-        steps: responses by step (`rollouts.read_step`), which go into the page; None: the page asks the server for
-            what it shows (`ReportServer`).
-    """
+    """The page of a run, and of what it is compared with; with responses by step, or (None) with a server to ask."""
     from plotly.offline import get_plotlyjs
 
     parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": get_plotlyjs()}
-    if steps is None:
-        blobs = ""
-    else:
+    blobs = ""
+    if steps is not None:
         shown = overview(runs) | {"steps": list(steps)}
         data = {"overview": shown} | {f"step-{number}": step for number, step in steps.items()}
         blobs = "\n".join(
@@ -129,11 +123,8 @@ def _static(name: str) -> str:
 class ReportServer(ThreadingHTTPServer):
     """Serves the report on this machine's loopback address, to those who know its address.
 
-    Attributes:
-        url: of the page; it holds a token, since other users of the machine reach the port too.
-
-    Args:
-        folders: of the run, and of those that it is compared with.
+    `url` is the page's; it holds a token, since other users of the machine reach the port too. `folders` are the run's
+    and those of what it is compared with.
     """
 
     daemon_threads = True

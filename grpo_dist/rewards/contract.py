@@ -68,8 +68,7 @@ class RewardFunction:
     `components` are those of its values that are rewards of their own, with their weights, if it declares them: its
     module has `declare_components(**reward_kwargs) -> {name: weight}`. `adv_estimator=gdpo` compares them.
 
-    `parts` are the functions of a weighted sum; `is_part` says of them that they may return None for a response, to
-    which they then do not apply.
+    `parts` are the functions of a weighted sum; where one `is_part` it may return None, and then does not apply.
     """
 
     name: str
@@ -153,8 +152,7 @@ def score_response(
 ) -> RewardResult:
     """Call the reward function for one response and check what comes back.
 
-    Booleans count as 0 and 1. Extra values that are no numbers (text, None, lists) cannot be averaged and do not become
-    metrics.
+    Booleans count as 0 and 1. Extra values that are no numbers (text, None, lists) do not become metrics.
 
     Raises:
         RewardError: the function raised, or returned something that is neither a finite number nor a dict
@@ -187,15 +185,17 @@ def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator
     Each call gets its own copies, so that a function that changes a ground truth changes nothing for the next call.
 
     Raises:
-        GrpoDistError: a mistake in the config or the data and not in one response, such as a data source without a
-            scorer.
+        GrpoDistError: a mistake in config or data, not in one response, such as a data source without a scorer.
     """
     if function.parts:
         yield from _score_sum(function, samples)
         return
     if function.form == "response" and not function.is_async:
         for sample in samples:
-            yield _score_one(function, copy.deepcopy(sample))
+            try:
+                yield score_response(function, **_arguments(copy.deepcopy(sample)))
+            except RewardError as error:
+                yield Failure(str(error))
         return
     samples = [copy.deepcopy(sample) for sample in samples]
     if function.form == "response":
@@ -273,13 +273,6 @@ def _step_sums(judged: Sequence[tuple[str, float, tuple[float, ...]]], whole: fl
     if sums:
         sums[-1] += whole
     return {"step_scores": sums} | {f"{label}.step_scores": list(scores) for label, _, scores in judged}
-
-
-def _score_one(function: RewardFunction, sample: Sample) -> RewardResult | Failure:
-    try:
-        return score_response(function, **_arguments(sample))
-    except RewardError as error:
-        return Failure(str(error))
 
 
 async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
@@ -365,8 +358,7 @@ def _batch_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 def _trl_arguments(function: RewardFunction, samples: Sequence[Sample], logged: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what a TRL function takes of prompts, completions and columns, and what TRL's trainer gives beside them.
 
-    Prompts and completions are lists of messages, a completion of one of the assistant's; or texts, where the row's
-    prompt is a text.
+    Prompts and completions are lists of messages (a completion has one), or texts where the row's prompt is a text.
     """
     columns: dict[str, Any] = {
         "prompts": [s.messages[-1]["content"] if s.is_text else list(s.messages) for s in samples],
@@ -422,12 +414,7 @@ def _beginning(text: str) -> str:
 
 
 def checked_result(returned: Any, function: RewardFunction, data_source: str, solution_str: str) -> RewardResult:
-    """Check what a reward function returned for one response.
-
-    Raises:
-        RewardError: it is neither a finite number nor a dict with a finite "score"; the message names the function,
-            the data source and the response.
-    """
+    """Check what a reward function returned; a RewardError with function and row if its score is no finite number."""
     if returned is None and function.is_part:
         return RewardResult(0.0, {}, applies=False)
     try:

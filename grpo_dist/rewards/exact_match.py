@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from functools import partial
 from typing import Any
 
 from grpo_dist.rewards.contract import check_choice
@@ -49,34 +50,23 @@ def compute_score(
     ignore_punctuation: bool = True,
     ignore_articles: bool = False,
 ) -> dict[str, float]:
-    """Compare the answer with the accepted ones.
+    """Compare the answer with the accepted ones: score and acc are both 1 for one of them, else 0.
 
     Args:
         ground_truth: the answer, text or a number; or a list of accepted ones.
-        mode: "exact": the answer is an accepted one. "contains": one of them stands in it, as
-            whole words and numbers: 5 stands in -5, not in 2.5.
-        tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the
-            whole response.
+        mode: "exact": the answer is an accepted one. "contains": one stands in it as a whole: 5 in -5, not in 2.5.
+        tag: the answer is in the last `<tag>...</tag>`; without one it is wrong. None: it is the whole response.
         ignore_case: whether Paris and paris are the same.
         ignore_punctuation: whether "Paris." and "Paris" are the same.
         ignore_articles: whether "the Louvre" and "Louvre" are the same.
-
-    Returns:
-        score and acc, both 1 for an accepted answer, else 0.
 
     Raises:
         ValueError: the ground truth, or one of a list, is no text or number, or empty after normalisation, so that
             anything would contain it.
     """
-
-    def plain(text: str) -> str:
-        return normalize(
-            text,
-            ignore_case=ignore_case,
-            ignore_punctuation=ignore_punctuation,
-            ignore_articles=ignore_articles,
-        )
-
+    plain = partial(
+        normalize, ignore_case=ignore_case, ignore_punctuation=ignore_punctuation, ignore_articles=ignore_articles
+    )
     truths = [plain(truth) for truth in accepted_answers(ground_truth)]
     if not all(truths):
         raise ValueError(f"ground_truth {ground_truth!r} holds no answer: nothing is left of it once normalised")

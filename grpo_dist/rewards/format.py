@@ -3,12 +3,10 @@
     custom_reward_function.path=grpo_dist.rewards.format
     custom_reward_function.reward_kwargs='{tags: [think, answer], format_score: 0.1}'
 
-The rule-based reward of DeepSeek-R1-Zero (https://arxiv.org/abs/2501.12948, section 2.2.2), combined as the
-scorers of TinyZero and verl do: nothing outside the format, a little for the format, 1 for the right answer
-in it.
+The rule-based reward of DeepSeek-R1-Zero (https://arxiv.org/abs/2501.12948, section 2.2.2), combined as the scorers of
+TinyZero and verl do: nothing outside the format, a little for the format, 1 for the right answer in it.
 
-Scorers of tasks take from here how numbers stand in texts: signs that look like a minus, and where a number begins and
-ends.
+Scorers of tasks take from here how numbers stand in texts: their minus signs, and where they begin and end.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ MINUS_SIGNS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d
 def contains(text: str, part: str) -> bool:
     """Return whether a part stands in a text as whole words and whole numbers.
 
-    5 stands in "-5", "5%", "2+3=5" and "3, 5", not in 2.5, 1/5, 10:5, 2^5 and 15; 1 not in 1,000, nor does 200 stand in
-    1,200.
+    5 stands in "-5", "5%", "2+3=5" and "3, 5", not in 2.5, 1/5, 10:5, 2^5 and 15; 1 not in 1,000, 200 not in 1,200.
     """
     before, after = r"(?<!\w)", r"(?!\w)"
     if part[:1].isdecimal():
@@ -111,8 +108,7 @@ def compute_score(
         opened: the first tag, where the chat template ends the prompt with `<think>`: responses go on behind it.
 
     Returns:
-        score: 1 for the right answer in the right format, `format_score` for the right format, else 0; and
-        its parts `format` and `acc`, each 0 or 1.
+        score: 1 for the right answer in the right format, `format_score` for that alone, else 0; `format` and `acc`.
 
     Raises:
         ValueError: the tags are no list of names with `opened` first; or the answer matters, and the ground truth is no

@@ -41,12 +41,7 @@ _OPTIONS = {"timeout_s": (int | float, 0.001), "retries": (int, 0), "backoff_s":
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], *, url: str, **options: Any
 ) -> dict[str, Any]:
-    """Return the service's score of one response.
-
-    Args:
-        url: http or https address of the service.
-        **options: timeout_s, retries, backoff_s, headers_env; see `post_json`.
-    """
+    """Return the service's score of one response; the options are those of `post_json`, which also explains them."""
     answer = post_json(url, _sample(data_source, solution_str, ground_truth, extra_info), **options)
     return _checked_score(answer, f"{KEY}.url={redact_text(url)}")
 
@@ -60,12 +55,7 @@ def compute_score_batch(
     url: str,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Return the service's scores of many responses, by one request.
-
-    Args:
-        url: http or https address of the service.
-        **options: timeout_s, retries, backoff_s, headers_env; see `post_json`.
-    """
+    """Return the service's scores of many responses, by one request; see `compute_score`."""
     columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     answer = post_json(url, {"samples": [_sample(*row) for row in columns]}, **options)
     scores = answer.get("scores") if isinstance(answer, Mapping) else None
@@ -117,7 +107,6 @@ def post_json(
         timeout_s: seconds to wait for the connection, and for each piece of the answer.
         backoff_s: seconds before the first retry; doubled for each further one, up to `LONGEST_WAIT_S`.
         headers_env: environment variable with a JSON object of headers.
-        key: config key of the address, for messages.
 
     Raises:
         RewardError: no answer after all retries, another status than 2xx, or no JSON.

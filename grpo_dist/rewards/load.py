@@ -51,12 +51,10 @@ ARGUMENTS: dict[Form, tuple[str, ...]] = {
 
 
 def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
-    """Return the reward function of `custom_reward_function`.
+    """Return the reward function of `custom_reward_function`; `name` is for a path without one.
 
     Args:
-        path: Python file or importable module, also with `:function`; None: the built-in scorer of each row's data
-            source.
-        name: the function where the path has none.
+        path: Python file or importable module, also with `:function`; None: each data source's built-in scorer.
 
     Raises:
         ConfigError: the function cannot be imported, cannot be called, or does not take these arguments.
@@ -93,11 +91,7 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
 
 
 def score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-    """Score a response with the built-in scorer of its data source.
-
-    Raises:
-        ConfigError: the data source has no built-in scorer.
-    """
+    """Score a response with the built-in scorer of its data source; a ConfigError if there is none."""
     check_data_sources([data_source])
     return _built_in(data_source)(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info

@@ -6,8 +6,7 @@ remaining responses go to the new one. Either way that one response has failed, 
 Processes that the function has started end with its own (supervisor.py).
 
 Work that the response alone makes costly, such as 9^{9^9} for an answer, is no failure but a wrong answer: a function
-does it within limits of its own (`limited`). What custom code prints, here or in a worker, is kept as lines
-(`OutputLines`).
+does it within limits of its own (`limited`). What custom code prints anywhere is kept (`OutputLines`).
 
 The library pebble has such a process pool, but ends the worker's process alone: after a time-out or a crash what the
 function had started lived on (tried with pebble 5.2.3), and it does not collect what the function prints.
@@ -56,11 +55,7 @@ class Scorer:
     """The parent's side: starts the process, and another one whenever it has ended.
 
     What the function prints (stdout and stderr) is kept in `printed`. Once the function is loaded, `components` holds
-    the reward components that it declares, with their weights, and `needs` what it reads of a row.
-
-    Args:
-        path: `custom_reward_function.path`; None: the built-in scorers.
-        timeout_s: the number of seconds that one call of the function may take.
+    the reward components that it declares, with their weights, and `needs` what it reads. `path` None: the built-in.
     """
 
     def __init__(self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], *, timeout_s: float) -> None:
@@ -238,11 +233,7 @@ def main() -> None:
 
 
 class OutputLines:
-    """Splits output into lines and keeps the first of them; lines are cut to `MOST_LINE_BYTES`.
-
-    Args:
-        most_lines: the number of lines that are kept between two calls of `take`.
-    """
+    """Splits output into lines (`MOST_LINE_BYTES` of each) and keeps `most_lines` between two calls of `take`."""
 
     def __init__(self, most_lines: int = MOST_LINES) -> None:
         self._most_lines = most_lines

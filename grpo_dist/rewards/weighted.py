@@ -12,11 +12,9 @@ and an entry may also have `name`, `reward_kwargs` and `label`, in either way of
 scorer of the row's data source. The functions may have any of the forms of contract.py. They are the components that
 `adv_estimator=gdpo` normalises, and their weights its default weights.
 
-A function that returns None for a response does not apply to it and takes no part in its sum; a response to which none
-applies has failed.
+A function that returns None for a response takes no part in its sum; a response to which none applies has failed.
 
-Where functions judge steps, so does the sum: a step's score is the weighted sum of theirs, and what judges the whole
-response counts at its last step.
+Where functions judge steps, a step's score is their weighted sum, and what judges whole responses counts at the last.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ def compute_score(
     Args:
         functions: each with `path`, `name` (compute_score), `weight` (1), `reward_kwargs` ({}) and `label` (the
             function's name where the path has it, else the last part of the path), as in `custom_reward_function`.
-        key: the config key that lists them, for messages.
     """
     parts, results = reward_parts(functions=functions, key=key), []
     for part in parts:
@@ -117,8 +114,7 @@ def chosen_components(
         returned: the names of the values that the function has returned beside the score, if known; for messages.
 
     Raises:
-        ConfigError: there are no components, or a key is not among those that the function declares, or there are
-            more or fewer weights than keys.
+        ConfigError: there are no components, a key is not among the declared ones, or keys and weights differ.
     """
     known = {**declared, **({OVERLONG_PENALTY: 1.0} if overlong_penalty else {})}
     if keys is None and not declared:

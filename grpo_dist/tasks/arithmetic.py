@@ -16,14 +16,10 @@ SEED = 0
 
 
 def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
-    """The rows of a split in verl's schema; the same for the same seed, everywhere.
+    """The rows of "train" or "validation" in verl's schema; the same for the same seed, everywhere.
 
-    No question occurs twice, neither within a split nor across splits nor with its operands swapped. Answers
-    have GSM8K's form, so that the scorer of gsm8k.py scores them.
-
-    Args:
-        split: "train" or "validation".
-        seed: another seed makes other questions, for both splits.
+    No question occurs twice, neither within a split nor across splits nor with its operands swapped. Answers have
+    GSM8K's form, so that the scorer of gsm8k.py scores them.
 
     Raises:
         ValueError: no such split.

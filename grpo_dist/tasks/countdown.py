@@ -57,11 +57,7 @@ def draw_problem(rng: random.Random, count: int) -> Problem | None:
 
 
 def draw_problems(count: int, num_numbers: Sequence[int], seed: int) -> list[Problem]:
-    """Draw different problems. Problems with the same target and the same numbers in another order count as equal.
-
-    Raises:
-        DataError: there are fewer different problems.
-    """
+    """Draw different problems, or raise a DataError; those with one target and the same numbers count as equal."""
     rng = random.Random(seed)
     problems: dict[Problem, Problem] = {}
     for _ in range(TRIES_PER_PROBLEM * count):
@@ -127,11 +123,7 @@ def parse_expression(text: str) -> ast.expr | None:
 
 
 def evaluate(node: ast.expr) -> Fraction:
-    """The exact value of an expression from `parse_expression`.
-
-    Raises:
-        ZeroDivisionError: it divides by zero.
-    """
+    """The exact value of an expression from `parse_expression`; a ZeroDivisionError if it divides by zero."""
     if isinstance(node, ast.BinOp):
         return _OPERATIONS[type(node.op)](evaluate(node.left), evaluate(node.right))
     if isinstance(node, ast.UnaryOp):
@@ -159,8 +151,7 @@ def compute_score(
         tag: the tag that holds the expression.
 
     Returns:
-        score; and its parts, each 0 or 1: `format`, an expression in the tag; `numbers`, each number used once; `acc`,
-        a solution.
+        score; and, 0 or 1: `format`, an expression in the tag; `numbers`, each used once; `acc`, a solution.
 
     Raises:
         ValueError: the ground truth has another form.

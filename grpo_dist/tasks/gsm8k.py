@@ -42,11 +42,7 @@ ANY_NUMBER = re.compile(
 
 
 def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
-    """One GSM8K example in verl's schema.
-
-    Args:
-        example: "question" and "answer" (the solution, which ends in `#### NUMBER`), both text.
-        location: file and row, for messages.
+    """One GSM8K example, the texts "question" and "answer" (which ends in `#### NUMBER`), in verl's schema.
 
     Raises:
         DataError: a field is missing, or the answer has no `#### NUMBER`.
@@ -79,12 +75,10 @@ def compute_score(
 
     Args:
         ground_truth: the number, as text or as a number.
-        method: "strict" or "flexible".
         format_score: for an answer that is wrong, but in the right place.
 
     Returns:
-        score: 1.0 for the right answer, `format_score` for another one, 0.0 for none; acc: 1.0 or 0.0; pred: the number
-        found, or None.
+        score: 1.0 for the right answer, `format_score` for another, 0.0 for none; acc: 1.0 or 0.0; pred: it, or None.
 
     Raises:
         ValueError: the ground truth is not a number, so no response could be right.
@@ -101,11 +95,7 @@ def compute_score(
 
 
 def check_reward_kwargs(*, method: str = "strict", format_score: float = 0.0) -> None:
-    """Check the arguments before a run starts.
-
-    Raises:
-        ConfigError: there is no such method.
-    """
+    """Check the arguments before a run starts; a ConfigError if there is no such method."""
     check_choice("method", method, METHODS)
 
 

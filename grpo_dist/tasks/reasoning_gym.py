@@ -50,11 +50,7 @@ def prepare(
 
     Args:
         task: names of tasks, or YAML, {NAME: {weight: 2, SETTING: VALUE}}; a weight is 1 unless it is given.
-        train_size: entries drawn for train.parquet, at least 1.
-        test_size: entries drawn for test.parquet, at least 1.
         seed: the same arguments with the same seed make the same files.
-        instruction: stands behind each question; may be empty.
-        allow_eval: whether to take tasks whose scorers run answers as Python.
 
     Raises:
         DataError: a size is too small, a task or setting does not exist, or no training question is left.
@@ -104,11 +100,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 
 def check_reward_kwargs() -> None:
-    """Check that the package is there, before a run starts.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that the package is there, before a run starts; a ConfigError if it is not."""
     if find_spec("reasoning_gym") is None:
         raise ConfigError("the package reasoning-gym is not installed: pip install 'grpo_dist[reasoning-gym]'")
 

@@ -14,9 +14,6 @@ from grpo_dist.tasks import gsm8k
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """Score an answer that shows its work, and its steps, which spaces separate (reward.step_separator=' ').
 
-    Args:
-        ground_truth: the sum, as text.
-
     Returns:
         score, acc and pred, as the scorer of gsm8k.py; and `step_scores`, 1 for each good step and 0 for the others.
         The k-th step is good if it is a true equation whose result ends in the sum's k-th digit from the right; so are

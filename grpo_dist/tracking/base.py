@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -85,8 +85,7 @@ class Tracker:
     """A destination for metrics.
 
     It is made once, in the driver, before training; an exception there stops the run. An exception of a later method
-    is shown as a warning, and the run goes on without the tracker. No method may wait long for a service: training
-    waits for it.
+    is shown as a warning, and the run goes on without the tracker. No method may wait long: training waits for it.
     """
 
     note: str = ""
@@ -111,13 +110,13 @@ class Tracker:
         raise NotImplementedError
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Record responses of one step, before the `log` with their metrics. A tracker of numbers ignores them."""
+        """Record responses of one step, at least one, before the `log` with their metrics. Trackers may ignore it."""
 
     def close(self) -> None:
         """Flush buffers and finish; called once. While the run fails, `sys.exc_info()` has the exception."""
 
 
-class Trackers:
+class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """All trackers of a run as one.
 
     A tracker that fails during the run is reported once and dropped, because logging must not stop training. Only
@@ -151,39 +150,31 @@ class Trackers:
             )
         self._known = clean.keys() | (self._known if step == self._last_step else set())
         self._last_step = step
-        for name, tracker in list(self._active.items()):
-            with self._dropping(name, f"step {step}"):
-                tracker.log(clean, step)
+        self._each(f"step {step}", lambda tracker: tracker.log(clean, step))
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Send responses to the trackers; call it before `log` of the same step, or before its second one."""
-        for name, tracker in list(self._active.items()):
-            with self._dropping(name, f"samples of step {step}"):
-                tracker.log_samples(samples, step)
+        if samples:
+            self._each(f"samples of step {step}", lambda tracker: tracker.log_samples(samples, step))
 
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
-        for name, tracker in list(self._active.items()):
-            with self._dropping(name, "close"):
-                tracker.close()
+        self._each("close", lambda tracker: tracker.close())
         self._active.clear()
 
-    @contextlib.contextmanager
-    def _dropping(self, name: str, when: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - no error of a tracker may stop training or the other trackers
-            tracker = self._active.pop(name)
-            logger.warning(
-                "tracker %r failed at %s and is off for the rest of the run; training continues. %s: %s",
-                *(name, when, type(error).__name__, redact_text(str(error))),
-            )
-            if when != "close":
-                with contextlib.suppress(Exception):
-                    tracker.close()
-
-    def __enter__(self) -> Trackers:
-        return self
+    def _each(self, when: str, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._active.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - no error of a tracker may stop training or the other trackers
+                del self._active[name]
+                logger.warning(
+                    "tracker %r failed at %s and is off for the rest of the run; training continues. %s: %s",
+                    *(name, when, type(error).__name__, redact_text(str(error))),
+                )
+                if when != "close":
+                    with contextlib.suppress(Exception):
+                        tracker.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

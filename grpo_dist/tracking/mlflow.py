@@ -45,8 +45,7 @@ class MlflowTracker(Tracker):
     """An MLflow run, sent by a thread of its own, in which MLflow retries its calls.
 
     It is on the server of `MLFLOW_TRACKING_URI`, or in that folder; without one, or if the server does not answer when
-    the run starts, in `run_dir/mlflow/mlruns`. The run's id is stored in `run_dir/mlflow/run_id`, so that a resumed run
-    continues the same MLflow run.
+    the run starts, in `run_dir/mlflow/mlruns`. The run's id in `run_dir/mlflow/run_id` has a resumed run continue it.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -85,9 +84,8 @@ class MlflowTracker(Tracker):
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Append one row per sample to the run's table."""
-        if samples:
-            table = pd.DataFrame(as_rows(samples), dtype=object)
-            self._send(lambda: self._client.log_table(self._id, table, f"{SAMPLES}.json"))
+        table = pd.DataFrame(as_rows(samples), dtype=object)
+        self._send(lambda: self._client.log_table(self._id, table, f"{SAMPLES}.json"))
 
     def close(self) -> None:
         """Finish the MLflow run; if an exception is being handled, as failed, or killed where it is an interrupt."""

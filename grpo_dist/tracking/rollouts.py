@@ -56,9 +56,7 @@ def write_tokens(data: DataProto, path: Path, save_tokenizer: Callable[[str], ob
 
 
 def make_room(folder: Path, most_bytes: float) -> list[int]:
-    """Remove the files of the oldest steps until the others take `most_bytes` at most; those of the newest step stay.
-    Returns the steps that were removed.
-    """
+    """Remove the files of the oldest steps, but never the newest, while all take over `most_bytes`; their steps."""
     steps: dict[int, list[Path]] = {}
     for path in folder.iterdir():
         if path.stem.isdecimal():

@@ -1,6 +1,4 @@
-"""What a run shows on the terminal: progress, as a bar on a TTY and one line per step elsewhere; and the summary at its
-end, with who waited for whom, by measured idle shares.
-"""
+"""What a run shows on the terminal: progress, and at its end the summary, with who waited for whom."""
 
 from __future__ import annotations
 
@@ -32,17 +30,14 @@ _MOST_PARTS = 3  # of the reward
 _NOTABLE_CLIPPED, _NOTABLE_ZERO_VARIANCE = 0.1, 0.6
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """Shows the progress of a run.
 
-    On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward,
-    validation accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step, with the time that
-    is left if the coming steps take as long as those so far. A closed pipe (`2>&1 | head`), or a terminal that is lost,
-    stops no training.
+    On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward, validation
+    accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step, with the time that is left if
+    the coming steps take as long as those so far. A closed pipe or a lost terminal stops no training.
 
-    Args:
-        initial_step: last step of the checkpoint that this run resumes from; 0 for a fresh start.
-        stream: where to write; None: show nothing (`trainer.console=false`).
+    `initial_step` is the last one of the checkpoint that is resumed, or 0; `stream` None shows nothing.
     """
 
     def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = sys.stderr) -> None:
@@ -108,9 +103,6 @@ class Progress:
             with contextlib.suppress(OSError):
                 self._bar.close()
             self._bar = None
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -271,7 +263,8 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
             curves.setdefault(name, []).append((int(row["step"]), value))
     lines = []
     for name, curve in curves.items():
-        label = f"validation {_kind(name)}" if len(curves) == 1 else name.removeprefix(metric_names.VALIDATION)
+        kind = "loss" if metric_names.is_loss(name) else "accuracy" if "/acc" in name else "reward"
+        label = f"validation {kind}" if len(curves) == 1 else name.removeprefix(metric_names.VALIDATION)
         sign = -1 if metric_names.is_loss(name) else 1
         best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else sign * point[1])
         # With one value there is no change to show.
@@ -280,10 +273,6 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
             values += f" -> {curve[-1][1]:.3g}  (best {best:.3g} at step {best_step})"
         lines.append(_entry(label, values))
     return lines
-
-
-def _kind(name: str) -> str:
-    return "loss" if metric_names.is_loss(name) else "accuracy" if "/acc" in name else "reward"
 
 
 def _training_lines(trained: Sequence[Row]) -> list[str]:
@@ -374,8 +363,7 @@ ACTOR_SIZE, ENGINES_SIZE = "cluster.actor_world_size", "cluster.rollout_world_si
 def who_waited(rows: Sequence[Mapping[str, float]], plan: Plan[RunConfig]) -> str:
     """Return one sentence: the idle shares from the third step on, and what would shorten the step.
 
-    GPUs of the actor count as idle while none of the roles that share them computes. "" with fewer than three measured
-    steps.
+    GPUs of the actor are idle while none of the roles that share them computes. "" with less than three measured steps.
     """
     timed = [row for row in rows if row.get(STEP_TIME, 0.0) > 0 and f"{IDLE}actor" in row and f"{IDLE}rollout" in row]
     judged = timed[WARM_UP:]

@@ -17,7 +17,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from grpo_dist.terminal import as_typed
 from grpo_dist.tracking.base import SAMPLES, RunInfo, Sample, Tracker, as_markdown
 
-FOLDER = "tensorboard"
 _FILE_VERSION = "brain.Event:2"  # from version 2 on, readers honour the START record below
 
 
@@ -31,8 +30,7 @@ class TensorBoardTracker(Tracker):
     # Not tensorboard's EventFileWriter: it imports TensorFlow where that is installed, and its writer thread
     # can block `flush` for ever when the disk is full.
     def __init__(self, run: RunInfo) -> None:
-        folder = run.run_dir / FOLDER
-        folder.mkdir(exist_ok=True)
+        folder = run.folder("tensorboard")
         # Readers sort the files by name, so nanoseconds keep two starts of one process in order.
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"

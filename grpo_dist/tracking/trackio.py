@@ -52,8 +52,8 @@ class TrackioTracker(Tracker):
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Log a table with one row per sample."""
-        if rows := as_rows(samples):
-            self._run.log({SAMPLES: trackio.Table(list(rows[0]), [list(row.values()) for row in rows])}, step=step)
+        rows = as_rows(samples)
+        self._run.log({SAMPLES: trackio.Table(list(rows[0]), [list(row.values()) for row in rows])}, step=step)
 
     def close(self) -> None:
         """Write what is left, for at most 30 s."""
@@ -63,9 +63,7 @@ class TrackioTracker(Tracker):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep trackio from writing to standard output, and from asking the Hugging Face Hub for the user's name, which it
-    does wherever there is a token.
-    """
+    """Keep trackio from standard output, and from asking the Hugging Face Hub for the name of a token's user."""
     module: Any = trackio.run
     before = module._get_default_namespace
     module._get_default_namespace = lambda: None

@@ -85,8 +85,7 @@ class WandbTracker(Tracker):
 
         As HTML, since a `wandb.Table` asks the server first: with the server away, training would wait for it.
         """
-        if samples:
-            self._run.log({SAMPLES: wandb.Html(as_html(samples))}, step=self._row_of(step), commit=False)
+        self._run.log({SAMPLES: wandb.Html(as_html(samples))}, step=self._row_of(step), commit=False)
 
     def close(self) -> None:
         """Finish the W&B run; it is marked as failed if an exception is being handled."""

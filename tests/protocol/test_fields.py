@@ -35,7 +35,7 @@ def test_every_field_is_complete() -> None:
         assert field.made_by in MAKERS, name
         assert field.meaning, name
         assert set(field.read_by.split()) <= READERS, name
-        assert "driver" not in field.read_by or field.per == "row", name
+        assert "driver" not in field.read_by or field.shape == "(N,)", name
         shapes = (
             "(N,)",
             "ragged (N, P_i)",
@@ -62,10 +62,6 @@ def test_each_column_of_an_objective_names_it_as_a_reader() -> None:
         ("reward_model", PreferenceSettings),
     ):
         assert columns_for(settings.columns, reader) == settings.columns
-
-
-def test_a_column_is_of_a_row_a_token_or_a_group() -> None:
-    assert [FIELDS[name].per for name in ("score", "advantages", "prompt_routes")] == ["row", "token", "group"]
 
 
 def test_the_test_batch_follows_the_contract() -> None:

@@ -60,7 +60,6 @@ def test_padded_and_back() -> None:
     assert padded.tolist() == [[1, 2, -1], [-1, -1, -1], [3, -1, -1], [4, 5, 6]]
     assert padded.dtype == torch.int32
     assert lists(Ragged.from_padded(padded, ragged().lengths)) == lists(ragged())
-    assert ragged()[slice(2, 3)].to_padded(0, width=2).tolist() == [[3, 0]]
     assert ragged()[slice(0, 0)].to_padded(0).shape == (0, 0)
 
 
@@ -75,7 +74,5 @@ def test_mistakes_are_named() -> None:
         Ragged(torch.tensor([1, 2]), torch.tensor([0, 3]))
     with refuses(BatchError, "offsets", "[]", "0"):
         Ragged(torch.tensor([]), torch.tensor([], dtype=torch.int64))
-    with refuses(BatchError, "3", "width 2"):
-        ragged().to_padded(0, width=2)
     with refuses(BatchError, "offsets", "[5]", "4"):  # a length beyond the tensor's width
         Ragged.from_padded(torch.zeros(2, 2), torch.tensor([2, 3]))

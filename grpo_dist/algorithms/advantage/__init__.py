@@ -5,8 +5,7 @@
     returns.py  the rewards that follow a token: reinforce_plus_plus(_baseline), remax, distill, gae,
                 optimal_token_baseline; those of steps and turns: grpo_process, gigpo
 
-Call them through `compute_advantage`. inputs.py has their one signature, the statistics of a group, and the
-sequences of the agents of an episode.
+Call them through `compute_advantage`. inputs.py has their one signature, a group's statistics and agents' sequences.
 """
 
 from __future__ import annotations

@@ -31,12 +31,7 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Groups:
-    """N responses in G groups.
-
-    Attributes:
-        ids: (N,) int64, the group 0..G-1 of each response.
-        count: G.
-    """
+    """N responses in G = `count` groups; `ids` is (N,) int64, the group 0..G-1 of each response."""
 
     ids: Tensor
     count: int

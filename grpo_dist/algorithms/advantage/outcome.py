@@ -200,8 +200,7 @@ def gdpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Ten
 def _normalise(groups: Groups, scores: Tensor) -> tuple[Tensor, Tensor]:
     """(value - mean) / std within each group of the scores that are there, and mean(|value|) / std; 0 elsewhere.
 
-    Both are (N,) float64. The second is how large the scores were before the mean was taken away: what rounding is
-    measured by.
+    Both are (N,) float64. The second, the size before the mean was taken away, is what rounding is measured by.
     """
     known = ~scores.isnan()
     values, members = scores[known], Groups(groups.ids[known], groups.count)

@@ -32,8 +32,7 @@ def last_boxed(text: str) -> str | None:
     Braces inside are balanced; `\{` and `\}` are text. MATH has boxes without braces (`\boxed 5`): those hold one word.
 
     Returns:
-        The content; of boxes with nothing but commas, "and" or "or" between them a list; None where there is no box, or
-        the last one is never closed.
+        The content; a list of boxes with only commas, "and" or "or" between them; None: no box, or it is not closed.
     """
     contents, begin = dict[str, None](), len(text)
     for box in reversed(list(_BOX.finditer(text))):
@@ -73,7 +72,6 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
     Args:
         example: "problem" and "solution", text; "level" and "type" (the subject) are kept where they are there.
-        location: file and row, for messages.
     """
     require_text(example, ("problem", "solution"), location)
     problem, solution = example["problem"], example["solution"]
@@ -113,15 +111,11 @@ def compute_score(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, Any]:
-    """Compare the final answer with the truth.
+    """Compare the final answer with the truth: score, `acc` (0 or 1) and `pred`, the answer as text, or None.
 
     Args:
         ground_truth: the answer in LaTeX, or a number; or a list of accepted ones.
-        right: the score of a right answer.
         wrong: the score of a wrong answer, and of none.
-
-    Returns:
-        score, `acc` (0 or 1) and `pred`, the answer as text, or None.
 
     Raises:
         ValueError: the ground truth, or one of a list, is no text or number, or empty.
