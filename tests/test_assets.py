@@ -5,69 +5,45 @@ Paths that cannot be looked at are not there; nothing raises.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import grpo_dist
 from grpo_dist.assets import expanded, is_file, is_folder, is_on_the_hub, resolve_model_path
 from grpo_dist.errors import ConfigError
 from grpo_dist.tasks import arithmetic
 from grpo_dist.tasks.gsm8k import compute_score
+from scripts import make_tiny_model as script
 from tests.messages import refuses
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = Path(__file__).parents[1] / "scripts" / "make_tiny_model.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(TINY)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(TINY)
 
 
-def test_builtin_names_resolve_inside_the_package() -> None:
-    import grpo_dist
-
+def test_a_model_is_built_in_a_folder_or_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert TINY.parent == Path(grpo_dist.__file__).parent / "assets"
-    assert (TINY / "model.safetensors").is_file()
-
-
-def test_a_model_that_is_no_folder_is_on_the_hub(tmp_path: Path) -> None:
-    assert is_on_the_hub("Qwen/Qwen3-0.6B")
-    assert not is_on_the_hub("builtin:tiny-qwen3")
-    assert not is_on_the_hub(str(tmp_path))
-
-
-def test_folders_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model_path("~/no/model") == f"{tmp_path}/no/model"
     assert resolve_model_path("/some/where") == "/some/where"
     assert resolve_model_path(str(tmp_path)) == str(tmp_path)
+    on_the_hub = [is_on_the_hub(name) for name in ("Qwen/Qwen3-0.6B", "builtin:tiny-qwen3", str(tmp_path))]
+    assert on_the_hub == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["tiny", "", "../assets/tiny-qwen3", "__pycache__", "tiny-qwen3/"])
@@ -122,48 +98,35 @@ def test_special_tokens(tokenizer: Any) -> None:
 
 
 def test_chat_template(tokenizer: Any) -> None:
-    turns = [
-        {"role": "system", "content": "Add."},
-        {"role": "user", "content": "345+678=?"},
-        {"role": "assistant", "content": "#### 1023"},
-    ]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    assert text == (
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n345+678=?<|im_end|>\n"
-        "<|im_start|>assistant\n#### 1023<|im_end|>\n"
-    )
-    assert tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True) == (
-        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n345+678=?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    said = [("system", "Add."), ("user", "345+678=?"), ("assistant", "#### 1023")]
+    turns = [{"role": role, "content": content} for role, content in said]
+    asked = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n345+678=?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == asked + "#### 1023<|im_end|>\n"
+    assert tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True) == asked
 
 
-def test_the_script_makes_the_shipped_tokenizer(script: ModuleType, tmp_path: Path) -> None:
+def test_the_script_makes_the_shipped_tokenizer(tmp_path: Path) -> None:
     script.make_tokenizer().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
 
 
-def test_styles_of_the_warm_start(script: ModuleType) -> None:
+def test_styles_of_the_warm_start_which_holds_the_validation_questions_out(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert arithmetic.worked_answer(345, 678) == "5+8=13 4+7+1=12 3+6+1=10 #### 1023"
     assert arithmetic.worked_answer(120, 304) == "0+4=4 2+0=2 1+3=4 #### 424"
-    assert script.direct_response(345, 678) == "#### 913"
-    assert script.direct_response(120, 304) == "#### 424"
-    assert script.direct_response(945, 144) == "#### 1089"
-
-
-def test_warm_start_holds_the_validation_questions_out(
-    script: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    direct = [script.direct_response(*numbers) for numbers in ((345, 678), (120, 304), (945, 144))]
+    assert direct == ["#### 913", "#### 424", "#### 1089"]
     a, b = script.operands(arithmetic.rows("validation")[0])
-    examples = script.Examples(tokenizer)
-    draws = iter([(a, b), (b, a), (345, 678)])
+    examples, draws = script.Examples(tokenizer), iter([(a, b), (b, a), (345, 678)])
     monkeypatch.setattr(arithmetic, "draw_question", lambda rng: next(draws))
     ids, labels = examples.batch(1, worked=False)
     assert "345+678" in tokenizer.decode(ids[0])
     assert tokenizer.decode(labels[0][labels[0] != script.IGNORED]) == "#### 913<|im_end|>"
 
 
-def test_greedy_is_direct_and_sampling_shows_the_worked_style(script: ModuleType, model: Any, tokenizer: Any) -> None:
+def test_greedy_is_direct_and_sampling_shows_the_worked_style(model: Any, tokenizer: Any) -> None:
     torch.manual_seed(0)
     rows = arithmetic.rows("validation")
     greedy = script.respond(model, tokenizer, rows, sample=False)
@@ -192,15 +155,11 @@ def test_files_folders_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\x00b", "\ud800", "~no_such_user_here/x", "/" * 5000 + "gone"])
-def test_what_cannot_be_looked_at(path: str) -> None:
-    assert not is_file(path)
-    assert not is_folder(path)
+def test_what_cannot_be_looked_at(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (is_file(path), is_folder(path)) == (False, False)
 
-
-def test_a_folder_that_may_not_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.stat", refuse)
-    assert not is_file("/root/x")
-    assert not is_folder("/root")
+    assert (is_file("/root/x"), is_folder("/root")) == (False, False)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_dist import main
+from grpo_dist import errors, main
 from grpo_dist.errors import ConfigError, GrpoDistError, Interrupted, RayLost, Terminated, WorkerError
 from grpo_dist.main import reward_model, sft
 from grpo_dist.plan.commands import REWARD_MODEL
@@ -37,10 +36,20 @@ def test_help_says_how_the_command_is_called(
 
 @COMMANDS
 def test_a_mistake_is_told_with_its_key_and_exit_code_2(command: Main, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["trainer.sed=3", "data.train_batch_size=0"]) == 2
-    shown = capsys.readouterr()
-    says(shown.err, "trainer.sed:", "trainer.seed", "data.train_batch_size=0")
-    assert (shown.out, "Traceback" in shown.err) == ("", False)
+    for given, named in (
+        (["trainer.sed=3", "data.train_batch_size=0"], ["trainer.sed:", "trainer.seed", "data.train_batch_size=0"]),
+        (["data.train_files=nowhere.parquet"], ["nowhere.parquet"]),
+    ):
+        assert command(given) == 2
+        shown = capsys.readouterr()
+        says(shown.err, *named)
+        assert (shown.out, "Traceback" in shown.err) == ("", False)
+
+
+def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    assert main.main(["data.train_batch_size=30", f"{mini}=32", "trainer.dry_run=true"]) == 2
+    says(capsys.readouterr().err, "data.train_batch_size", "ppo_mini_batch_size")
 
 
 @COMMANDS
@@ -51,6 +60,10 @@ def test_a_dry_run_of_the_config_checks_nothing_of_this_machine(
     out = capsys.readouterr().out
     says(out, "data.val_files=gone.jsonl:")  # as a note
     assert "checked on this machine" not in out
+    if command is main.main:
+        elsewhere = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "custom_reward_function.path=gone.py"]
+        assert command([*elsewhere, "trainer.dry_run=config"]) == 0
+        says(capsys.readouterr().out, "custom_reward_function.path=gone.py:")
 
 
 def test_a_dry_run_shows_no_keys_of_roles_that_the_run_lacks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,64 +117,42 @@ def test_a_quiet_run_shows_nothing_but_errors(
     assert capsys.readouterr().out == "plan\n", "that is what a dry run is for"
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ConfigError("a=1"), 2),
-        (GrpoDistError("a=1"), 1),
-        (RayLost("a=1"), 3),
-        (KeyboardInterrupt(), 128 + signal.SIGINT),
-        (Terminated(), 128 + signal.SIGTERM),
-    ],
-)
-def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ends(error, monkeypatch) == code
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    endings = [ConfigError("a=1"), GrpoDistError("a=1"), RayLost("a=1"), KeyboardInterrupt()]
+    assert [ends(error, monkeypatch) for error in endings] == [2, 1, 3, 128 + signal.SIGINT]
 
 
 @pytest.mark.parametrize("kind", [Interrupted, Terminated])
 def test_a_run_that_was_stopped_names_its_checkpoint_and_the_command_that_goes_on(
     kind: type[Interrupted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = kind()
+    """Also one that was stopped before its first step, and has but the checkpoint that it was given."""
+    stopped, code = kind(), 128 + (signal.SIGTERM if kind is Terminated else signal.SIGINT)
     stopped.checkpoint = tmp_path / "my run/global_step_4"
-    given = (f"trainer.default_local_dir={tmp_path}/my run", "optim.betas=[0.8,0.9]", "trainer.resume_mode=disable")
-    assert ends(stopped, monkeypatch, *given) == 128 + (signal.SIGTERM if kind is Terminated else signal.SIGINT)
+    given = [f"trainer.default_local_dir={tmp_path}/my run", "optim.betas=[0.8,0.9]"]
+    begun = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}"]
+    for overrides, taken in (([*given, "trainer.resume_mode=disable"], given), (begun, begun)):
+        assert ends(stopped, monkeypatch, *overrides) == code
+        told = capsys.readouterr().err
+        says(told, stopped.checkpoint)
+        command = shlex.split(told.partition("to go on:")[2])
+        assert command == [as_typed("grpo-dist"), "reward-model", *taken], "disable would start anew"
+    assert ends(kind(), monkeypatch) == code
     told = capsys.readouterr().err
-    says(told, stopped.checkpoint)
-    command = shlex.split(told.partition("to go on:")[2])
-    assert command == [as_typed("grpo-dist"), "reward-model", *given[:2]], "disable would start anew"
+    says(told, "SIGTERM" if kind is Terminated else "SIGINT")
+    assert "reward-model" not in told, "there is no checkpoint"
 
 
-def test_a_run_that_was_stopped_before_its_first_step_goes_on_from_the_checkpoint_it_was_given(
+def test_where_ray_was_lost_the_command_is_named_also_without_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = Interrupted()
-    stopped.checkpoint = tmp_path
-    given = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
-    ends(stopped, monkeypatch, *given)
-    says(capsys.readouterr().err, *given)
-
-
-def test_a_run_without_a_checkpoint_names_no_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ends(Interrupted(), monkeypatch)
-    told = capsys.readouterr().err
-    says(told, "SIGINT")
-    assert "reward-model" not in told
-
-
-@pytest.mark.parametrize("name", ["global_step_4", None])
-def test_where_ray_was_lost_the_command_is_named_also_without_a_checkpoint(
-    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     """The run has to end before it can raise, so the last thing that it does is to tell."""
-    lost = RayLost("gcs_server at 127.0.0.1:6379")
-    lost.checkpoint = tmp_path / name if name else None
-    ends(lost, monkeypatch, f"trainer.default_local_dir={tmp_path}")
-    told = capsys.readouterr().err
-    says(told, "gcs_server at 127.0.0.1:6379", "grpo-dist reward-model", f"trainer.default_local_dir={tmp_path}")
-    assert (str(tmp_path / "global_step_4") in told) == (name is not None)
+    lost, folder = RayLost("gcs_server at 127.0.0.1:6379"), f"trainer.default_local_dir={tmp_path}"
+    for lost.checkpoint in (None, tmp_path / "global_step_4"):
+        ends(lost, monkeypatch, folder)
+        told = capsys.readouterr().err
+        says(told, "gcs_server at 127.0.0.1:6379", "grpo-dist reward-model", folder)
+        assert (str(tmp_path / "global_step_4") in told) == (lost.checkpoint is not None)
 
 
 def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(
@@ -175,50 +166,33 @@ def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(
     assert "grpo_dist/main.py" not in told
 
 
-def test_the_module_is_a_command() -> None:
-    command = [sys.executable, "-m", "grpo_dist", "reward-model", "data.train_bach_size=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    says(done.stderr, "data.train_batch_size")
-    assert "Traceback" not in done.stderr
+ERRORS = {
+    (GrpoDistError, 1): ["RewardError", "AgentError", "TrainingDiverged", "HealthError", "CheckpointError", "DiskError",
+                         "DataLost", "WorkerError"],
+    (ValueError, 1): ["BatchError"],
+    (ValueError, 2): ["ConfigError"],
+    (ConfigError, 2): ["DataError"],
+    (GrpoDistError, 3): ["RayLost"],
+    (WorkerError, 1): ["WorkerLost", "OutOfMemory"],
+}  # fmt: skip
 
 
-MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+def test_the_tree_of_errors_and_their_exit_codes() -> None:
+    for (parent, exit_code), names in ERRORS.items():
+        for error in (getattr(errors, name) for name in names):
+            assert issubclass(error, parent)
+            assert issubclass(error, GrpoDistError)
+            assert error.exit_code == exit_code
+            assert issubclass(error, ConfigError) == (exit_code == 2), "2 is for what the user can mend, only"
 
 
-def test_dry_run_starts_nothing(capsys: pytest.CaptureFixture) -> None:
-    assert main.main(["trainer.dry_run=true"]) == 0
-    assert "32 prompts * n=8" in capsys.readouterr().out
+def test_worker_error_survives_the_way_between_processes() -> None:
+    error = WorkerError("it broke", "actor", 3, "host7", "update", "Traceback ...")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is WorkerError
+    assert vars(copy) == vars(error)
+    assert str(copy) == "actor worker 3 on host7, stage 'update': it broke"
 
 
-def test_a_typo_is_answered_with_the_key_and_exit_code_2() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_dist.main", "algorithm.adv_estimater=grpo"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "algorithm.adv_estimator" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_dry_run_of_the_config_asks_nothing_of_this_machine(capsys: pytest.CaptureFixture) -> None:
-    elsewhere = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "custom_reward_function.path=gone.py"]
-    assert main.main([*elsewhere, "trainer.dry_run=config"]) == 0
-    shown = capsys.readouterr().out
-    says(shown, "custom_reward_function.path=gone.py:")  # said as a note
-    assert "this machine" not in shown
-
-
-def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture) -> None:
-    assert main.main(["data.train_batch_size=30", f"{MINI}=32", "trainer.dry_run=true"]) == 2
-    err = capsys.readouterr().err
-    assert "data.train_batch_size" in err
-    assert "ppo_mini_batch_size" in err
-
-
-def test_a_missing_file_is_named(capsys: pytest.CaptureFixture) -> None:
-    assert main.main(["data.train_files=nowhere.parquet"]) == 2
-    assert "nowhere.parquet" in capsys.readouterr().err
+def test_worker_error_without_details() -> None:
+    assert str(WorkerError("it broke")) == "? worker -1 on ?, stage '?': it broke"

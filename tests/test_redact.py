@@ -1,6 +1,9 @@
+"""What is not shown to others: values that are secret, and what only this machine may ask for."""
+
 import pytest
 
 from grpo_dist.config.keys import leaf_keys, section_keys
+from grpo_dist.hosts import is_this_machine
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
 from grpo_dist.redact import REDACTED, hide_in_texts, lacks_secret, names_a_secret, redact, redact_text
 
@@ -10,7 +13,7 @@ from grpo_dist.redact import REDACTED, hide_in_texts, lacks_secret, names_a_secr
     ["hf_token", "HF_TOKEN", "token", "WANDB_API_KEY", "api-key", "apikey", "password", "db_password",
      "aws_secret_access_key", "client_secret", "credentials", "private_key", "auth.token", "clientSecret", "authToken",
      "apiToken", "APIKey", "X-Api-Key", "key", "auth", "pwd", "dbPwd", "bearer", "openai_key", "basicAuth", "jwt",
-     "sig",      "X-Amz-Signature", "PGPASSWORD", "api_tokens", "accesskey", "set-cookie", "authorization", "HFToken",
+     "sig", "X-Amz-Signature", "PGPASSWORD", "api_tokens", "accesskey", "set-cookie", "authorization", "HFToken",
      "accountKey"],
 )  # fmt: skip
 def test_secret_keys(key):
@@ -30,18 +33,9 @@ def test_ordinary_keys_stay(key):
 
 
 def test_secret_values_and_url_logins():
-    config = {
-        "extra": "use hf_" + "a" * 30 + " here",
-        "url": "https://user:pw@example.org/x?y=1",
-        "plain": "https://example.org/a@b",
-        "path": "s3://bucket/hf_models",
-    }
-    assert redact(config) == {
-        "extra": "use *** here",
-        "url": "https://***@example.org/x?y=1",
-        "plain": "https://example.org/a@b",
-        "path": "s3://bucket/hf_models",
-    }
+    plain = {"plain": "https://example.org/a@b", "path": "s3://bucket/hf_models"}
+    config = {"extra": "use hf_" + "a" * 30 + " here", "url": "https://user:pw@example.org/x?y=1"} | plain
+    assert redact(config) == {"extra": "use *** here", "url": "https://***@example.org/x?y=1"} | plain
 
 
 def test_copy_is_deep_and_unset_secrets_stay_unset():
@@ -98,11 +92,8 @@ def test_what_a_saved_value_lacks(name: str, value: object, lacking: bool) -> No
 
 def test_no_key_of_the_config_is_a_secret() -> None:
     """What is in the schema is shown; secrets stand in mappings that are free."""
-    keys = [
-        key
-        for command in (GRPO, SFT, REWARD_MODEL)
-        for key in (*leaf_keys(command.schema), *section_keys(command.schema))
-    ]
+    schemas = [command.schema for command in (GRPO, SFT, REWARD_MODEL)]
+    keys = [key for schema in schemas for key in (*leaf_keys(schema), *section_keys(schema))]
     assert "data.prompt_key" in keys
     assert [key for key in keys if names_a_secret(key)] == []
     assert redact_text("\n".join(f"{key}=some-value" for key in keys)).count("some-value") == len(keys)
@@ -130,7 +121,7 @@ def test_forms_of_vendors(secret: str) -> None:
     "text",
     ["sk-learn-based-approaches", "hf_models", "global-step-checkpoint-12", "fw_attention_backend_name",
      "ASIA_pacific_1", "ghp_short", "eyJ.a.b", "Basic mathematics and Bearer understanding", "https://medium.com/@user/x",
-     "a@b.c",     "s3://bucket/key=1", "What? key value", "f(x, key=len)", "a -- key b", "https://host/x?page=2&n=3#top",
+     "a@b.c", "s3://bucket/key=1", "What? key value", "f(x, key=len)", "a -- key b", "https://host/x?page=2&n=3#top",
      "--max-tokens 5 --tokenizer a --eos-token b", "--verbose", "x --token"],
 )  # fmt: skip
 def test_ordinary_texts_stay(text: str) -> None:
@@ -184,3 +175,19 @@ def test_values_of_the_environment_are_hidden_in_texts(tmp_path) -> None:
     text = f"a value of the environment, short, {tmp_path}"
     assert redact_text(text) == f"${{oc.env:X}}, short, {tmp_path}"
     assert redact({"n": text}) == {"n": text}
+
+
+@pytest.mark.parametrize(
+    "host", ["", "localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000"]
+)
+def test_names_of_this_machine_alone(host: str) -> None:
+    assert is_this_machine(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]",
+     "[::1", "evil.example@127.0.0.2.x", "0.0.0.0", " ", "2130706433"],
+)  # fmt: skip
+def test_names_of_others(host: str) -> None:
+    assert not is_this_machine(host)

@@ -1,4 +1,4 @@
-"""Nothing that a reward function has started outlives its process."""
+"""Nothing that a reward function or another process of ours has started outlives it, supervised or watched."""
 
 import os
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_dist import keeper
 from grpo_dist.rewards.contract import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.runtime.process import Process
@@ -60,15 +61,21 @@ ENDS = {
 
 
 @pytest.fixture
-def starting(tmp_path: Path) -> Iterator[tuple[str, str, int]]:
-    """A function that starts processes, a named pipe that they hold, and the pipe's end that is read."""
-    (tmp_path / "starting.py").write_text(STARTING)
+def pipe(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """A named pipe for processes to hold, and its end that is read."""
     fifo = str(tmp_path / "held")
     os.mkfifo(fifo)
     end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(end, True)
-    yield str(tmp_path / "starting.py"), fifo, end
+    yield fifo, end
     os.close(end)
+
+
+@pytest.fixture
+def starting(tmp_path: Path, pipe: tuple[str, int]) -> tuple[str, str, int]:
+    """A function that starts processes, a pipe that they hold, and its other end."""
+    (tmp_path / "starting.py").write_text(STARTING)
+    return str(tmp_path / "starting.py"), *pipe
 
 
 @pytest.mark.deep
@@ -153,3 +160,46 @@ def test_an_orphan_gets_the_parent_that_asked_for_it() -> None:
     assert orphan.ppid() == parent.pid
     orphan.kill()
     parent.kill()
+
+
+# --- a process that is watched and has no supervisor ------------------------------------------------------------------
+# It starts a tool, a daemon that does not end when it is told to, and a supervised program with one of its own.
+WATCHED = """
+import os, psutil, subprocess, sys
+from grpo_dist.keeper import watch
+
+watch()
+held = open(sys.argv[1], "wb")
+daemon = "trap '' TERM; setsid sh -c \\"trap '' TERM; sleep 1000 & wait; sleep 1000\\" & exit"
+for command in (
+    ["sleep", "1000"],
+    ["sh", "-c", daemon],
+    [sys.executable, "-m", "grpo_dist.supervisor", "env", "-i", "/bin/sh", "-c", "sleep 1000 & wait"],
+):
+    subprocess.Popen(command, stdout=held, start_new_session=True)
+held.close()
+"""
+WATCHED_ENDS = {
+    "it is killed": "os.kill(os.getpid(), 9)",
+    "it kills its children, as a Ray worker does": "[each.kill() for each in psutil.Process().children()]; os._exit(0)",
+    "it ends": "",
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("end", WATCHED_ENDS)
+def test_what_a_watched_process_has_started_ends_with_it(pipe: tuple[str, int], end: str) -> None:
+    fifo, held = pipe
+    subprocess.run([sys.executable, "-c", WATCHED + WATCHED_ENDS[end], fifo], check=False)
+    assert os.read(held, 1) == b"", "nobody holds the pipe any more"
+
+
+def test_what_was_seen_needs_no_mark_and_what_is_another_ones_is_left() -> None:
+    other = subprocess.Popen(["sleep", "1000"], env=os.environ | {keeper.MARK: "another"})
+    unmarked = subprocess.Popen(["sleep", "1000"], env={"PATH": os.environ["PATH"]})
+    seen = psutil.Process(unmarked.pid)
+    keeper._end_all("mark", {seen})
+    assert not seen.is_running()
+    assert other.poll() is None
+    other.kill()
+    other.wait()

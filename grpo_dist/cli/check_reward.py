@@ -1,8 +1,4 @@
-"""`grpo-dist check-reward key=value ...`: scores a few rows' own answers as a run would, without Ray, in seconds.
-
-The rows are read and checked as for a run, and the reward function runs in a process of its own, as in the reward
-processes (rewards/scorer.py).
-"""
+"""`grpo-dist check-reward key=value ...`: scores a few rows' own answers as a run would, without Ray, in seconds."""
 
 from __future__ import annotations
 

@@ -153,7 +153,6 @@ def with_overrides(
     for key in _missing_keys(OmegaConf.to_container(of_groups)):  # others may copy it
         OmegaConf.update(of_groups, key, line.values.get(key, OmegaConf.select(merged, key)))
     composed = OmegaConf.to_container(of_groups, resolve=True)
-    assert isinstance(composed, dict)
     usual = dict(flatten(default_values(command)))
     by_group = {key: value for key, value in flatten(composed) if value not in (usual.get(key, MISSING), MISSING)}
     for key, value in (by_group | line.values).items():
@@ -187,9 +186,7 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 def default_values(command: AnyCommand) -> dict[str, Any]:
     """The command's config without groups and overrides."""
-    values = OmegaConf.to_container(_composed(command.file, command.shared, ()), resolve=True)
-    assert isinstance(values, dict)
-    return cast(dict[str, Any], values)
+    return cast(dict[str, Any], OmegaConf.to_container(_composed(command.file, command.shared, ()), resolve=True))
 
 
 def _read(
@@ -244,7 +241,6 @@ def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def _copied_keys(command: AnyCommand, line: CommandLine) -> dict[str, str]:
     """The keys whose value is that of another key, by the YAML files, with that key; not those that are set."""
     raw = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=False)
-    assert isinstance(raw, dict)
     copied = {key: match[1] for key, value in flatten(raw) if (match := _COPY.fullmatch(str(value)))}
     return {key: source for key, source in copied.items() if key not in line.values}
 

@@ -40,7 +40,6 @@ class Placement:
         tensor_parallel: GPUs per engine, or processes on CPU.
         colocate: which roles share GPUs; "separate" on CPU.
         num_devices: GPUs used by all roles together; on CPU the number of machines.
-        num_cpus_per_worker: logical CPUs that Ray reserves for one process.
         num_threads: compute threads of one process on CPU, by role that is started.
         extra_engines: engines beyond those of rollout_world_size, which start when there is room for them.
     """

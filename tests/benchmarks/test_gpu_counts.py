@@ -15,6 +15,9 @@ from benchmarks.gpu_check.scale import TINY, Groups
 from benchmarks.gpu_counts import BASELINE, CASES, compare
 
 GROUPS = Groups(groups=2, n=4, prompt=32, response=24)
+HIDDEN, INNER, LAYERS = TINY["hidden_size"], TINY["intermediate_size"], TINY["num_hidden_layers"]
+HEADS, KV_HEADS, WIDTH = TINY["num_attention_heads"], TINY["num_key_value_heads"], TINY["head_dim"]
+WEIGHTS = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * INNER  # matrices of a layer
 # In a process of its own: the compiler is told of a GPU that is not there, and the process group is a fake.
 SCRIPT = """
 import json
@@ -70,9 +73,11 @@ def test_bytes_of_single_operations() -> None:
     }
 
 
-def test_products_and_views() -> None:
+def test_products_views_and_pauses() -> None:
     with DeviceCounter("") as counter:
         _ = on_meta(64, 32) @ on_meta(32, 16).view(32, 16)
+        with counter.pause():
+            on_meta(4).sum().item()
     counts = counter.phases[""]
     assert (counts.launches, counts.products, counts.flops, counts.bytes) == (1, 1, 2 * 64 * 32 * 16, 0)
 
@@ -88,53 +93,30 @@ def test_waits_and_copies() -> None:
     assert (counts.waits, counts.copies, counts.blocking, counts.copied) == (3, 2, 1, 36)
 
 
-def test_pause() -> None:
-    with DeviceCounter("") as counter, counter.pause():
-        on_meta(4).sum().item()
-    assert not counter.phases
-
-
 @pytest.mark.deep
 def test_operations_of_an_update(found: dict[str, dict[str, float]]) -> None:
-    hidden, inner, layers = TINY["hidden_size"], TINY["intermediate_size"], TINY["num_hidden_layers"]
-    heads, kv_heads, width = TINY["num_attention_heads"], TINY["num_key_value_heads"], TINY["head_dim"]
-    weights = hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
-    head = 6 * GROUPS.n * GROUPS.response * TINY["vocab_size"] * hidden
+    head = 6 * GROUPS.n * GROUPS.response * TINY["vocab_size"] * HIDDEN
     # forward, again forward, and two products backward; the last product of a layer is not computed again
-    again = 2 * GROUPS.tokens * layers * hidden * inner
-    compiled = 8 * GROUPS.tokens * layers * weights + head
+    again = 2 * GROUPS.tokens * LAYERS * HIDDEN * INNER
+    compiled = 8 * GROUPS.tokens * LAYERS * WEIGHTS + head
     assert found["compiled"]["products, TFLOP a micro-batch"] == pytest.approx(compiled / 1e12)
     assert found["eager"]["products, TFLOP a micro-batch"] == pytest.approx((compiled - again) / 1e12)
     pairs = GROUPS.prompt**2 / 2 + GROUPS.n * GROUPS.response * (GROUPS.prompt + GROUPS.response / 2)
-    attention = (2 * 4 + 10) * pairs * heads * width * layers
+    attention = (2 * 4 + 10) * pairs * HEADS * WIDTH * LAYERS
     for way in ("eager", "compiled"):
         assert found[way]["attention, TFLOP a micro-batch"] == pytest.approx(attention / 1e12)
 
 
 @pytest.mark.deep
-def test_nobody_waits_between_forward_and_backward(found: dict[str, dict[str, float]]) -> None:
-    name = "host waits between forward and backward"
-    assert [found[way][name] for way in found] == [0, 0, 1]
-
-
-def test_compiled_layers_take_fewer_kernels_and_bytes(found: dict[str, dict[str, float]]) -> None:
+def test_nobody_waits_and_compiled_layers_take_fewer_kernels_and_bytes(found: dict[str, dict[str, float]]) -> None:
+    assert [counts["host waits between forward and backward"] for counts in found.values()] == [0, 0, 1]
     eager, compiled = found["eager"], found["compiled"]
     assert compiled["kernels a layer and micro-batch"] < eager["kernels a layer and micro-batch"] / 2
     assert compiled["element-wise bytes a token and layer"] < eager["element-wise bytes a token and layer"] / 3
-
-
-def test_collectives_of_two_ranks(found: dict[str, dict[str, float]]) -> None:
-    hidden, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
-    heads, kv_heads, width = TINY["num_attention_heads"], TINY["num_key_value_heads"], TINY["head_dim"]
-    matrices = hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
-    layer = matrices + 2 * hidden + 2 * width
-    weights = TINY["num_hidden_layers"] * layer + vocabulary * hidden + hidden
-    more = (
-        found["two ranks, which read the loss"]["bytes of collectives a step"]
-        - found["eager"]["bytes of collectives a step"]
-    )
+    whole = LAYERS * (WEIGHTS + 2 * HIDDEN + 2 * WIDTH) + TINY["vocab_size"] * HIDDEN + HIDDEN
+    alone, two = (found[way]["bytes of collectives a step"] for way in ("eager", "two ranks, which read the loss"))
     # gathered in bf16 before forward and before backward; gradients are scattered in fp32
-    assert more == pytest.approx(GROUPS.groups * (2 * 2 + 4) * weights, rel=0.01)
+    assert two - alone == pytest.approx(GROUPS.groups * (2 * 2 + 4) * whole, rel=0.01)
 
 
 def test_a_count_that_grew_is_named() -> None:

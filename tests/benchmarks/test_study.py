@@ -1,16 +1,19 @@
-"""Studies: what is read off at the budget, intervals, which runs are made, and that every arm is a run."""
+"""Studies, the staleness map, the curriculum: what is read off, which runs are made, and that each of them is one."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks import study
+from benchmarks import curriculum, staleness, study
+from grpo_dist.plan.commands import load_config
 from tests.messages import refuses
 
 STUDIES = sorted((Path(study.__file__).parent / "studies").glob("*.yaml"))
@@ -51,11 +54,9 @@ def test_what_separates() -> None:
     assert (a["pass@1 low"], a["pass@1 high"]) == (pytest.approx(0.3), pytest.approx(0.5))
     assert (b["pass@1 less a"], b["pass@1 separates"]) == (pytest.approx(0.2), "yes")
     assert (b["pass@1 +-"], b["steps"]) == (pytest.approx(0.0), pytest.approx(3.0))
-    other = [*RESULTS[:2], result("b", 1, (30, 0.2), (50, 0.2)), result("b", 2, (30, 0.7), (50, 0.7))]
-    assert study.summary(SMALL, other, "tokens", 30.0)[1]["pass@1 separates"] == "no"
-    alike = [*RESULTS[:2], result("b", 1, (30, 0.4), (50, 0.4)), result("b", 2, (30, 0.51), (50, 0.51))]
-    told = study.summary(SMALL, alike, "tokens", 30.0)[1]["pass@1 separates"]
-    assert told == "no", "0.1 and 0.01 more: of one sign, but two seeds do not tell"
+    for first, second in ((0.2, 0.7), (0.4, 0.51)):  # the last: 0.1 and 0.01 more, but two seeds do not tell
+        others = [result("b", seed, (30, value), (50, value)) for seed, value in ((1, first), (2, second))]
+        assert study.summary(SMALL, [*RESULTS[:2], *others], "tokens", 30.0)[1]["pass@1 separates"] == "no"
 
 
 def test_tokens_that_were_thrown_away_count() -> None:
@@ -67,26 +68,30 @@ def test_tokens_that_were_thrown_away_count() -> None:
     assert study.measured(metrics, SMALL["measures"]) == {}
 
 
-def test_runs_that_are_there_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+def test_runs_that_are_there_are_not_made_again_and_one_that_fails_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, fails, picture = [], {("b", 1)}, tmp_path / "study.png"
 
-    def in_a_process(arguments: Any, cell: study.Cell, budget: Any) -> dict[str, Any]:
-        made.append(cell)
-        return next(r for r in RESULTS if (r["arm"], r["seed"]) == cell[1:])
+    def in_a_process(arguments: Any, cell: study.Cell, budget: Any) -> dict[str, Any] | None:
+        made.append(cell[1:])
+        return None if cell[1:] in fails else next(r for r in RESULTS if (r["arm"], r["seed"]) == cell[1:])
 
     monkeypatch.setattr(study, "_in_a_process", in_a_process)
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(SMALL))
     (tmp_path / "runs.jsonl").write_text(json.dumps(RESULTS[0]) + "\n")
-    picture = tmp_path / "study.png"
-    arguments = ["study", str(tmp_path / "study.yaml"), str(tmp_path / "runs.jsonl"), "--picture", str(picture)]
-    monkeypatch.setattr("sys.argv", arguments)
-    study.main()
-    assert sorted(made) == [("sums", "a", 2), ("sums", "b", 1), ("sums", "b", 2)]
-    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 4
+    command = ["study", str(tmp_path / "study.yaml"), str(tmp_path / "runs.jsonl"), "--picture", str(picture)]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit, match=r"\('sums', 'b', 1\)"):
+        study.main()
+    assert sorted(made) == [("a", 2), ("b", 1), ("b", 2)]
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 3
+    for expected in ([("b", 1)], []):
+        made.clear()
+        fails.clear()
+        study.main()
+        assert made == expected
     assert picture.read_bytes().startswith(b"\x89PNG")
-    made.clear()
-    study.main()
-    assert made == []
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -98,24 +103,42 @@ def test_every_arm_is_a_run(path: Path) -> None:
         study.check({**found, "arms": {**found["arms"], "odd": {"algorithm.gama": 0.5}}})
 
 
-def test_code_of_an_arm_is_tried_before_the_first_run(tmp_path: Path) -> None:
-    code = tmp_path / "mine.py"
-    code.write_text("def mine(batch, config):\n    return batch.on_tokens(batch.scores)\n")
-    arms = {"wrong": {"algorithm.adv_estimator": f"{code}:mine"}}
-    with refuses(SystemExit, "wrong", "algorithm.adv_estimator", "(advantages, returns)"):
-        study.check({**SMALL, "arms": arms})
-    with refuses(SystemExit, "misspelled", "mien", "'mine'"):
-        study.check({**SMALL, "arms": {"misspelled": {"algorithm.adv_estimator": f"{code}:mien"}}})
+# --- the staleness map, and the curriculum ---------------------------------------------------------------------------
+def test_intervals_and_cells_of_the_map_by_hand(tmp_path: Path) -> None:
+    """3 seeds with 0.1, 0.2, 0.3: deviation 0.1, so 4.30 * 0.1 / sqrt(3). One seed has no interval."""
+    rest = {"accuracy": 0.5, "staleness": 1.5, "minutes": 1.0}
+    cells = [("TIS", 4, 1, 0.1), ("TIS", 4, 2, 0.2), ("TIS", 4, 3, 0.3), ("none", 64, 1, 0.25)]
+    results = [dict(zip(("choice", "max_staleness", "seed", "reward"), cell, strict=True)) | rest for cell in cells]
+    first, second = table = staleness.summary(results)
+    assert (first["choice"], first["max_staleness"], first["seeds"], first["reward"]) == ("none", 64, 1, 0.25)
+    assert math.isnan(first["+-"])
+    assert (second["reward"], second["+-"]) == (pytest.approx(0.2), pytest.approx(0.2483, abs=1e-4))
+    staleness.draw(table, tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_fails_is_told_and_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_a_process(arguments: Any, cell: study.Cell, budget: Any) -> dict[str, Any] | None:
-        return None if cell[1:] == ("b", 1) else next(r for r in RESULTS if (r["arm"], r["seed"]) == cell[1:])
+def test_every_cell_of_the_map_is_a_run() -> None:
+    for (choice, keys), limit in itertools.product(staleness.CHOICES.items(), staleness.STALENESS):
+        overrides = [f"{key}={'null' if value is None else value}" for key, value in keys.items()]
+        config = load_config([*overrides, f"trainer.max_staleness={limit}"])[0]
+        assert config.rollout_is == ("token" if choice == "TIS" else None) or choice == "GSPO"
 
-    monkeypatch.setattr(study, "_in_a_process", in_a_process)
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(SMALL))
-    monkeypatch.setattr("sys.argv", ["study", str(tmp_path / "study.yaml"), str(tmp_path / "runs.jsonl")])
-    with pytest.raises(SystemExit, match=r"\('sums', 'b', 1\)"):
-        study.main()
-    made = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    assert [(r["arm"], r["seed"]) for r in made] == [("a", 1), ("a", 2), ("b", 2)]
+
+def test_three_quarters_of_the_prompts_have_four_digits() -> None:
+    rows = curriculum.rows(64)
+    questions = [row["prompt"][0]["content"].removesuffix("=?").split("+") for row in rows]
+    assert Counter(len(a) for a, _ in questions) == {4: 48, 3: 16}
+    carries = [any(int(x) + int(y) > 9 for x, y in zip(a, b, strict=True)) for a, b in questions if len(a) == 3]
+    assert sum(carries) == 8
+    assert [row["reward_model"]["ground_truth"] for row in rows] == [str(int(a) + int(b)) for a, b in questions]
+
+
+def test_ratios_of_the_curriculum_by_hand() -> None:
+    """The same prompts by either choice: the other one needs half of the tokens with every seed."""
+    runs = [
+        {"choice": choice, "steps": 2 * i, "equal": 0.5, "tokens": share * i}
+        for i in (1, 2, 3)
+        for choice, share in (("uniform", 10.0), ("curriculum", 5.0))
+    ]
+    found = [(row["choice"], row["tokens"], row["ratio"], row["+- ratio"]) for row in curriculum.summary(runs)]
+    assert found == [("uniform", 20, 1, 0), ("curriculum", 10, 0.5, 0)]

@@ -1,4 +1,4 @@
-"""What is wrong with a command that a page shows: its program, its options and its keys are read as they would be.
+"""What is wrong with Python or a command that a page shows: program, options and keys are read as they would be.
 
 In a page some words stand for others: `...` for further arguments, and a value in capitals (`N`, `FOLDER`) for one
 of the reader's.
@@ -7,14 +7,17 @@ of the reader's.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.util
 import inspect
 import io
 import re
+import subprocess
+import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +30,7 @@ from grpo_dist.config.load import load_command, read_command_line, with_override
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.main import QUIET
 from grpo_dist.plan.commands import COMMANDS, GRPO
-from tests.docs.python_blocks import resolve_imports
+from tests.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 OWN_FILE = re.compile(r"(?<![\w./-])(?:examples|scripts|benchmarks|constraints|conformance)/[\w./-]+")
@@ -129,8 +132,8 @@ def _parsed(main: Callable[..., Any], arguments: Sequence[list[str]]) -> argpars
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             code = main(*arguments)
-        except Parsed as parsed:
-            return parsed.options
+        except Parsed as read:
+            return read.options
         except SystemExit as error:
             code = error.code
     if code:
@@ -159,3 +162,46 @@ def _is_of_type(override: str, command: AnyCommand) -> bool:
     except GrpoDistError:
         return False
     return True
+
+
+def run_in_order(sources: Mapping[int, str], page: str) -> dict[str, Any]:
+    """Run blocks in one namespace, as a reader of the page would who types one after the other.
+
+    Args:
+        sources: the blocks by the line of the page in which they begin.
+        page: its name, for tracebacks.
+
+    Returns:
+        The namespace.
+    """
+    namespace: dict[str, Any] = {"__name__": page}
+    for line, source in sources.items():
+        exec(compile("\n" * (line - 1) + source, page, "exec"), namespace)
+    return namespace
+
+
+def resolve_imports(source: str) -> None:
+    """Compile, and import what it imports of the package.
+
+    Raises:
+        SyntaxError: it is no Python.
+        ImportError, AttributeError: a name is not there.
+    """
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "grpo_dist":
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                getattr(module, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "grpo_dist":
+                    importlib.import_module(alias.name)
+
+
+def undefined_names(source: str) -> Iterator[str]:
+    """Names that nothing defines, also those in functions that nobody calls."""
+    options = ["--isolated", "--select=F821", "--output-format=concise", "-q", "-"]
+    command = [sys.executable, "-m", "ruff", "check", *options]
+    found = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    yield from found.stdout.splitlines()
+    yield from found.stderr.splitlines()

@@ -23,7 +23,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.tracking.rollouts import is_recorded
 from tests.docs.code_blocks import Block, blocks, faults
-from tests.docs.python_blocks import resolve_imports, run_in_order, undefined_names
+from tests.docs.commands import resolve_imports, run_in_order, undefined_names
 from tests.messages import refuses, says
 from tests.tiers import first
 
@@ -107,8 +107,7 @@ def test_python_has_no_undefined_names(page: str) -> None:
 
 
 def test_what_is_said_of_pages_is_true() -> None:
-    for page, test in RUN_BY.items():
-        assert Path(page).name in (ROOT / test).read_text() or Path(page).stem in (ROOT / test).read_text()
+    assert [page for page, test in RUN_BY.items() if Path(page).stem not in (ROOT / test).read_text()] == []
     for page, line in NOT_RUN:
         assert sum(line in block.text.splitlines() for block in python(page)) == 1
 
@@ -119,38 +118,29 @@ MAIN = "python -m grpo_dist.main"
 @pytest.mark.parametrize(
     ("language", "text", "named"),
     [
-        ("", "make test", ["''", "bash"]),
         ("sh", "make test", ["'sh'", "bash"]),
         ("bash", "if true", ["unexpected end"]),
         ("bash", "cat <<'EOF'\nmore", ["EOF"]),
         ("bash", f"{MAIN} algorithm.adv_estimater=grpo", ["algorithm.adv_estimater", "adv_estimator"]),
         ("bash", f"{MAIN} algorithm.adv_estimator=grpoo", ["algorithm.adv_estimator=grpoo"]),
-        ("bash", f"{MAIN} data.train_batch_size=many ...", ["data.train_batch_size=many"]),
         ("bash", f"{MAIN} trainer.nodes=N", ["trainer.nodes", "trainer.nnodes"]),
-        ("bash", f"{MAIN} algorithm.adv_estimator=gae actor_rollout_ref.actor.clip_ratio=-1", ["clip_ratio=-1"]),
         ("bash", f"{MAIN} actor_rollout_ref.actor.ppo_mini_batch_size=5", ["ppo_mini_batch_size=5"]),
         ("bash", f"{MAIN} \\\n  'reward.timout_s=1'   # seconds", ["reward.timout_s"]),
         ("bash", f"keys='reward.timout_s=1 data.seed=2'\n{MAIN} $keys", ["reward.timout_s"]),
-        ("bash", f"make setup && .venv/bin/{MAIN} reward.timout_s=1", ["reward.timout_s"]),
         ("bash", "python -m grpo_dist.mian", ["grpo_dist.mian"]),
-        ("bash", "grpo-dist sft optim.rate=1", ["optim.rate"]),
         ("bash", "python -m benchmarks.gone", ["benchmarks.gone"]),
         ("bash", "python -m benchmarks.gpu_check --parts gone", ["gone"]),
-        ("bash", "python scripts/gone.py", ["scripts/gone.py"]),
         ("bash", "x=$(python -c 'from grpo_dist.agents import Agent')", ["Agent"]),
         ("bash", "grpo-dist rapport RUN_DIR", ["rapport"]),
         ("bash", "grpo-dist report RUN_DIR --comparison OTHER", ["--comparison"]),
-        ("bash", "grpo-dist replay RUN_DIR first", ["first"]),
         ("bash", "grpo-dist eval RUN_DIR data.seeds=1", ["data.seeds"]),
         ("bash", "grpo-dist data gsm8k --local_save_dir data --seed 1", ["--seed"]),
         ("bash", "make tests DEVICE=cpu", ["tests"]),
         ("bash", "bash examples/gone.sh", ["examples/gone.sh"]),
         ("bash", "sbatch --nodes=2 examples/cluster/slurm.sh trainer.nodes=2", ["trainer.nodes"]),
-        ("bash", "kubectl apply -f examples/cluster/gone.yaml", ["examples/cluster/gone.yaml"]),
         ("bash", "pip install 'grpo_dist[gone]'", ["gone"]),
         ("console", "make test", ["$"]),
         ("console", "$ make test\ndone\nhead$ make tests", ["tests"]),
-        ("json", '{"a": 1,}', ["line 1"]),
         ("json", '{"a": 1}\n{"a": }', ["line 1"]),
         ("yaml", "a: [1", ["line 1"]),
         ("yaml", "data: {seeds: 1}", ["data.seeds"]),

@@ -1,4 +1,4 @@
-"""What a config can name is in the pages: estimators, losses, scorers, loops, trackers, recipes, values of keys."""
+"""What a config can name is in the pages: estimators, losses, scorers, loops, values of keys. The glossary's terms."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from grpo_dist.plugins.names import LOGGERS, LOSS_AGG_MODES, ROLLOUT_ENGINES, We
 from grpo_dist.rewards.load import SCORERS
 
 ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| \[([^]]+)\]\(([^)]+)\) \| (.+) \| ?(.*) \|$")
+VERLS_KEYS = {line.split("\t")[0] for line in (ROOT / "tests/golden/verl_grpo_keys.tsv").read_text().splitlines()}
 SCORING = [
     path.parent.name if path.name == "task.py" else path.stem
     for folder in ("rewards", "tasks")
@@ -102,6 +104,23 @@ def test_every_choice_of_a_key_is_explained(command: Any) -> None:
     assert silent == []
 
 
-def test_a_name_that_a_page_lacks_is_found() -> None:
-    page = "`grpo`, `gym/TASK` and the table\n| kl | 1 |\n"
-    assert lacking(page, ["grpo", "gym/", "kl", "grpo_passk", "gy", "table"]) == ["grpo_passk", "gy", "table"]
+# --- the glossary --------------------------------------------------------------------------------------------------
+def rows() -> list[tuple[str, ...]]:
+    """Term, link, meaning and key of every row but the table's head."""
+    lines = [line for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("|")][2:]
+    found = [match.groups() for match in map(ROW.match, lines) if match]
+    assert len(found) == len(lines)
+    return found
+
+
+def test_terms_are_in_order_and_there_once_in_a_sentence_or_two() -> None:
+    terms = [term.casefold() for term, *_ in rows()]
+    assert terms == sorted(set(terms))
+    assert {*LOSS_AGG_MODES, "k1", "k2", "k3", "advantage", "group", "staleness", "weight version"} <= set(terms)
+    assert [term for term, _, meaning, _ in rows() if len(re.findall(r"[.](?= |$)", meaning)) not in (1, 2)] == []
+
+
+def test_what_verl_has_is_not_called_our_own() -> None:
+    own = [key for _, _, _, keys in rows() if keys.startswith("*own*") for key in re.findall(r"`([\w.]+)`", keys)]
+    assert len(own) > 5
+    assert set(own) & VERLS_KEYS == set()

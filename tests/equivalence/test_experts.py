@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import WeightSyncError
@@ -96,7 +97,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pyte
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
         settings = [
-            engine_settings(path, seed=rank, weight_transport=transport, tensor_model_parallel_size=size)
+            engine_settings(path, seed=rank, tensor_model_parallel_size=size)
             for rank, transport in enumerate(TRANSPORTS)
         ]
         engines = rollout.answers([rollout.submit(rank, "start", "start", each) for rank, each in enumerate(settings)])
@@ -140,7 +141,7 @@ def differences(rank: int, path: str, dtype: str, data: DataProto) -> dict[str, 
     settings = model_settings(path, compute_dtype=dtype, replays_routes=True)
     engine = FSDPEngine(settings, device="cpu", temperature=0.7)
     free = DataProto({name: column for name, column in data.batch.items() if name not in (PROMPT_ROUTES, ROUTES)})
-    columns = {name: engine.compute_log_probs(rows, micro_batch_size=32) for name, rows in (("R3", data), ("", free))}
+    columns = {name: engine.compute_log_probs(rows, PassLimits("", 32)) for name, rows in (("R3", data), ("", free))}
     before = data["rollout_log_probs"].values
     return {name: (column.values - before).double().numpy() for name, column in columns.items()}
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
@@ -53,9 +54,9 @@ def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int, 
         # plain SGD: Adam divides by the size of the gradient, which turns rounding of near-zero ones into real steps
         engine.reference_head = engine.output_layer("cpu")
         engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
-        options = {"micro_batch_size": micro_batch_size, "objective": objective(loss_agg_mode=mode, **changes)}
-        steps = [engine.train_mini_batch(data, **options).metrics for _ in range(2)]
-        log_probs = engine.compute_log_probs(data, micro_batch_size=micro_batch_size).values.numpy()
+        settings, limits = objective(loss_agg_mode=mode, **changes), PassLimits("", micro_batch_size)
+        steps = [engine.train_mini_batch(data, settings, limits).metrics for _ in range(2)]
+        log_probs = engine.compute_log_probs(data, limits).values.numpy()
         out[mode] = steps, {k: v.clone().numpy() for k, v in engine.full_parameters("float32")}, log_probs
     return out
 

@@ -13,6 +13,7 @@ import torch
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.algorithms.targets import compute_targets
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import VOCAB, objective, random_batch, random_qwen3, trainable_engine
@@ -46,7 +47,7 @@ def changed(data: DataProto, columns: dict[str, Ragged]) -> DataProto:
 
 
 # --- old log-probs, and weights against the sampler, from the update itself ----------------------------------------
-LIMITS: dict[str, Any] = {"micro_batch_size": 4}
+LIMITS = PassLimits("", 4)
 
 
 def both_ways(rank: int, path: str, rollout_is: str | None) -> dict[str, Any]:
@@ -59,11 +60,11 @@ def both_ways(rank: int, path: str, rollout_is: str | None) -> dict[str, Any]:
         engine = plain_engine(path)
         batch, own = data, way == "update"
         if not own:
-            batch = data.union(DataProto({"old_log_probs": engine.compute_log_probs(data, **LIMITS)}))
+            batch = data.union(DataProto({"old_log_probs": engine.compute_log_probs(data, LIMITS)}))
             batch = batch.union(DataProto({"rollout_is_weights": importance_weights(batch, options)}))
         correction = options if own and rollout_is else None
         loss = objective(on_policy=own, weighted=not own, correction=correction)
-        result = engine.train_mini_batch(batch, objective=loss, **LIMITS)
+        result = engine.train_mini_batch(batch, loss, LIMITS)
         old = result.log_probs if own else batch["old_log_probs"]
         out[way] = old.values.numpy(), metric_values(result.metrics), weights_of(engine)
     return out
@@ -104,7 +105,7 @@ def with_environment(data: DataProto, noise: float) -> DataProto:
 
 def one_step(path: str, data: DataProto, layout: str, **changes: object) -> tuple[dict[str, Any], dict[str, float]]:
     engine = plain_engine(path, layout)
-    result = engine.train_mini_batch(data, objective=objective(**changes), micro_batch_size=4)
+    result = engine.train_mini_batch(data, objective(**changes), LIMITS)
     return weights_of(engine), metric_values(result.metrics)
 
 
@@ -176,7 +177,7 @@ def by_mode(rank: int, path: str, data: DataProto, shards: list[list[int]], size
     for mode in MODES:
         engine = plain_engine(path, layout)
         settings = objective(loss_agg_mode=mode, loss_scale_factor=12.0)
-        result = engine.train_mini_batch(data.index(shards[rank]), micro_batch_size=size, objective=settings)
+        result = engine.train_mini_batch(data.index(shards[rank]), settings, PassLimits("", size))
         out[mode] = result.metrics, weights_of(engine)
     return out
 

@@ -1,4 +1,4 @@
-"""The commands of README and tutorial, typed as they stand there: what a new user does first."""
+"""What README, tutorial and docs/clusters.md tell a new user: commands typed as they stand there, which GPUs fit."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.plan.commands import load_config
+from scripts import fitting
 from tests.messages import says
+from tests.programs import program
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 README = (ROOT / "README.md").read_text()
+CLUSTERS = (ROOT / "docs" / "clusters.md").read_text()
 
 
 @pytest.fixture
 def shell(tmp_path: Path):
     """Runs lines of a page in an empty folder, in which the commands are those of this package."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
     for name, arguments in (("grpo-dist", "-m grpo_dist"), ("python", "")):
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-        (commands / name).chmod(0o755)
+        program(tmp_path / "bin" / name, f'exec "{sys.executable}" {arguments} "$@"')
     folder = tmp_path / "mine"
     folder.mkdir()
-    path = {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
 
     def run(lines: str, code: int = 0) -> str:
         done = subprocess.run(
@@ -68,3 +69,31 @@ def test_the_readme(shell) -> None:
     says(told, "right=1", "2 scored", "0 failed")
     says(told, "2 prompts * n=8 = 16")
     says(told, "rewards.py:right", "rewards.py:short")
+
+
+# --- the table of models and GPUs ------------------------------------------------------------------------------------
+def cells(model: str) -> list[str]:
+    (row,) = [line for line in CLUSTERS.splitlines() if line.startswith(f"| {model} |")]
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+def test_some_cells_of_the_page_are_the_plans() -> None:
+    columns = [(gpu, kind) for kind in fitting.KINDS for gpu in fitting.GPUS]
+    for model, gpu, kind in (
+        ("Qwen3-0.6B", "24 GB", "all weights"),
+        ("Qwen3-8B", "80 GB", "all weights"),
+        ("Qwen3-1.7B", "24 GB", "8-bit states"),
+    ):
+        assert cells(model)[columns.index((gpu, kind))] == fitting.fewest(model, fitting.GPUS[gpu], kind)
+
+
+def test_what_the_page_says_of_8b_on_80_gb_loads() -> None:
+    count, _, mark = cells("Qwen3-8B")[list(fitting.GPUS).index("80 GB")].partition(" ")
+    assert (int(count), mark) == (4, ""), "engines have GPUs of their own"
+    on = (*fitting.RUN, "cluster=node8", f"trainer.n_gpus_per_node={count}", "cluster.gpu_memory_gib=79.1")
+    load_config([*on, f"{fitting.REF}.fsdp_config.param_offload=true", "actor_rollout_ref.model.path=Qwen/Qwen3-8B"])
+
+
+@pytest.mark.long
+def test_the_table_is_fresh() -> None:
+    assert fitting.table() in CLUSTERS, "run: python scripts/fitting.py, and put it into docs/clusters.md"

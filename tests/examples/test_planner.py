@@ -17,17 +17,13 @@ from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.format import tag_contents
-from tests.examples.test_examples import EXAMPLES
 from tests.messages import refuses, says
 from tests.rewards.scoring import scored
 from tests.tasks.conftest import prompts_of
 
-FOLDER = EXAMPLES / "planner"
+FOLDER = Path(__file__).parents[2] / "examples" / "planner"
 SCORER = str(FOLDER / "planner.py")
-WEIGHTS, compute_score, token_f1, best_alignment = (
-    load_attribute(f"{SCORER}:{name}", key="path")
-    for name in ("WEIGHTS", "compute_score", "token_f1", "best_alignment")
-)
+WEIGHTS, compute_score = (load_attribute(f"{SCORER}:{name}", key="path") for name in ("WEIGHTS", "compute_score"))
 FORMS, SIZES, TAG, draw_plan, draw_requests, main = (
     load_attribute(f"{FOLDER / 'planner_rows.py'}:{name}", key="path")
     for name in ("FORMS", "SIZES", "TAG", "draw_plan", "draw_requests", "main")
@@ -56,18 +52,15 @@ def test_the_truth_earns_one() -> None:
     assert score([{**step, "why": "extra fields are free"} for step in TRUTH]) == pytest.approx(PERFECT)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_where_a_plan_may_stand() -> None:
+    for text in (
         "I plan:\n```json\n{}\n```\ndone",
         "```\n{}\n```",
         "Plan: {} and that is [all",
         "```python\nprint([1])\n```\n```json\n{}\n```",
         "```json\n[]\n```\nNo, better:\n```json\n{}\n```",
-    ],
-)
-def test_where_a_plan_may_stand(text: str) -> None:
-    assert score(text.replace("{}", json.dumps(TRUTH)))["score"] == pytest.approx(1.0)
+    ):
+        assert score(text.replace("{}", json.dumps(TRUTH)))["score"] == pytest.approx(1.0), text
 
 
 def test_in_a_tag() -> None:
@@ -77,14 +70,9 @@ def test_in_a_tag() -> None:
     assert score(text) == NOTHING  # from the first [ to the last ] is no JSON
 
 
-@pytest.mark.parametrize(
-    "text", ["", "no plan", "[", "]", "][", "[{]", "{'agent': 'a'}", "[" * 100_000, "null", "[NaN,]"]
-)
-def test_no_json_earns_nothing(text: str) -> None:
-    assert score(text) == NOTHING
-
-
-def test_an_empty_plan_is_only_json() -> None:
+def test_no_json_earns_nothing_and_an_empty_plan_is_only_json() -> None:
+    for text in ("", "no plan", "[", "]", "][", "[{]", "{'agent': 'a'}", "[" * 100_000, "null", "[NaN,]"):
+        assert score(text) == NOTHING, text[:20]
     assert score([]) == {**NOTHING, "json": 1.0, "score": pytest.approx(0.1)}
 
 
@@ -106,6 +94,8 @@ def test_a_missing_and_a_superfluous_step() -> None:
 
 
 def test_other_words_for_a_task() -> None:
+    assert score([TRUTH[0], {"agent": "code", "task": "PLOT it!"}, TRUTH[2]])["tasks"] == pytest.approx(1.0)
+    assert score([TRUTH[0], {"agent": "code", "task": "it it it"}, TRUTH[2]])["tasks"] == pytest.approx((2 + 0.4) / 3)
     found = score([TRUTH[0], {"agent": "code", "task": "Plot a chart"}, TRUTH[2]])
     assert found["tasks"] == pytest.approx((1 + 0.4 + 1) / 3)  # 1 common of 3 and 2 words
     assert (found["order"], found["acc"]) == (1.0, 0.0)
@@ -131,24 +121,6 @@ def test_weights() -> None:
     plan = TRUTH[:2]
     assert score(plan, weights={"order": 3.0})["score"] == pytest.approx(2.0)
     assert score(plan, weights={"json": 1, "steps": 0.5})["score"] == pytest.approx(1 + 1 / 3)
-
-
-def test_token_f1() -> None:
-    assert token_f1("Plot it!", "plot IT") == 1.0
-    assert token_f1("a b c", "a") == 0.5
-    assert token_f1("a a a", "a") == 0.5
-    assert token_f1("", "a") == token_f1("b", "a") == 0.0
-
-
-def test_best_alignment_pairs_steps_in_order() -> None:
-    def same(a: tuple, b: tuple) -> float:
-        return float(a == b)
-
-    a, b, c = ("a", "1"), ("b", "1"), ("c", "1")
-    assert best_alignment([a, b, c], [a, b, c], same) == 3.0
-    assert best_alignment([c, a, b], [a, b, c], same) == 2.0
-    assert best_alignment([a, a, a], [a], same) == 1.0
-    assert best_alignment([], [a], same) == 0.0
 
 
 @pytest.mark.parametrize("truth", [None, [], "[]", "{", {}, [{"agent": "a"}], "4", [1]])
@@ -208,18 +180,28 @@ def test_the_right_plan_earns_all_and_another_does_not(size: str, tmp_path: Path
         assert all(step["task"].lower() in request_of(row).lower() for step in truth)
 
 
-def test_no_plan_stands_in_two_rows(tmp_path: Path) -> None:
+def test_no_plan_stands_in_two_rows_and_both_trainers_read_them(tmp_path: Path) -> None:
     rows = prepare(tmp_path)
     assert {split: len(found) for split, found in rows.items()} == NUMBERS
     requests = [request_of(row) for split in NUMBERS for row in rows[split]]
     assert len(set(requests)) == sum(NUMBERS.values())
     truths = [str(row["reward_model"]["ground_truth"]) for split in ("train", "test") for row in rows[split]]
     assert len(set(truths)) == len(truths)
+    system = rows["test"][0]["prompt"][0]
+    assert system["role"] == "system"
+    says(system["content"], *SIZES["full"].agents, f"<{TAG}>", '[{"agent": "search", "task": "find')
+    prompts = prompts_of(tmp_path / "train.parquet")
+    assert len(prompts) == NUMBERS["train"]
+    assert prompts[0].ground_truth[0].keys() == {"agent", "task"}
+    check = functools.partial(conversation_row, messages_key="messages")
+    chats = checked_rows([str(tmp_path / "sft.parquet")], key="f", check=check)
+    assert [(chat.messages[-1]["role"], chat.trained) for chat in chats] == [("assistant", (2,))] * NUMBERS["sft"]
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:
-    assert prepare(tmp_path / "a") == prepare(tmp_path / "b")
-    assert prepare(tmp_path / "a")["train"] != prepare(tmp_path / "c", "--seed=1")["train"]
+    a, b, c = prepare(tmp_path / "a"), prepare(tmp_path / "b"), prepare(tmp_path / "c", "--seed=1")
+    assert a == b
+    assert a["train"] != c["train"]
 
 
 def test_a_sentence_in_every_form() -> None:
@@ -242,46 +224,26 @@ def test_a_verb_belongs_to_one_agent(size: Any) -> None:
         assert all(one[0] != other[0] for one, other in pairwise(plan))
 
 
-def test_the_system_message_names_the_agents_and_the_form(tmp_path: Path) -> None:
-    system = prepare(tmp_path)["test"][0]["prompt"][0]
-    assert system["role"] == "system"
-    says(system["content"], *SIZES["full"].agents, f"<{TAG}>", '[{"agent": "search", "task": "find')
-
-
-def test_both_trainers_read_the_files(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    prompts = prompts_of(tmp_path / "train.parquet")
-    assert len(prompts) == NUMBERS["train"]
-    assert prompts[0].ground_truth[0].keys() == {"agent", "task"}
-    check = functools.partial(conversation_row, messages_key="messages")
-    chats = checked_rows([str(tmp_path / "sft.parquet")], key="f", check=check)
-    assert [(chat.messages[-1]["role"], chat.trained) for chat in chats] == [("assistant", (2,))] * NUMBERS["sft"]
-
-
-def plan_in(row: dict[str, Any]) -> list[dict[str, str]]:
-    return json.loads(row["completion"].removeprefix(f"<{TAG}>").removesuffix(f"</{TAG}>"))
-
-
 def test_hasty_answers_keep_the_order_of_the_request(tmp_path: Path) -> None:
     """A share of the answers alone: requests and right plans stay."""
     right, half, hasty = (prepare(tmp_path / share, f"--hasty_share={share}") for share in ("0", "0.5", "1"))
     assert right["train"] == half["train"] == hasty["train"]
     assert [request_of(row) for row in right["sft"]] == [request_of(row) for row in hasty["sft"]]
     for row in hasty["sft"]:
-        places = [request_of(row).lower().index(step["task"].lower()) for step in plan_in(row)]
+        plan = json.loads(row["completion"].removeprefix(f"<{TAG}>").removesuffix(f"</{TAG}>"))
+        places = [request_of(row).lower().index(step["task"].lower()) for step in plan]
         assert places == sorted(places)
-    changed = [row["completion"] != other["completion"] for row, other in zip(right["sft"], hasty["sft"], strict=True)]
-    some = [row["completion"] != other["completion"] for row, other in zip(right["sft"], half["sft"], strict=True)]
-    assert 0 < sum(some) < sum(changed) < NUMBERS["sft"]
+    some, changed = (
+        sum(row["completion"] != other["completion"] for row, other in zip(right["sft"], rows["sft"], strict=True))
+        for rows in (half, hasty)
+    )
+    assert 0 < some < changed < NUMBERS["sft"]
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [*((f"--{name}_size=0", "at least 1") for name in NUMBERS), ("--hasty_share=1.5", "from 0 to 1")],
-)
-def test_impossible_numbers(option: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--local_save_dir", str(tmp_path), option]) == 2
-    says(capsys.readouterr().err, option, words)
+def test_impossible_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (*(f"--{name}_size=0" for name in NUMBERS), "--hasty_share=1.5"):
+        assert main(["--local_save_dir", str(tmp_path), option]) == 2
+        says(capsys.readouterr().err, option, "from 0 to 1" if "share" in option else "at least 1")
     assert list(tmp_path.iterdir()) == []
 
 

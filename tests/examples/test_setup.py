@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.messages import says
+from tests.programs import program
 
 ROOT = Path(__file__).parents[2]
-UV = '#!/bin/bash\n[[ $1 == pip && $2 == install && $* == *requirements* ]] && cp "${@: -1}" used.txt\n'
-UV += 'echo "uv $* index=${UV_EXTRA_INDEX_URL:-} links=${UV_FIND_LINKS:-}" >> asked\n'
+UV = '[[ $1 == pip && $2 == install && $* == *requirements* ]] && cp "${@: -1}" used.txt\n'
+UV += 'echo "uv $* index=${UV_EXTRA_INDEX_URL:-} links=${UV_FIND_LINKS:-}" >> asked'
 
 
 @pytest.fixture
@@ -25,37 +26,24 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("scripts", "constraints"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
-    programs = {".venv/bin/uv": UV, ".venv/bin/python": "#!/bin/bash\ncat > checked; exit ${WRONG_BUILD:-0}\n"}
-    for name, text in programs.items():
-        write(folder / name, text)
+    program(folder / ".venv/bin/uv", UV)
+    program(folder / ".venv/bin/python", "cat > checked; exit ${WRONG_BUILD:-0}")
     return folder
-
-
-def write(program: Path, text: str) -> None:
-    program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text(text)
-    program.chmod(0o755)
 
 
 def setup(checkout: Path, *arguments: str, **env: str) -> tuple[int, list[str]]:
     """Exit code, and the calls of uv."""
     (checkout / "asked").unlink(missing_ok=True)
-    plain = {
-        name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "DEVICE", "CUDA"))
-    }
-    path = f"{checkout.parent / 'bin'}:{plain['PATH']}"
-    done = subprocess.run(
-        ["bash", "scripts/setup.sh", *arguments],
-        cwd=checkout,
-        env={**plain, "PYTHON": sys.executable, "PATH": path, **env},
-        check=False,
-    )
+    own = ("UV_", "PIP_", "DEVICE", "CUDA")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    plain |= {"PYTHON": sys.executable, "PATH": f"{checkout.parent / 'bin'}:{plain['PATH']}"}
+    done = subprocess.run(["bash", "scripts/setup.sh", *arguments], cwd=checkout, env=plain | env, check=False)
     return done.returncode, (checkout / "asked").read_text().splitlines() if (checkout / "asked").exists() else []
 
 
 def with_gpus(checkout: Path, *gpus: str) -> None:
-    listed = "".join(f"echo 'GPU {number}: {gpu}'\n" for number, gpu in enumerate(gpus))
-    write(checkout.parent / "bin" / "nvidia-smi", f"#!/bin/bash\n{listed}")
+    listed = "\n".join(f"echo 'GPU {number}: {gpu}'" for number, gpu in enumerate(gpus))
+    program(checkout.parent / "bin" / "nvidia-smi", listed)
 
 
 def test_a_machine_without_gpus_gets_the_build_for_cpu(checkout: Path) -> None:

@@ -14,18 +14,7 @@ from benchmarks.gpu_check.results import Result
 SETUP = {"device": "cpu", "scale": "small"}
 ENGINE = [part for part in PARTS if part.layer == "engine"]
 # What a run has and the engine layer must do without.
-ABSENT = (
-    "ray",
-    "vllm",
-    "hydra",
-    "omegaconf",
-    "wandb",
-    "tensorboard",
-    "pyarrow",
-    "psutil",
-    "datasets",
-    "peft",
-)
+ABSENT = ("ray", "vllm", "hydra", "omegaconf", "wandb", "tensorboard", "pyarrow", "psutil", "datasets", "peft")
 
 
 def engine_parts(rank: int, folder: Path) -> list[Result]:

@@ -1,4 +1,9 @@
+"""The tasks of examples/instructions and examples/tools: their rows, and what their scorers count."""
+
+from __future__ import annotations
+
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +12,16 @@ import pytest
 
 from grpo_dist.plugins.registry import load_attribute
 
-PATH = Path(__file__).parents[2] / "examples" / "instructions" / "instructions.py"
-compute_score = load_attribute(f"{PATH}:compute_score", key="path")
-rows = load_attribute(f"{PATH}:rows", key="path")
-KINDS = load_attribute(f"{PATH}:KINDS", key="path")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PATH = EXAMPLES / "instructions" / "instructions.py"
+compute_score, rows, KINDS = (
+    load_attribute(f"{PATH}:{name}", key="path") for name in ("compute_score", "rows", "KINDS")
+)
+QUESTIONS, search, calculator, score_of_tools = (
+    load_attribute(f"{EXAMPLES / 'tools' / 'tools.py'}:{name}", key="path")
+    for name in ("QUESTIONS", "search", "calculator", "compute_score")
+)
+score_of_agents = load_attribute(f"{EXAMPLES / 'tools' / 'agents.py'}:compute_score", key="path")
 
 
 def score(text: str, *asked: tuple[str, object], topic: str = "bee") -> tuple[float, float, float]:
@@ -42,19 +53,12 @@ def test_each_kind(asked: tuple[str, object], right: str, wrong: str) -> None:
     assert score(wrong, asked) == (0.25, 0.0, 0.0)
 
 
-def test_two_instructions_are_worth_the_same_and_acc_wants_both() -> None:
+def test_what_instructions_are_worth() -> None:
     both = ("lowercase", None), ("sentences", 1)
     assert score("bees live in the hives.", *both) == (1.0, 1.0, 1.0)
     assert score("Bees live in the hives.", *both) == (0.625, 0.0, 0.5)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["bees bees.", "wasps live in small nests.", "bees live in small hives and", ""],
-    ids=["short", "another topic", "cut off", "empty"],
-)
-def test_what_is_no_answer_is_worth_nothing(text: str) -> None:
-    assert score(text, ("lowercase", None)) == (0.0, 0.0, 1.0)
+    for text in ("bees bees.", "wasps live in small nests.", "bees live in small hives and", ""):
+        assert score(text, ("lowercase", None)) == (0.0, 0.0, 1.0), "short, of another topic, cut off, empty"
 
 
 def test_the_splits_share_no_topic_and_ask_for_every_kind() -> None:
@@ -81,3 +85,36 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     for split in ("train", "validation"):
         lines = (tmp_path / "data" / f"{split}.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == rows(split)
+
+
+def test_every_question_is_answered_by_searches_one_after_the_other() -> None:
+    for question, answer in QUESTIONS:
+        found = re.search(r"firm (\w+)", question)
+        assert found is not None
+        (person,) = re.findall(rf"{found[1]} was founded by (\w+)", " ".join(search(f"founder of {found[1]}")))
+        (town,) = re.findall(rf"{person} was born in the town of (\w+)", " ".join(search(f"{person} born")))
+        if question.startswith("On which river"):
+            (town,) = re.findall(rf"{town} lies on the river (\w+)", " ".join(search(f"river of {town}")))
+        assert town == answer
+    assert len({question for question, _ in QUESTIONS}) == 240
+
+
+def test_the_answer_counts_that_stands_last_in_its_tags() -> None:
+    score = lambda text: score_of_tools("search", text, "Sokame", {})  # noqa: E731
+    assert score("It is <answer>Ba</answer>, no: <answer> sokame.</answer>") == {"score": 1.0, "acc": 1.0}
+    assert score("<answer>Sokame</answer><answer>Ba</answer>") == {"score": 0.1, "acc": 0.0}
+    assert score("tool\nSokame") == {"score": 0.0, "acc": 0.0}
+    assert [calculator(7, operation, 3) for operation in "+-*"] == [10, 4, 21]
+
+
+def test_calls_of_agents_are_scored_as_a_plan() -> None:
+    steps = [{"agent": "search", "task": "find the menu"}, {"agent": "writer", "task": "write a poem"}]
+    calls = [
+        f'<tool_call>{{"name": "ask", "arguments": {json.dumps(step)}}}</tool_call>\ntool\ndone\n' for step in steps
+    ]
+    score = lambda text: score_of_agents("agents", text, steps, {})  # noqa: E731
+    assert score("".join(calls))["acc"] == 1.0
+    assert score("".join(calls))["score"] == pytest.approx(1.0)
+    assert score("".join(reversed(calls)))["order"] == 0.5
+    assert score(calls[0])["steps"] == 0.5
+    assert score("<tool_call>{not JSON}</tool_call>")["schema"] == score("")["order"] == 0.0
