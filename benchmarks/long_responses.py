@@ -30,7 +30,7 @@ import torch
 from benchmarks import record, workload
 from benchmarks.throughput import engine_settings
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.settings import PassLimits, SamplingSettings
 from grpo_dist.engines.vllm import vllm_engine
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.freed_memory import FreedMemory
@@ -60,9 +60,9 @@ def training(path: str) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
     engine = workload.engine(path, "shared", "cpu", gradient_checkpointing=True)
 
     def update(length: int) -> None:
-        engine.train_mini_batch(response_of(length), micro_batch_size=1, objective=workload.OBJECTIVE)
+        engine.train_mini_batch(response_of(length), workload.OBJECTIVE, PassLimits("", 1))
 
-    return update, lambda length: engine.compute_log_probs(response_of(length), micro_batch_size=1)
+    return update, lambda length: engine.compute_log_probs(response_of(length), PassLimits("", 1))
 
 
 def generating(path: str, longest: int) -> Callable[[int], Any]:

@@ -36,7 +36,7 @@ from benchmarks.device_counter import META, DeviceCounter
 from benchmarks.fused_graphs import Plan, PlanningCompiler
 from grpo_dist.assets import POLICY_KEY
 from grpo_dist.config.schema_roles import AdamWConfig, FSDPConfig, ModelConfig
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train import attention, fsdp_engine, fsdp_model, lm_head
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto
@@ -143,9 +143,8 @@ def count_update(
         _as_on_gpu(counter, pairs_of(data, tokens), ranks, {} if plans is None else plans),
     ):
         engine = _engine(write_headers(Path(folder), config), ranks, compiled)
-        train = partial(
-            engine.train_mini_batch, micro_batch_size=len(data), objective=workload.OBJECTIVE, max_token_len=tokens
-        )
+        limits = PassLimits("", len(data), tokens)
+        train = partial(engine.train_mini_batch, objective=workload.OBJECTIVE, limits=limits)
         with counter:
             with counter.pause(), _uncompiled(engine):  # AdamW makes its states in the first step
                 train(data.slice(0, 1))

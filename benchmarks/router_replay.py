@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.engines.rendezvous import alone
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.vllm import vllm_engine
 from grpo_dist.protocol import DataProto
@@ -82,7 +83,7 @@ def sampled(path: str, dtype: str, rounds: int) -> tuple[dict[bool, list[float]]
 
 def mismatch(engine: FSDPEngine, data: DataProto) -> str:
     """The mean k3 of the tokens, in nats, with its interval."""
-    log_probs = engine.compute_log_probs(data, micro_batch_size=64)
+    log_probs = engine.compute_log_probs(data, PassLimits("", 64))
     ratio = (log_probs.values - data["rollout_log_probs"].values).double()
     k3 = (ratio.expm1() - ratio).reshape(len(data), -1).mean(1).numpy()  # all responses are of one length
     drawn = np.random.default_rng(0).choice(k3, (RESAMPLES, len(k3))).mean(1)

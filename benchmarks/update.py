@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import floor, head, record, workload
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.freed_memory import FreedMemory
@@ -108,7 +109,7 @@ def layouts(path: str, device: str, cases: list[tuple[int, int, int, bool]], gro
 
 def update(engine: Any, data: DataProto, max_token_len: int | None) -> None:
     """One optimizer step; without a budget in micro-batches of one group or 8 sequences, whichever is more."""
-    engine.train_mini_batch(data, micro_batch_size=16, objective=workload.OBJECTIVE, max_token_len=max_token_len)
+    engine.train_mini_batch(data, workload.OBJECTIVE, PassLimits("", 16, max_token_len))
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:

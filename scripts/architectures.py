@@ -29,6 +29,7 @@ from grpo_dist.algorithms.settings import SFTSettings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.checks.models import check_files, check_use, checked_models
 from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.commands import load_config
@@ -217,8 +218,8 @@ def _judged(folder: str, own: Any, expected: Tensor, layout: str) -> str:
         check_use(row, check_files(row))  # as before a run
         settings = replace(row.settings, layout=layout, model_dtype="fp32", compute_dtype="fp32")
         engine = FSDPEngine(settings, device="cpu", temperature=1.0, optimizer=optimizer)
-        values = engine.compute_log_probs(data, micro_batch_size=4).values
-        found = torch.nn.utils.parameters_to_vector(engine.gradient(data, micro_batch_size=4, objective=SFTSettings()))
+        values = engine.compute_log_probs(data, PassLimits("", 4)).values
+        found = torch.nn.utils.parameters_to_vector(engine.gradient(data, SFTSettings(), PassLimits("", 4)))
     except (ConfigError, DataError) as error:
         return f"refused: {str(error).replace(settings.setting, '')}"
     gradient = torch.nn.utils.parameters_to_vector(p.grad for p in own.parameters() if p.grad is not None)
@@ -228,9 +229,9 @@ def _judged(folder: str, own: Any, expected: Tensor, layout: str) -> str:
     others = [name for name, buffer in own.named_buffers() if not torch.equal(buffer, buffers[name])]
     if others or not (off < VALUE and gradient_off < GRADIENT):
         return f"WRONG: {off:.1e} nats, {gradient_off:.1e} of the gradient, other buffers: {others}"
-    if engine.report.startswith(LAYOUTS[layout]):
+    if engine.forward.report.startswith(LAYOUTS[layout]):
         return "right"
-    told = re.search(r"\((.*?)(; the chunked output layer.*)?\); checked", engine.report)
+    told = re.search(r"\((.*?)(; the chunked output layer.*)?\); checked", engine.forward.report)
     why = told[1] if told else ""
     return f"padded: {'found by the comparison before the first step' if LAYOUTS[layout] in why else why}"
 

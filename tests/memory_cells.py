@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.memory import RoleMemory, memory_estimate
 from grpo_dist.plan.plan import make_plan
@@ -113,19 +114,11 @@ def run_config(cell: Cell, folder: Path) -> RunConfig:
     (folder / "config.json").write_text(json.dumps(MODELS[cell.model]))
     place = {"actor": cell.ranks, "rollout": 1, "ref": cell.ranks if cell.role == "ref" else 1}
     nodes = -(-sum(place.values()) // 8)
-    config, _ = load_config(
-        [
-            f"{MODEL}.path={folder}",
-            "cluster=multi_node",
-            f"trainer.nnodes={nodes}",
-            *(f"cluster.{role}_world_size={ranks}" for role, ranks in place.items()),
-            f"data.max_prompt_length={PROMPT}",
-            f"data.max_response_length={cell.response}",
-            "data.train_batch_size=64",
-            f"{ACTOR}.ppo_mini_batch_size=64",
-            *cell.overrides,
-        ]
-    )
+    sizes = [f"data.max_prompt_length={PROMPT}", f"data.max_response_length={cell.response}"]
+    sizes += ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"]
+    where = ["cluster=multi_node", f"trainer.nnodes={nodes}"]
+    where += [f"cluster.{role}_world_size={ranks}" for role, ranks in place.items()]
+    config, _ = load_config([f"{MODEL}.path={folder}", *where, *sizes, *cell.overrides])
     return config
 
 
@@ -142,17 +135,14 @@ def measured(cell: Cell, config: RunConfig) -> dict[str, float]:
     settings = make_plan(config, 10).ranks(cell.role)
     with fake_engine(MODELS[cell.model], settings.model, cell.ranks, trains=trains) as engine:
         if not trains:
-            size, budget = settings.forward.micro_batch_size, settings.forward.max_token_len
-            data = _largest_pass(cell, size, budget, passes=1)
-            return peak_of_pass(engine, data, micro_batch_size=size, max_token_len=budget)
+            return peak_of_pass(engine, _largest_pass(cell, settings.forward, passes=1), limits=settings.forward)
         assert settings.update is not None
-        size, budget = settings.update.micro_batch_size, settings.update.max_token_len
-        data = _largest_pass(cell, size, budget, passes=2)
-        return peak_of_update(engine, data, micro_batch_size=size, max_token_len=budget)
+        return peak_of_update(engine, _largest_pass(cell, settings.update, passes=2), limits=settings.update)
 
 
-def _largest_pass(cell: Cell, size: int, budget: int | None, *, passes: int) -> DataProto:
-    """Sequences that fill so many passes of `size` sequences or, if given, `budget` tokens."""
+def _largest_pass(cell: Cell, limits: PassLimits, *, passes: int) -> DataProto:
+    """Sequences that fill so many passes of these limits."""
+    size, budget = limits.micro_batch_size, limits.max_token_len
     if budget is None:
         return sequences(passes * size // N, N, PROMPT, cell.response)
     group = PROMPT + N * cell.response

@@ -37,18 +37,10 @@ def random_model(family: str, folder: Path, **changes: object) -> str:
 
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-    }
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+        "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
+    }  # fmt: skip
     config = getattr(transformers, f"{family}Config")(**(sizes | changes))
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # the default init is so small that every distribution is uniform
@@ -106,13 +98,8 @@ def another_builtin_model(folder: Path, **changes: object) -> str:
     import transformers
 
     policy = resolve_model_path("builtin:tiny-qwen3")
-    sizes = {
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-    }
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    sizes |= {"max_position_embeddings": 512}
     path = random_model("Qwen3", folder, **(sizes | changes))
     transformers.AutoTokenizer.from_pretrained(policy).save_pretrained(path)
     return path
@@ -176,28 +163,15 @@ def branching_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:
 
 def objective(**changes: object) -> ObjectiveSettings:
     """GRPO's default objective, with changes."""
-    settings = {
-        "use_kl_loss": True,
-        "kl_loss_type": "k3",
-        "kl_loss_coef": 0.1,
-        "entropy_coeff": 0.01,
-    }
+    settings = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.1, "entropy_coeff": 0.01}
     return objective_settings(**(settings | changes))
 
 
 def scheduled(*, warmup: int = 2, lr: float = 1e-2, **changes: object) -> OptimConfig:
     """AdamW with a warm-up of so many steps, and a cosine down to a tenth."""
-    values = {
-        "optimizer": "AdamW",
-        "lr": lr,
-        "weight_decay": 0.01,
-        "betas": (0.9, 0.999),
-        "override_optimizer_config": None,
-        "lr_warmup_steps": warmup,
-        "lr_warmup_steps_ratio": 0.0,
-        "lr_scheduler_type": "cosine",
-        "min_lr_ratio": 0.1,
-    }
+    values = {"optimizer": "AdamW", "lr": lr, "weight_decay": 0.01, "betas": (0.9, 0.999), "min_lr_ratio": 0.1}
+    values |= {"lr_warmup_steps": warmup, "lr_warmup_steps_ratio": 0.0, "lr_scheduler_type": "cosine"}
+    values |= {"override_optimizer_config": None}
     return OptimConfig(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -214,15 +188,8 @@ def trainable_engine(
     **sharding: Any,
 ) -> FSDPEngine:
     """A CPU engine with AdamW; more are keys of `fsdp_config`."""
-    model = model_settings(
-        path,
-        compute_dtype=dtype,
-        enable_gradient_checkpointing=gradient_checkpointing,
-        reshard_after_forward=reshard,
-        layout=layout,
-        lora=lora,
-        **sharding,
-    )
+    changes = {"enable_gradient_checkpointing": gradient_checkpointing, "reshard_after_forward": reshard, **sharding}
+    model = model_settings(path, lora=lora, compute_dtype=dtype, layout=layout, **changes)
     optimizer = AdamWConfig(lr=lr, weight_decay=0.01, betas=(0.9, 0.999), override_optimizer_config=None)
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)
 

@@ -111,18 +111,15 @@ def test_the_script_makes_the_shipped_tokenizer(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
 
 
-def test_styles_of_the_warm_start() -> None:
+def test_styles_of_the_warm_start_which_holds_the_validation_questions_out(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert arithmetic.worked_answer(345, 678) == "5+8=13 4+7+1=12 3+6+1=10 #### 1023"
     assert arithmetic.worked_answer(120, 304) == "0+4=4 2+0=2 1+3=4 #### 424"
-    assert script.direct_response(345, 678) == "#### 913"
-    assert script.direct_response(120, 304) == "#### 424"
-    assert script.direct_response(945, 144) == "#### 1089"
-
-
-def test_warm_start_holds_the_validation_questions_out(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct = [script.direct_response(*numbers) for numbers in ((345, 678), (120, 304), (945, 144))]
+    assert direct == ["#### 913", "#### 424", "#### 1089"]
     a, b = script.operands(arithmetic.rows("validation")[0])
-    examples = script.Examples(tokenizer)
-    draws = iter([(a, b), (b, a), (345, 678)])
+    examples, draws = script.Examples(tokenizer), iter([(a, b), (b, a), (345, 678)])
     monkeypatch.setattr(arithmetic, "draw_question", lambda rng: next(draws))
     ids, labels = examples.batch(1, worked=False)
     assert "345+678" in tokenizer.decode(ids[0])

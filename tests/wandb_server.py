@@ -113,21 +113,15 @@ def _resume_status(run_id: str, run: StoredRun) -> dict[str, Any]:
     def tail(name: str) -> str:
         return json.dumps(run.lines.get(name, [])[-1:])
 
-    return {
-        "id": run_id,
-        "name": run_id,
-        "displayName": run.name,
-        "summaryMetrics": (run.lines.get("wandb-summary.json") or ["{}"])[0],
-        "logLineCount": len(run.lines.get("output.log", [])),
-        "historyLineCount": len(run.lines.get("wandb-history.jsonl", [])),
-        "eventsLineCount": len(run.lines.get("wandb-events.jsonl", [])),
-        "historyTail": tail("wandb-history.jsonl"),
-        "eventsTail": tail("wandb-events.jsonl"),
-        "config": json.dumps({key: {"value": value} for key, value in run.config.items()}),
-        "tags": [],
-        "notes": None,
-        "wandbConfig": json.dumps({"t": run.config.get("_wandb", {}).get("t", {})}),
-    }
+    counts = {"logLineCount": "output.log", "historyLineCount": "wandb-history.jsonl"}
+    counts |= {"eventsLineCount": "wandb-events.jsonl"}
+    status: dict[str, Any] = {name: len(run.lines.get(file, [])) for name, file in counts.items()}
+    status |= {"id": run_id, "name": run_id, "displayName": run.name, "tags": [], "notes": None}
+    status |= {"historyTail": tail("wandb-history.jsonl"), "eventsTail": tail("wandb-events.jsonl")}
+    status["summaryMetrics"] = (run.lines.get("wandb-summary.json") or ["{}"])[0]
+    status["config"] = json.dumps({key: {"value": value} for key, value in run.config.items()})
+    status["wandbConfig"] = json.dumps({"t": run.config.get("_wandb", {}).get("t", {})})
+    return status
 
 
 def _store(run: StoredRun, sent: dict[str, Any]) -> None:

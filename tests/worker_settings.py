@@ -55,11 +55,7 @@ def model_settings(
 ) -> ModelSettings:
     """A policy on CPU in float32, without checkpointing; changes are of fields or of keys of its sections.
 
-    Args:
-        path: of the model.
-        lora: LoRA's keys; None: the weights themselves train.
-        merge: whether engines get factors merged with the weights.
-        **changes: of values.
+    With LoRA's keys its factors train, and engines get them merged with the weights, or not.
     """
     factors = {} if lora is None else dict(lora)
     model = default_roles().model.replaced(

@@ -13,6 +13,7 @@ from benchmarks import workload
 from benchmarks.gpu_check.ranks import run_ranks
 from benchmarks.gpu_check.work import Work
 from grpo_dist.engines.rendezvous import init_process_group
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import local_shard
 from grpo_dist.protocol import metric_values
@@ -82,9 +83,7 @@ def update(
     groups, n, prompt, response = sizes
     data = workload.batch(groups, n, prompt, response, vocabulary)
     mine = data.index([row for row in range(len(data)) if row // n % ranks == rank])
-    result = engine.train_mini_batch(
-        mine, micro_batch_size=len(mine), objective=workload.OBJECTIVE, max_token_len=tokens
-    )
+    result = engine.train_mini_batch(mine, workload.OBJECTIVE, PassLimits("", len(mine), tokens))
     metrics = metric_values(result.metrics)
     found = {
         "loss": metrics["actor/loss"],

@@ -17,6 +17,7 @@ from benchmarks.gpu_check.gpu import median_seconds
 from benchmarks.gpu_check.results import largest
 from benchmarks.gpu_check.update import LAYOUTS, freed
 from benchmarks.gpu_check.work import Work
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.attention import GRADIENT_TOLERANCE, block_mask, dense_mask, flex_attention_forward
 from grpo_dist.engines.train.forward import TOLERANCE
 from grpo_dist.engines.train.micro_batch import make_micro_batch
@@ -167,7 +168,7 @@ def layouts(work: Work) -> None:
     for compute in ("fp32", "bf16"):
         for layout in ("padded", *(each for each in LAYOUTS if each != "padded")):
             engine = workload.engine(str(work.model), layout, work.device, compute=compute, trains=False)
-            found = engine.compute_log_probs(data, micro_batch_size=sizes.n).values
+            found = engine.compute_log_probs(data, PassLimits("", sizes.n)).values
             work.found.right(f"{layout}, {compute}: fell back", engine.forward.layout != layout, 0, note=_why(engine))
             reference = references.setdefault(compute, found)
             if found is not reference:

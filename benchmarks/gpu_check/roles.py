@@ -89,7 +89,7 @@ def _sync(work: Work, config: RunConfig, started: Roles) -> None:
     plan = make_plan(config)
     settings = plan.engine(0)
     way = weight_transport(
-        settings.weight_transport,
+        plan.transport,
         workers_per_engine=plan.place.tensor_parallel,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
     )
@@ -100,7 +100,7 @@ def _sync(work: Work, config: RunConfig, started: Roles) -> None:
         times.append(time.perf_counter() - begun)
     seconds = sorted(times[1:])[ROUNDS // 2]
     size = num_bytes(work.model) * (2 if settings.dtype == "float32" else 1)  # its files are bfloat16
-    name = f"weight sync, {settings.weight_transport}, {settings.dtype}"
+    name = f"weight sync, {plan.transport}, {settings.dtype}"
     work.found.note(name, seconds, "s", note=f"{size / 1e9:.3g} GB")
     work.found.note(name, size / 1e9 / seconds, "GB/s")
 

@@ -15,6 +15,7 @@ from benchmarks.gpu_check.device import square_rate
 from benchmarks.gpu_check.gpu import host_gib, median_seconds, used_gib
 from benchmarks.gpu_check.scale import Groups
 from benchmarks.gpu_check.work import Work
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.plan.memory import CUDA_GIB, PROCESS_GIB, Rank
 from grpo_dist.plan.model_shape import model_shape
@@ -135,7 +136,7 @@ def layout_speed(work: Work) -> None:
 
 def _step(engine: FSDPEngine, data: DataProto, max_token_len: int) -> None:
     size = len(data)  # does not count: tokens do
-    engine.train_mini_batch(data, micro_batch_size=size, objective=workload.OBJECTIVE, max_token_len=max_token_len)
+    engine.train_mini_batch(data, workload.OBJECTIVE, PassLimits("", size, max_token_len))
 
 
 def freed() -> None:

@@ -14,6 +14,7 @@ import torch
 from benchmarks import workload
 from benchmarks.gpu_check.gpu import forget_host_peak, host_gib
 from benchmarks.gpu_check.work import Work
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.optimizer import Offload
 from grpo_dist.sizes import GIB
@@ -59,7 +60,7 @@ def _offload(work: Work, engine: FSDPEngine) -> None:
         work.found.missing("weights and optimizer states to CPU memory and back", "on CPU nothing moves")
         return
     data = workload.batch(1, 2, 16, 16, work.scale.model["vocab_size"])
-    engine.train_mini_batch(data, micro_batch_size=2, objective=workload.OBJECTIVE)
+    engine.train_mini_batch(data, workload.OBJECTIVE, PassLimits("", 2))
     states = engine.optimizer.state.values()
     moved = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
     note_ways(work, "optimizer states", moved, engine.offload.states_on_device)

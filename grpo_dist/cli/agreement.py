@@ -36,7 +36,7 @@ from grpo_dist.cli.trained import (
 )
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import rollout_backend
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, PassLimits, SamplingSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES
@@ -94,7 +94,7 @@ async def _compare(
             engine.shutdown()
         sampler = {"type": settings.dtype, "temperature": sampling.temperature, "attention": kernels}
         own = {"type": trainer.settings.compute_dtype, "temperature": config.actor_rollout_ref.rollout.temperature}
-        own |= {"attention": [trainer.model.config._attn_implementation], "layout": trainer.report}
+        own |= {"attention": [trainer.model.config._attn_implementation], "layout": trainer.forward.report}
         return agreement, {
             "model": model.name,
             "versions": versions(),
@@ -165,7 +165,7 @@ async def compare(
         data = group_batch(str(row), np.asarray(prompt), [response])
         theirs[LOG_PROBS] = data["rollout_log_probs"].values.unsqueeze(1)
         if row == 0:  # which compares layouts first
-            trainer.compute_log_probs(data, micro_batch_size=1)
+            trainer.compute_log_probs(data, PassLimits("", 1))
         own, wobbled = watched(trainer, data), watched(trainer, data, torch.finfo(coarser).eps)
         for name, output in own.items():
             n = min(len(output), len(theirs.get(name, ())))

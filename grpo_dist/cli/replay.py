@@ -28,6 +28,7 @@ from grpo_dist.config.run_code import FLAG
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.rendezvous import alone
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.plan.plan import Plan
@@ -267,15 +268,15 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     with policy_engine(replace(recorded.plan, steps=_num_steps(config))) as engine:
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint / "actor")
-        size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
+        limits = PassLimits("", config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu)
         groups = mini_batches(config, config.actor_rollout_ref.actor, data["uid"], recorded.step - 1)
         results = []
         log_probs = DataProto()
         if config.old_log_probs_from != "rollout":
-            columns = engine.compute_columns(data, ("log_probs",), **size)
+            columns = engine.compute_columns(data, ("log_probs",), limits)
             log_probs = DataProto.from_dict({"old_log_probs": columns["log_probs"]})
         for rows in groups if not recorded.only_critic_learned else ():
-            results.append(engine.train_mini_batch(data.index(rows), objective=objective, **size).metrics)
+            results.append(engine.train_mini_batch(data.index(rows), objective, limits).metrics)
     if not results:
         return log_probs, {}
     metrics = metric_values(averaged(results))

@@ -27,15 +27,7 @@ from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.config.environment import from_environment
 from grpo_dist.config.keys import value_of, with_value
 from grpo_dist.config.load import with_overrides
-from grpo_dist.config.run_code import (
-    ENGINE,
-    REWARD,
-    TRUST_KEY,
-    code_of_run,
-    hidden,
-    refusal,
-    require_trust,
-)
+from grpo_dist.config.run_code import ENGINE, REWARD, TRUST_KEY, code_of_run, hidden, refusal, require_trust
 from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
@@ -76,10 +68,7 @@ class TrainedModel:
 
     Attributes:
         name: for tables: the run's folder and the step, or what was named.
-        folder: in Hugging Face's format.
-        config: of the run, with the overrides; `actor_rollout_ref.model.path` is the folder. For a model of no run the
-            defaults.
-        usage: how to ask it.
+        config: of the run, with the overrides, and `folder` as the model's path; for a model of no run the defaults.
         base: path or name of the model that its run began with; None: it is of no run that trains a policy.
         unscored: why the run's reward function is not to be loaded; "": it may be.
     """
@@ -102,9 +91,7 @@ def find_trained(
 ) -> TrainedModel:
     """Find a model; a checkpoint that has not been exported yet is exported into the run's folder.
 
-    Args:
-        step: of the checkpoint; None: the last one.
-        trust: whether the run's folder may name code to run.
+    The last one is taken without a `step`; with `trust` the run's folder may name code to run.
     """
     run_dir = expanded(named)
     checkpoint = named_checkpoint(run_dir, step)
@@ -150,9 +137,7 @@ def base_of(model: TrainedModel) -> TrainedModel:
 
 
 def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
-    """Return the folder of a checkpoint's model: that of the run's end, or `huggingface_step_N` beside it, which is
-    written if it is not there.
-    """
+    """Return the folder of a checkpoint's model: the run's end's, or `huggingface_step_N`, which is written then."""
     if is_model_of(checkpoint.parent / EXPORTED, checkpoint):
         return checkpoint.parent / EXPORTED
     folder = checkpoint.parent / f"{EXPORTED}_step_{step_of(checkpoint)}"
@@ -172,8 +157,7 @@ def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
 def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, folder: Path, dtype: str) -> None:
     """Write the policy, or the model of a supervised run, with LoRA's factors merged; the adapter comes beside it.
 
-    Args:
-        dtype: of the weights in the files: "fp32" or "bf16".
+    `dtype` is that of the weights in the files: "fp32" or "bf16".
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model, or the files cannot be written.
@@ -225,9 +209,8 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
 def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineSettings:
     """Return the settings of an engine that serves this model alone, on the GPUs of one engine or on the CPU.
 
-    Args:
-        max_model_len: longest prompt and response; None: what the run has set, else what the model's config.json
-            allows, but no more than `MOST_TOKENS`, or the run's prompts and responses.
+    Without `max_model_len` sequences are as long as the run has set, else as the model's config.json allows, but no
+    more than `MOST_TOKENS`, or the run's prompts and responses.
     """
     config = with_value(model.config, AGENT_KEY, SINGLE_TURN)  # its code is not needed
     model_config = json.loads((model.folder / "config.json").read_text())
@@ -239,20 +222,6 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
             f"--max-model-len {longest}: {known[0]} of the model's config.json is {known[1]}; ask for less"
         )
     settings = make_plan(config).engine(0)
-    _check_device(settings)
-    if problem := rollout_backend(settings.rollout.name).model_problem(model_config, settings.device):
-        raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
-    return replace(
-        settings,
-        max_model_len=longest,
-        model=settings.model.without_factors(),  # they are merged
-        needs_tokenizer=True,
-        shares_gpu=False,
-        weight_transport="object_store",
-    )
-
-
-def _check_device(settings: EngineSettings) -> None:
     if problem := rollout_backend(settings.rollout.name).needs(settings.device):
         raise ConfigError(problem)
     size = settings.rollout.tensor_model_parallel_size
@@ -261,6 +230,15 @@ def _check_device(settings: EngineSettings) -> None:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}: this machine has {present} GPUs; set it to "
             "what there is, or trainer.n_gpus_per_node=0 for the CPU"
         )
+    if problem := rollout_backend(settings.rollout.name).model_problem(model_config, settings.device):
+        raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
+    return replace(
+        settings,
+        max_model_len=longest,
+        model=settings.model.without_factors(),  # they are merged
+        needs_tokenizer=True,
+        shares_gpu=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -280,13 +258,11 @@ class Answers:
 
 @dataclass
 class Asker:
-    """An engine that answers conversations.
+    """A started engine that answers conversations.
 
     Attributes:
-        engine: started.
         sampling: how it samples; a seed is replaced by one for each prompt.
-        limits: the section `data` of the run whose rows are asked: what it validates on; None: prompts of the user's
-            own, which are asked whole.
+        limits: the section `data` of the run whose rows are asked; None: prompts of the user's own, asked whole.
     """
 
     model: TrainedModel

@@ -125,7 +125,7 @@ class EngineWeights(Protocol):
         """
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
-        """Join a weight group. The engine's workers take the ranks from `first_rank` on.
+        """Join a weight group, the engine's workers with the ranks from `first_rank` on.
 
         Raises:
             WeightSyncError: the group was not formed.
@@ -149,20 +149,12 @@ class RolloutEngine(Protocol):
     def __init__(self, settings: EngineSettings) -> None: ...
 
     async def start(self) -> Footprint | None:
-        """Load the model.
-
-        Returns:
-            The memory that the engine took; None without GPUs.
-        """
+        """Load the model; returns the memory that the engine took, None without GPUs."""
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
     ) -> list[Response] | None:
-        """Sample `sampling.n` responses to one prompt. Calls run at the same time.
-
-        Args:
-            prompt: token ids.
-            request_id: a name for `abort`.
+        """Sample `sampling.n` responses to one prompt. Calls run at the same time; `request_id` is a name for `abort`.
 
         Returns:
             The responses; None if the request was aborted.
@@ -195,7 +187,6 @@ class RolloutBackend:
         name: under which `rollout.engine_kwargs` has its arguments.
         capabilities: what it can do beyond the methods of `RolloutEngine`: `ROUTES`, `DIFFERENCES`.
         packages: the distributions that have it, of which a machine needs the first, or one that brings it too.
-        install: what to say without them.
         reading_its_log: what to do to see why an engine gave no answer.
     """
 
@@ -210,7 +201,6 @@ class RolloutBackend:
 
     @property
     def _table(self) -> dict[str, Any]:
-        """What engine_arguments.yaml says of its arguments."""
         return _ARGUMENTS.get(self.name, {})
 
     def given(self, rollout: RolloutConfig) -> dict[str, Any]:
@@ -235,17 +225,12 @@ class RolloutBackend:
         return build_problem(device)
 
     def model_problem(self, model_config: Mapping[str, Any], device: str) -> str:
-        """Say why it cannot sample from a model, by its config.json with the run's changes; "": it can, or it is not
-        known.
-        """
+        """Say why it cannot sample from a model, by its config.json with the run's changes; "" also if unknown."""
         return ""
 
     def problems(self, config: RunConfig, *, seeded: bool) -> Iterator[Problem]:
         """Yield what is wrong in the keys of the rollout, the engine's own arguments among them: one that is told
-        otherwise than the trainer would sample what the trainer takes for something else.
-
-        Args:
-            seeded: whether samples are seeded one by one.
+        otherwise than the trainer would sample what the trainer takes for something else. `seeded`: one by one.
         """
         yield from between_keys(self._lacks)(config)
         rollout = config.actor_rollout_ref.rollout
@@ -314,9 +299,7 @@ class RolloutBackend:
 
 
 def rollout_backend(name: str) -> RolloutBackend:
-    """Return what is known of an engine by its name in the config: one of `ROLLOUT_ENGINES`, or `pkg.module:Class`, or
-    `path/to/file.py:Class`, which is not loaded.
-    """
+    """Return what is known of an engine by its name in the config; code that this names is not loaded."""
     if name not in ROLLOUT_ENGINES:
         return RolloutBackend(name)
     backend: RolloutBackend = load_attribute(ROLLOUT_ENGINES[name], key=ENGINE_KEY)(name)
@@ -326,11 +309,6 @@ def rollout_backend(name: str) -> RolloutBackend:
 def builtin_backends() -> list[RolloutBackend]:
     """Return what is known of each engine of this package."""
     return [rollout_backend(name) for name in ROLLOUT_ENGINES]
-
-
-def engine_packages() -> list[str]:
-    """Return the distributions that may have an engine of this package."""
-    return [package for backend in builtin_backends() for package in backend.packages]
 
 
 def build_problem(device: str) -> str:
@@ -347,10 +325,7 @@ def build_problem(device: str) -> str:
 
 
 def compiler_problem() -> str:
-    """Say what Triton lacks on this machine to build its kernels, and what to do; "" if nothing is missing.
-
-    It compiles the launcher of a kernel in C when that is first called.
-    """
+    """Say what Triton lacks here to compile, in C, the launchers of its kernels; "" if nothing is missing."""
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler (gcc or clang in PATH, or CC)")
@@ -365,11 +340,7 @@ def compiler_problem() -> str:
 
 
 def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
-    """Check what `generate` of a rollout engine has returned.
-
-    Args:
-        returned: what it returned, if the request was not aborted.
-        n: responses that it was asked for.
+    """Check what `generate` of a rollout engine has returned for `n` responses, if the request was not aborted.
 
     Raises:
         ConfigError: they are not so many responses, or their tokens have no log-prob or weight version each.

@@ -46,9 +46,8 @@ def init_process_group(*, device: str, rank: int, world_size: int, store: dist.T
         stay_on_loopback()
     else:
         leave_loopback(store.host, store.port)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 @contextmanager
@@ -63,9 +62,7 @@ def alone(device: str) -> Iterator[None]:
 
 
 def world_limit(device: str) -> timedelta:
-    """Return how long the ranks of this role wait for each other; groups of some of them have torch's default instead,
-    unless they are told.
-    """
+    """Return how long the ranks of this role wait for each other; unless told, groups of some have torch's default."""
     ranks: Any = dist.group.WORLD
     limit: timedelta = ranks._get_backend(torch.device(device)).options._timeout
     return limit

@@ -37,15 +37,13 @@ class ModelSettings:
 
     Attributes:
         model: the section of the model, such as `actor_rollout_ref.model`.
-        fsdp_config: the section that says how its weights are held.
         layers: the section that says what layers keep for their backward pass; None: nothing trains.
         key: of `path`, for messages; likewise `sequence_parallel_key`, and `layers_key` of `layers`.
-        path: of the model; on a rank a folder of its machine.
+        path: on a rank a folder of its machine.
         model_dtype: of the weights that train, and of those that a frozen model holds.
-        head_dtype: "fp32": the output layer is held and multiplied in it; None: in the types of the rest.
-        shares_gpu: whether processes of other roles are on the same GPU.
+        head_dtype: None: in the types of the rest.
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
-        max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
+        max_model_len: as the sampler has it; None: not known.
         num_labels: outputs per token of a classifier's head: 1 (a score or a value), 2 (process reward models that tell
             bad from good); 0: a causal LM.
         judging_tokens: token ids of bad and good of a causal LM that judges steps by its next token: their rows of the
@@ -54,7 +52,6 @@ class ModelSettings:
             refused.
         small_new_head: whether that head is so small that its first values are near 0: one of values.
         room: what leaves more room on the GPU, for messages (memory_errors.py).
-        replays_routes: whether its routers take the experts that the engine has recorded.
     """
 
     model: ModelSection
@@ -92,9 +89,7 @@ class ModelSettings:
 
     @property
     def base_dtype(self) -> str:
-        """The type that the model's own weights are held in; beside LoRA's factors they are frozen, and need no more
-        than that of passes.
-        """
+        """The type that its own weights are held in; beside LoRA's factors, frozen, they need only that of passes."""
         return self.model_dtype if self.lora is None else self.compute_dtype
 
     @property
@@ -104,9 +99,7 @@ class ModelSettings:
 
     @property
     def changes_model(self) -> bool:
-        """Tell if it has other layers than the model of the folder: factors, an output layer apart, replayed routes,
-        an attention over the heads of several ranks.
-        """
+        """Tell if it has other layers than the model of the folder."""
         return self.lora is not None or self.head_apart or self.replays_routes or self.sequence_parallel_size > 1
 
     @property
@@ -126,6 +119,7 @@ class PassLimits:
 
     Attributes:
         keys: what the keys begin with, such as "actor_rollout_ref.actor.ppo_".
+        micro_batch_size: sequences, where there is no token budget.
         max_token_len: tokens, of the ranks that split a pass together; None: the number of sequences is the limit.
         budget: name of the key of the most tokens, between `keys` and `_per_gpu`.
         lengths: the keys that limit a sequence.
@@ -137,11 +131,6 @@ class PassLimits:
     budget: str = "max_token_len"
     lengths: str = "data.max_response_length or data.max_prompt_length"
 
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """The arguments of a train engine's passes."""
-        return {"micro_batch_size": self.micro_batch_size, "max_token_len": self.max_token_len}
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
@@ -149,12 +138,9 @@ class RankSettings:
 
     Attributes:
         model: what to load; the worker resolves a `builtin:` path on its own node.
-        num_threads: compute threads on CPU.
-        collective_timeout_s: how long a rank waits for the others in one operation.
         update: the limits of a forward and backward pass; None: nothing trains.
         columns: what a log-prob pass computes: a name of `FSDPEngine.compute_columns`, with `old_` or `ref_` before it
             where it is one of log-probs.
-        total_steps: optimizer steps of the whole run.
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.
         teachers: those after the first one, which is `model`, where rows have teachers by their data source.
@@ -195,13 +181,7 @@ class RankSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(RankSettings):
-    """What a rank of the reward model is built from.
-
-    Attributes:
-        section: of the config, `reward_model`.
-        trust_input_tokenizer: whether Python code that comes with the responses' tokenizer may run.
-        step_separator: between the steps that a process reward model judges.
-    """
+    """What a rank of the reward model is built from, and whether code of the responses' tokenizer may run."""
 
     section: RewardModelConfig
     trust_input_tokenizer: bool = False
@@ -218,10 +198,9 @@ class EngineSettings:
         dtype: of the weights, as vLLM names it.
         max_episode_len: most different tokens of an agent's episode, whose branches are all one row of an update.
         needs_tokenizer: whether sampling needs the tokenizer, for texts that stop a response or are forbidden.
-        template_kwargs: variables of the chat template that prompts are rendered with.
         gpus: of an engine of several processes that shares its GPUs: Ray assigns it a part of the first one only.
         footprint_gib: what must be free on each GPU before a replacement starts: what its predecessor took.
-        collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
+        collective_timeout_s: None: vLLM's default.
         profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
         min_group_size: fewest episodes that a group of the training may have where others fail; None: all.
         records_routes: whether responses come with the experts of their tokens (protocol/sequences.py).
@@ -236,7 +215,6 @@ class EngineSettings:
     seed: int
     needs_tokenizer: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    weight_transport: str = "object_store"
     shares_gpu: bool = False
     gpus: tuple[str, ...] = ()
     footprint_gib: float | None = None
@@ -263,10 +241,8 @@ class GroupAddress:
     Attributes:
         host: of the store, which is in the process of rank 0; likewise `port`.
         generation: number of the group, unique in its store.
-        world_size: number of senders and receivers.
-        timeout_s: limit of every wait for another rank.
         backend: "broadcast" from rank 0 to all, or "ipc" from each sender to the receivers on its device.
-        num_senders: number of senders, which have the first ranks.
+        num_senders: they have the first ranks.
     """
 
     host: str
@@ -284,7 +260,7 @@ class SamplingSettings:
 
     Attributes:
         temperature: 0 is greedy.
-        max_tokens: most tokens of a response, end-of-sequence included.
+        max_tokens: end-of-sequence included.
         seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
         routes_from: how many tokens of the prompt need no experts recorded: those of an earlier turn.
     """

@@ -149,7 +149,6 @@ class Plan(Generic[C_co]):
             seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
             needs_tokenizer=bool(rollout.stop or rollout.bad_words) or not agent.is_single_turn,
             template_kwargs=template_kwargs or {},
-            weight_transport=self.transport,
             shares_gpu=self.place.shares_gpu,
             collective_timeout_s=self.collective_timeout_s,
             profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),

@@ -438,7 +438,7 @@ _ROWS = (
     Role(
         "ref",
         f"{_ROLES}.gang:PolicyWorker",
-        f"{_ROLES}.reference:ReferenceGroup",
+        f"{_ROLES}.gang:ReferenceGroup",
         lambda config: config.needs_reference_workers,
         section=_REF,
         size_key="cluster.ref_world_size",

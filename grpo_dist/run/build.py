@@ -48,12 +48,7 @@ MAX_PROMPTS_IN_FLIGHT = 10_000
 def start_run(
     config: JobConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready[Any]
 ) -> TrainingLoop:
-    """Start the roles, resume from a checkpoint if there is one, and make the trainer.
-
-    Args:
-        stack: ends the processes, and closes the record.
-        ready: what it trains on, and for how many steps.
-    """
+    """Start the roles, resume from a checkpoint if there is one, and make the trainer."""
     started, plan = time.monotonic(), make_plan(config, ready.steps)
     roles = spawn_roles(plan, stack, again=ready.again)
     counts = ", ".join(f"{len(group.present)} {group.role}" for group in roles.workers)
@@ -74,7 +69,6 @@ def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False)
     """Reserve and start the processes of all roles; they import what they need while the driver looks for a checkpoint.
 
     Args:
-        stack: ends the processes.
         again: whether the run has had all processes before: then a machine may be lost, for which another one may come.
 
     Raises:
@@ -127,7 +121,10 @@ async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     config, place = plan.config, plan.place
     if config.trainer.nnodes > 1:
         await _find_models(config, roles)
-    gangs = functools.partial(_start_gangs, plan, roles)
+
+    def gangs() -> list[Coroutine[Any, Any, None]]:
+        return [roles.gangs[row.name].start(plan.ranks(row.name)) for row in roles_of(config) if row.ranks is not None]
+
     if not isinstance(config, RunConfig):
         await asyncio.gather(*gangs())
         return
@@ -143,11 +140,6 @@ async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     roles.rollout.note_started(footprints)
     if roles.reference is not None and config.has_teacher and plan.objective.exact_kl:
         await roles.actor.take_reference_head(roles.reference)
-
-
-def _start_gangs(plan: Plan[JobConfig], roles: Roles) -> list[Coroutine[Any, Any, None]]:
-    gangs = [row.name for row in roles_of(plan.config) if row.ranks is not None]
-    return [roles.gangs[name].start(plan.ranks(name)) for name in gangs]
 
 
 async def _find_models(config: JobConfig, roles: Roles) -> None:
@@ -201,8 +193,6 @@ def time_limits(config: JobConfig) -> TimeLimits:
 
 
 def _thread_environment(place: Placement) -> dict[str, str]:
-    """Return what must be set before an engine's process starts. vLLM's kernels ask OpenMP, and Ray itself sets
-    OMP_NUM_THREADS=1 for workers of up to one CPU.
-    """
+    """Return what OpenMP in vLLM's kernels reads; Ray sets OMP_NUM_THREADS=1 for workers of up to one CPU."""
     threads = place.num_threads.get("rollout", 1)
     return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}

@@ -73,9 +73,8 @@ def _end_by_force(
     what: str,
     failure: BaseException | None = None,
 ) -> None:
-    """End this process and those of a local cluster, because `what` of Ray is lost or hangs.
-
-    `failure` is what the run had ended with before.
+    """End this process and those of a local cluster, because `what` of Ray is lost or hangs; the run had ended with
+    `failure` before.
     """
     error: RayLost | Interrupted = RayLost(
         f"{what} does not answer any more: it hangs, was killed (out of memory, `ray stop`), or its machine is lost. "
@@ -154,14 +153,10 @@ def _train(
 
 
 def halved(config: JobConfig, setting: tuple[str, int] | None) -> JobConfig | None:
-    """Return the config with one integer setting halved, for a run that goes on after a GPU ran out of memory.
+    """Return the config with one setting (key, value) halved, for a run that goes on after a GPU ran out of memory.
 
-    Args:
-        setting: (dotted key, its current value); None: there is nothing to halve.
-
-    Returns:
-        The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the
-        longest sequence.
+    None if there is nothing to halve, or half the value is not valid: less than one sequence, or fewer tokens than the
+    longest sequence.
     """
     if setting is None or setting[1] < 2:
         return None
@@ -192,9 +187,7 @@ def _tell_memory(config: JobConfig, roles: Roles) -> None:
     except WorkerError as error:  # the run is done: it does not need them any more
         say(config, f"peak memory is not known: {error}")
         return
-    peaks = [
-        f"{name.rpartition('/')[2]} {size:.2f}{' on its GPU' * ('_gpu_' in name)}" for name, size in memory.items()
-    ]
+    peaks = [f"{key.rpartition('/')[2]} {size:.2f}{' on its GPU' * ('_gpu_' in key)}" for key, size in memory.items()]
     say(config, f"most memory that a process of each role held, GiB: {', '.join(peaks)}")
 
 

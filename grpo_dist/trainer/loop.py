@@ -54,7 +54,6 @@ def stage(
     is the first argument; if the stage adds columns, it returns the new batch.
 
     Args:
-        name: of the stage, in metrics and errors.
         needs: columns that the batch must have.
         adds: columns that the returned batch must have.
         counted: whether the trainer's `step` is already that of the finished step when the stage runs.
@@ -96,9 +95,7 @@ class TrainingLoop:
     """The base of trainers, which `run/build.py` makes on started workers.
 
     Attributes:
-        data: the rows to train and to validate on.
-        step: the last step that is trained.
-        timings: seconds of the step, by stage.
+        step: the last one that is trained; `timings`: its seconds by stage.
         validated: the metrics of a validation after the step; {} if there was none.
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
@@ -127,11 +124,7 @@ class TrainingLoop:
         self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
 
     def restore(self, resumed: Resumed, finished: Mapping[str, Group]) -> None:
-        """Set the state that the trainer had when a checkpoint was written.
-
-        Args:
-            finished: its finished groups of later steps, by uid.
-        """
+        """Set the state that the trainer had when a checkpoint was written, with its finished groups of later steps."""
         self.step = resumed.state.step
         self._stop_at(resumed.state.metrics)
         self.order.load_state_dict(resumed.state.sampler)
@@ -232,9 +225,7 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def saving_when_stopped(self) -> Iterator[None]:
-        """Write a checkpoint if a signal ends what is within, and there is something new to keep. One that is being
-        written in the background is completed.
-        """
+        """Write a checkpoint if a signal ends what is within and there is news to keep; complete one under way."""
         try:
             yield
         except KeyboardInterrupt:
@@ -265,11 +256,8 @@ class TrainingLoop:
 def mini_batches(
     config: RunConfig, section: ActorConfig | CriticConfig, uids: np.ndarray, step: int
 ) -> list[np.ndarray]:
-    """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy.
-
-    Args:
-        uids: the group of each row of the batch; groups are one after another, and may differ in size.
-        step: training steps that are done.
+    """Row positions of each mini-batch of each epoch, after `step` steps; a group is never cut, so its responses meet
+    one policy. `uids` is the group of each row; groups are one after another, and may differ in size.
     """
     uids = np.asarray(uids)
     groups = np.split(np.arange(len(uids)), np.flatnonzero(uids[1:] != uids[:-1]) + 1)
@@ -304,14 +292,12 @@ def model_usage(plan: Plan[Any], step: int | None) -> Usage:
 def exported_usage(
     plan: Plan[Any], step: int, dtype: str, checkpoint: Path | None, run_dir: Path | None = None
 ) -> Usage:
-    """Return what an exported model says of itself.
+    """Return what an exported model says of itself, whose weights are "fp32" or "bf16".
 
     Args:
-        dtype: of the weights: "fp32" or "bf16".
         checkpoint: of that step; None: the run has written none.
         run_dir: of the run that exports it at its end; None: a command does.
     """
     digest = None if checkpoint is None else checkpoint_digest(checkpoint)
-    return replace(
-        model_usage(plan, step), checkpoint=digest, run=None if run_dir is None else run_digest(run_dir), dtype=dtype
-    )
+    run_id = None if run_dir is None else run_digest(run_dir)
+    return replace(model_usage(plan, step), checkpoint=digest, run=run_id, dtype=dtype)

@@ -111,21 +111,16 @@ class IdleShares:
     def since_last(self) -> dict[str, float]:
         """`perf/idle/ROLE` since the last call."""
         now, busy = time.monotonic(), [group.busy_seconds() for group in self._groups]
-        shares = {
-            f"perf/idle/{group.role}": max(
-                0.0, 1 - (after - before) / (max(len(group.present), 1) * max(now - self._since, 1e-9))
-            )
-            for group, before, after in zip(self._groups, self._busy, busy, strict=True)
-        }
+        seconds, shares = max(now - self._since, 1e-9), {}
+        for group, before, after in zip(self._groups, self._busy, busy, strict=True):
+            share = (after - before) / (max(len(group.present), 1) * seconds)
+            shares[f"perf/idle/{group.role}"] = max(0.0, 1 - share)
         self._since, self._busy = now, busy
         return shares
 
 
 class PeakMemory:
-    """Peak memory of the processes of each role so far.
-
-    The driver asks the processes without waiting, because they may be busy or hang.
-    """
+    """Peak memory of the processes of each role so far, which are asked without waiting: they may be busy or hang."""
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
         self._groups = groups
@@ -157,7 +152,6 @@ async def peak_memory(groups: Sequence[WorkerGroup]) -> dict[str, float]:
 
 
 def _take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -> None:
-    """Merge a process's answer into `peaks`."""
     for kind, gib in parts.items():
         name = f"perf/{PEAK_MEMORY[kind]}/{role}"
         peaks[name] = max(peaks.get(name, 0.0), gib)
@@ -172,10 +166,7 @@ def num_devices(place: Placement, engines: int) -> int:
 def performance_metrics(
     timings: Mapping[str, float], metrics: Mapping[str, float], *, num_devices: int
 ) -> dict[str, float]:
-    """Seconds per stage, and tokens per second of the whole step, of generation and of the update.
-
-    `perf/throughput` is per device, as in verl; the other rates are of all devices together.
-    """
+    """Seconds per stage, and tokens per second: `perf/throughput` per device, as in verl, the others of all."""
     total, tokens = timings["step"], metrics["perf/total_num_tokens"]
     performance = {
         **{f"timing_s/{name}": seconds for name, seconds in timings.items()},

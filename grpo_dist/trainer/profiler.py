@@ -61,7 +61,8 @@ class StepProfiler:
             return
         folder = self._folder / f"step_{step}"
         try:
-            await asyncio.to_thread(_make_anew, folder)
+            await asyncio.to_thread(delete, folder)
+            folder.mkdir(parents=True)
         except OSError as error:
             self._tell(f"trainer.profile_steps: step {step} is not profiled: {error}")
             return
@@ -108,16 +109,8 @@ class StepProfiler:
         self._tell(f"trainer.profile_steps: no profile of {where} in step {step}: {why}. The run goes on")
 
 
-def _make_anew(folder: Path) -> None:
-    delete(folder)
-    folder.mkdir(parents=True)
-
-
 def _write_timeline(window: _Window, ended: float, ranks: Mapping[str, str]) -> str:
-    """Write the part of Ray's timeline that lies in the window; returns the reason why there is none, or "".
-
-    `ended` is in seconds since 1970.
-    """
+    """Write the part of Ray's timeline within the window; returns why there is none, or "". `ended`: since 1970."""
     try:
         events = [
             event
@@ -136,10 +129,7 @@ def _write_timeline(window: _Window, ended: float, ranks: Mapping[str, str]) -> 
 
 def numbered(events: Sequence[Event], ranks: Mapping[str, str]) -> list[Event]:
     """Return events of Ray's timeline with numbers for its nodes and processes, which Perfetto asks for, and their
-    names beside: of a node its address, of a worker its role and rank.
-
-    Args:
-        ranks: by actor id, the name of the worker.
+    names beside: of a node its address, of a worker its role and rank, by actor id in `ranks`.
     """
     names = {
         event["tid"]: ranks[actor]

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 RESOLVED_CONFIG = "config.yaml"
-EXPORTED = "huggingface"
-"""The folder of the trained model."""
+EXPORTED = "huggingface"  # the folder of the trained model
 
 
 def say(config: JobConfig, text: str) -> None:
@@ -87,7 +86,6 @@ def open_record(
 
 
 def _resume_notes(config: JobConfig, resumed: Resumed | None, steps: int) -> list[str]:
-    """Messages about the checkpoint from which the run resumes."""
     if resumed is None:
         return []
     notes = [f"resumed from {resumed.folder}", *told(resumed.changes)]
@@ -109,13 +107,10 @@ _OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Lock the run directory. The kernel releases the lock when the process ends for any reason.
+    """Lock the run directory, which must exist. The kernel releases the lock when the process ends for any reason.
 
     The lock is made with `flock`. It works across machines if the file system supports that (NFS from version 4, Lustre
     with `flock`). If the file system has no locks, the run continues with a warning.
-
-    Args:
-        run_dir: the run directory, which must exist.
 
     Raises:
         ConfigError: another run has the lock, or the lock file cannot be written.
@@ -179,8 +174,7 @@ def writing_into(run_dir: Path) -> Iterator[None]:
         raise kind(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
 
 
-_REFRESH_S = 1.0
-"""Ray's own shortest interval: it forgets a gauge that has not been set for two of them."""
+_REFRESH_S = 1.0  # Ray's own shortest interval: it forgets a gauge that has not been set for two of them
 
 
 class PrometheusTracker(Tracker):
@@ -200,9 +194,8 @@ class PrometheusTracker(Tracker):
                 "trainer.logger: 'prometheus': Ray exports no metrics of this node (its agent is off); start Ray with "
                 "`ray start --metrics-export-port=PORT`, or remove 'prometheus' from trainer.logger"
             )
-        self.note = (
-            f"Prometheus: http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics has ray_grpo_dist_*"
-        )
+        address = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        self.note = f"Prometheus: http://{address}/metrics has ray_grpo_dist_*"
         self._labels = {"project": run.project_name, "experiment": run.experiment_name}
         self._gauges: dict[str, Any] = {}
         self._names = DistinctNames(gauge_name)

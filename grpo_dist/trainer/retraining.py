@@ -74,15 +74,14 @@ class Retraining:
                 chosen = [examples[i] for i in order[start : start + size]]
                 parts = rank_shares(chosen, len(self.reward_model.workers), "labels")
                 metrics.append(await self.reward_model.train(parts, LabelSettings(), step))
-        return (metric_values(averaged(metrics)) if metrics else {}) | {
-            f"reward_model/{name}": float(number) for name, number in counts.items()
-        }
+        counted = {f"reward_model/{name}": float(number) for name, number in counts.items()}
+        return (metric_values(averaged(metrics)) if metrics else {}) | counted
 
     def _examples(self, step: int) -> tuple[list[TrainingExample], dict[str, int]]:
         """The responses to train on, and the number of rows, also of those that are left out, by their metrics' names.
 
-        What the policy wrote never ends the run, so a response that is too long or cannot be labelled is left out. What
-        is wrong with tokenizer and chat template themselves has been found before the run.
+        What the policy wrote never ends the run: a response that is too long or cannot be labelled is left out. What is
+        wrong with tokenizer and chat template themselves has been found before.
         """
         share, seed = self.config.reward_model.replay_share, self.config.trainer.seed
         selection = self.store.select(step - self.settings.freq + 1, step, share, seed=seed)

@@ -51,15 +51,9 @@ def model_setting(config: RunConfig) -> str:
 
 
 def load(config: RunConfig, model: ModelFolder | None, needs: RowNeeds) -> tuple[Prompts, int, list[str]] | None:
-    """Load the prompts; returns them, the number of training steps, and notes. Without a model only check the rows.
+    """Load the prompts (`load_run_prompts`); returns them, the number of training steps, and notes.
 
-    Args:
-        model: the policy's folder, which has the tokenizer.
-        needs: what the reward function reads of a row.
-
-    Raises:
-        DataError: a file, a row or the tokenizer is invalid, or there are fewer prompts than a batch needs.
-        ConfigError: a data source has no scorer, or the sampler class does not exist.
+    Without a model only check the rows.
     """
     data = config.data
     if model is None:
@@ -78,7 +72,6 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     """Read and tokenize the prompts; returns them, and notes on them for the user.
 
     Args:
-        model: the model folder, which has the tokenizer.
         needs: what the reward function reads of a row; None: what verl's functions read.
 
     Raises:
@@ -111,7 +104,6 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
 
 
 def _check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> None:
-    """Have the agent loop look at the model's chat template."""
     agent = config.actor_rollout_ref.rollout.agent
     loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
     ids = {*end_token_ids(model.folder, setting=model_setting(config)), tokenizer.eos_token_id} - {None}
@@ -122,7 +114,6 @@ def _check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> No
 def _load(
     config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any, needs: RowNeeds
 ) -> tuple[list[TokenizedPrompt], list[str]]:
-    """The tokenized prompts of one config key, and notes on them."""
     data, prompts = config.data, read_prompts(config, key, files, most, needs)
     agent_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
     notes = [*_taken(key, prompts), *unread_notes(key, prompts, agent_loop)]

@@ -23,7 +23,6 @@ from typing import Any
 
 from grpo_dist.algorithms.controllers import AgentBaselines, EntropyController, KLController
 from grpo_dist.algorithms.settings import ENTROPY_WEIGHT, ObjectiveSettings
-from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import HealthMonitor
 from grpo_dist.errors import AgentError
@@ -73,10 +72,6 @@ class Controllers:
             EntropyController(actor.entropy_coeff, actor.entropy_target, actor.entropy_delta),
             AgentBaselines(config.algorithm.rae_decay),
         )
-
-    def targets(self, settings: TargetSettings) -> TargetSettings:
-        """Return the settings of the coming step's targets."""
-        return settings.with_agent_baselines(self.baselines.values)
 
     def objective(self, settings: ObjectiveSettings) -> tuple[ObjectiveSettings, dict[str, float]]:
         """Return the settings of the coming step's loss, and metrics."""
@@ -186,7 +181,7 @@ class GRPOTrainer(TrainingLoop):
                     self._compares = False
                 if self.roles.critic is not None:
                     self.update_critic(batch)  # ppo_epochs x mini-batches on the critic
-                if not self.only_critic_learns:
+                if self.step >= self.config.still_steps:  # before, only the critic learns
                     batch = self.update(batch)  # the same on the actor; on policy + old_log_probs
                     self.tell_layout()
                 self.record_validation()  # of the last step, while the engines still hold its weights
@@ -238,9 +233,10 @@ class GRPOTrainer(TrainingLoop):
     async def compute_targets(self, batch: DataProtoRef) -> DataProtoRef:
         """Compute how much better each response is than its group or than foreseen, and all else that trains."""
         seed = group_seed(self.config.trainer.seed, self.step + 1, -1)
-        settings, kl_coef = self.controllers.targets(self.targets), self.controllers.kl.coef
-        targets, metrics = await self.roles.reward.compute_targets(batch, settings, kl_coef, seed)
-        self.metrics |= metrics | self.controllers.after_targets(metrics, len(batch))
+        controllers = self.controllers
+        settings = self.targets.with_agent_baselines(controllers.baselines.values)
+        targets, metrics = await self.roles.reward.compute_targets(batch, settings, controllers.kl.coef, seed)
+        self.metrics |= metrics | controllers.after_targets(metrics, len(batch))
         return batch.replace(targets)
 
     @stage("agreement", needs=("rollout_log_probs",))
@@ -265,11 +261,6 @@ class GRPOTrainer(TrainingLoop):
         await self.roles.rollout.begin_update()
         _, metrics = await self.roles.critic.update(batch, rows, self.value_objective, self.step + 1)
         self.metrics |= metric_values(metrics)
-
-    @property
-    def only_critic_learns(self) -> bool:
-        """Tell if the policy stands still in the coming step, until the critic is warm."""
-        return self.step < self.config.still_steps
 
     @stage("update_actor", needs=("responses", "advantages"), adds=("old_log_probs",))
     async def update(self, batch: DataProtoRef) -> DataProtoRef:
@@ -296,9 +287,8 @@ class GRPOTrainer(TrainingLoop):
     async def sync_reference(self) -> None:
         """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
         assert self.roles.reference is not None
-        await self.roles.reference.move_towards(
-            self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha
-        )
+        share = self.config.actor_rollout_ref.ref.ref_model_mixup_alpha
+        await self.roles.reference.move_towards(self.roles.actor, share)
         if self.objective.exact_kl:
             await self.roles.actor.take_reference_head(self.roles.reference)
 
@@ -381,9 +371,8 @@ class GRPOTrainer(TrainingLoop):
         if "old_log_probs" in batch.columns and (correction or causes):  # without them the policy stood still
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, correction, causes)
         engines = self.roles.rollout.num_ready
-        self.metrics |= performance_metrics(
-            self.timings, self.metrics, num_devices=num_devices(self.plan.place, engines)
-        )
+        devices = num_devices(self.plan.place, engines)
+        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=devices)
         self.metrics |= self.order.metrics() | {"training/epoch": self.order.epoch}
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/rollout_engines"] = engines

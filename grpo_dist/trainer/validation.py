@@ -37,19 +37,14 @@ CORE, AUX = "val-core", "val-aux"
 def validation_requests(
     prompts: Sequence[TokenizedPrompt], sampling: SamplingSettings, run_seed: int, step: int = 0
 ) -> list[GroupRequest]:
-    """Build the requests for all validation prompts.
-
-    Args:
-        sampling: a seed, if set, is replaced by one per prompt, the same at every validation.
-        step: the last one that was trained.
-    """
-
-    def request(prompt: TokenizedPrompt, index: int) -> GroupRequest:
+    """Build the requests for all validation prompts after `step`; a seed becomes one per prompt, always the same."""
+    requests = []
+    for prompt in prompts:
+        index = prompt.prompt.index
         seed = None if sampling.seed is None else group_seed(run_seed, VALIDATION_STEP, index)
         seeded = dataclasses.replace(sampling, seed=seed)
-        return make_request(f"val-{index}", prompt, seeded, validation=True, step=step)
-
-    return [request(prompt, prompt.prompt.index) for prompt in prompts]
+        requests.append(make_request(f"val-{index}", prompt, seeded, validation=True, step=step))
+    return requests
 
 
 @dataclass
@@ -71,20 +66,14 @@ class Validation:
         return sleeps or self.config.trainer.stop_at is not None
 
     def begin(self) -> RolloutJob:
-        """Send the prompts to the engines, unless they are sent: before those of later steps, which the next sync of
-        weights does not wait for.
-        """
+        """Send the prompts to the engines once, ahead of those of later steps, for which no sync of weights waits."""
         if self._job is None:
             requests = validation_requests(self.prompts, self.sampling, self.config.trainer.seed, self.step)
             self._job = self.pump.submit(requests, first=self.config.trainer.samples_during_updates)
         return self._job
 
     async def finished(self) -> RolloutJob:
-        """Wait until all responses are scored. If no engine has the weights any more, those that lack are cancelled.
-
-        Raises:
-            GrpoDistError: as `RolloutJob.finished`.
-        """
+        """Wait, as `RolloutJob.finished`; if no engine has the weights any more, what is lacking is cancelled."""
         job, gone = self.begin(), self.pump.spawn(self.pump.rollout.weights_gone.wait())
         scored = self.pump.spawn(job.finished())
         await asyncio.wait([scored, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +97,6 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
     Args:
         batch: P * n rows; the n responses to a prompt are consecutive.
         data_sources: uid -> data source.
-        n: responses per prompt.
 
     Returns:
         For each data source: statistics of `reward`, and of `acc` if returned: mean@n and, for n > 1, std@n,
@@ -119,8 +107,7 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
     sources = np.array([data_sources[uid] for uid in batch["uid"]])
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources.tolist()):
-        rows = batch.reorder(np.flatnonzero(sources == source))
-        metrics |= _of_one_source(rows, source, n)
+        metrics |= _of_one_source(batch.reorder(np.flatnonzero(sources == source)), source, n)
     return metrics
 
 

@@ -17,8 +17,7 @@ from grpo_dist.engines.weights.broadcast import WeightGroup, send
 from grpo_dist.engines.weights.buckets import Sent, pack
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.gang import TrainedGroup, TrainedWorker, on_device
-from grpo_dist.workers.reference import ReferenceGroup
+from grpo_dist.workers.gang import ReferenceGroup, TrainedGroup, TrainedWorker, on_device
 
 
 class ActorWorker(TrainedWorker):
@@ -42,7 +41,7 @@ class ActorWorker(TrainedWorker):
         from grpo_dist.engines.train.watching import log_probs_in
 
         compute = functools.partial(log_probs_in, self.engine, dtype=getattr(torch, dtype))
-        return self._columns(rows, ("rollout_log_probs",), lambda data, names, **_: {names[0]: compute(data)})
+        return self._columns(rows, ("rollout_log_probs",), lambda data, names, _: {names[0]: compute(data)})
 
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
         """Take the reference's present output layer for the exact KL."""
@@ -98,10 +97,10 @@ class ActorWorker(TrainedWorker):
     def broadcast_weights(self, dtype: str, version: int) -> None:
         """Send what rollout engines get to the weight group, bucket by bucket."""
         group = self._weight_group
+        tensors = self._sent(dtype, self.settings.device, sends=group is not None and group.sends)
         if group is None or not group.sends:
-            _use_up(self._sent(dtype, self.settings.device, sends=False))
+            _use_up(tensors)
         else:
-            tensors = self._sent(dtype, self.settings.device, sends=True)
             send(group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
 
 

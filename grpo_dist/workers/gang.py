@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity, profile
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import Usage
@@ -26,9 +29,8 @@ from grpo_dist.engines.settings import PassLimits, RankSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.train.micro_batch_plan import Lengths, balance
-from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.buckets import check_buckets, unpack
-from grpo_dist.errors import GrpoDistError, TrainingDiverged, WorkerError, WorkerLost
+from grpo_dist.errors import EngineError, GrpoDistError, TrainingDiverged, WorkerError, WorkerLost
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 from grpo_dist.protocol.fields import FIELDS, TEACHER, columns_for
 from grpo_dist.protocol.sequences import as_teacher_reads
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Calls of modules that are recorded, some 20 forward passes of a model of 30 layers. With their operators and those of
+# the backward passes they take 1 to 2 GiB when torch makes a trace of them: 7.5 kB for each operator.
+MOST_MODULE_CALLS = 10_000
+
 
 @contextlib.contextmanager
 def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
@@ -59,9 +65,8 @@ def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
 def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
 
-    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded.
-
-    If the device's memory is not enough, the error names a setting that takes less of it.
+    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded. If the
+    device's memory is not enough, the error names a setting that takes less of it.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +83,39 @@ def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Call
         return run
 
     return decorate
+
+
+class TorchProfile:
+    """Records the thread that makes it, and its backward passes: until it is written, or has seen so many modules."""
+
+    def __init__(self) -> None:
+        self._thread, self._module_calls, self._records = threading.get_ident(), 0, True
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu])
+        self._profile.start()
+        self._hook = register_module_forward_pre_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, inputs: Any) -> None:
+        if threading.get_ident() == self._thread:  # only this one can stop it
+            self._module_calls += 1
+            if self._module_calls > MOST_MODULE_CALLS:
+                self._stop()
+
+    def _stop(self) -> None:
+        if self._records:
+            self._records = False
+            self._hook.remove()
+            self._profile.stop()
+
+    def write(self, path: Path) -> None:
+        """Stop, and write the trace as gzip'ed JSON in Chrome's format, whole or not at all."""
+        temporary = path.with_name(f".{path.name}")
+        try:
+            self._stop()
+            self._profile.export_chrome_trace(str(temporary))  # compressed, since the name ends in .gz
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:
+            raise EngineError(f"the trace {path} cannot be written: {error}") from None
 
 
 class PolicyWorker(Process):
@@ -135,13 +173,15 @@ class PolicyWorker(Process):
             self.freed_memory.after_pass()
         return columns
 
-    def _by_teacher(self, of: np.ndarray, data: DataProto, names: Sequence[str], **sizes: Any) -> dict[str, Ragged]:
+    def _by_teacher(
+        self, of: np.ndarray, data: DataProto, names: Sequence[str], limits: PassLimits
+    ) -> dict[str, Ragged]:
         """The columns of each row by its own teacher: all ranks ask one teacher after the other."""
         rows = [np.flatnonzero(of == number) for number in range(len(self.teachers))]
         parts = []
         for engine, own in zip(self.teachers, rows, strict=True):
             with engine.on_device(reads=True):
-                parts.append(engine.compute_columns(data.index(own), names, **sizes))
+                parts.append(engine.compute_columns(data.index(own), names, limits))
         order = np.argsort(np.concatenate(rows))
         return {name: Ragged.concat([part[name] for part in parts])[order] for name in names}
 
@@ -152,18 +192,17 @@ class PolicyWorker(Process):
         limits, ranks = self.settings.forward, self.settings.model.sequence_parallel_size
         with passes(limits, f"{', '.join(names)}, ", ranks):
             data = rows.fetch((*self._sequences(rows), *columns_for(rows.columns, "teacher")))
-            computed = compute(as_teacher_reads(data), tuple(outputs), **limits.sizes)
+            computed = compute(as_teacher_reads(data), tuple(outputs), limits)
         if self.rank % ranks:  # the first rank of the group returns the same
             computed = {}
         return _labelled({outputs[name]: values for name, values in computed.items()})
 
     def _sequences(self, rows: DataProtoRef) -> tuple[str, ...]:
-        """Name the columns that every pass reads."""
         return columns_for(rows.columns, "forward", *(("router",) if self.settings.model.replays_routes else ()))
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
-        return self.engine.report
+        return self.engine.forward.report
 
     @on_device()
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
@@ -185,9 +224,9 @@ class PolicyWorker(Process):
 
     def stop_profile(self, path: str) -> None:
         """Write what was recorded since `start_profile`, as a gzip'ed trace."""
-        profile, self._profile = self._profile, None
-        assert profile is not None, "start_profile comes before"
-        profile.write(Path(path))
+        recorded, self._profile = self._profile, None
+        assert recorded is not None, "start_profile comes before"
+        recorded.write(Path(path))
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all tensors that the ranks together write into a checkpoint."""
@@ -229,12 +268,7 @@ class TrainedWorker(PolicyWorker):
     def update(
         self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
     ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
-        """Take one optimizer step per mini-batch.
-
-        Args:
-            rows: this rank's rows of the whole batch.
-            mini_batches: for each mini-batch, the positions in `rows` that belong to it.
-            step: for messages.
+        """Take one optimizer step per mini-batch: positions in `rows`, which are this rank's of the whole batch.
 
         Returns:
             ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
@@ -249,7 +283,7 @@ class TrainedWorker(PolicyWorker):
             where = f"step {step}, {OBJECTIVES[type(objective)].role}, mini-batch {number + 1} of {len(mini_batches)}: "
             with passes(limits, where, ranks), printing_to(self.printed):
                 rows_of = data.index(mini_batch)
-                results.append(self.engine.train_mini_batch(rows_of, objective=objective, **limits.sizes))
+                results.append(self.engine.train_mini_batch(rows_of, objective, limits))
         if self.freed_memory is not None:
             self.freed_memory.after_pass()
         metrics, log_probs = [result.metrics for result in results], results[0].log_probs
@@ -262,8 +296,7 @@ class TrainedWorker(PolicyWorker):
 class Gang:
     """Ranks that hold one sharded model: the base of models that train and of those that do not.
 
-    Attributes:
-        has_moved: whether its weights differ from those of the model folder; then only a checkpoint has them.
+    Where the weights differ from those of the model folder (`has_moved`) only a checkpoint has them.
     """
 
     has_moved = True
@@ -297,9 +330,7 @@ class Gang:
         *arguments: Any,
         needs: Sequence[str] = (),
     ) -> DataProtoRef:
-        """Log-probs of all rows, or other columns, computed by all ranks; returns a handle with rows in the order of
-        the batch. `needs` are columns that the pass reads besides the sequences.
-        """
+        """Log-probs or other columns of all rows, in the order of the batch; `needs`: read besides the sequences."""
         rows, parts = self._parts(batch, (*columns_for(batch.columns, "forward", "router"), *needs))
 
         def send() -> list[Call]:
@@ -350,11 +381,7 @@ class Gang:
         await self.workers.ask_all("save_checkpoint", "begin_save", folder)
 
     async def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        """The files of that checkpoint by name; None while a rank is still writing, unless `wait` is set.
-
-        Raises:
-            CheckpointError: a rank cannot write.
-        """
+        """The files of that checkpoint by name; see `PolicyWorker.finished_save`."""
         parts = await self.workers.ask_all("save_checkpoint", "finished_save", wait)
         return None if None in parts else {name: digest for part in parts for name, digest in part.items()}
 
@@ -377,7 +404,7 @@ class FrozenGroup(Gang):
         self.restarts = restarts or RestartBudget()
 
     async def restart(self, error: GrpoDistError) -> None:
-        """Start all ranks again after one was lost.
+        """See `Gang.restart`.
 
         Raises:
             GrpoDistError: `error`, if no process was lost, the restarts are used up, or the weights have moved, so that
@@ -402,6 +429,16 @@ class FrozenGroup(Gang):
         """Load a checkpoint on all ranks. From then on only a checkpoint has the weights."""
         self.has_moved = True
         await super().load_checkpoint(folder)
+
+
+class ReferenceGroup(FrozenGroup):
+    """The reference of the KL term: the policy's start, or a teacher; in iterative GRPO its weights move."""
+
+    async def move_towards(self, actor: Gang, share: float) -> None:
+        """Move the weights towards the actor's: share * actor + (1 - share) * reference."""
+        self.has_moved = True
+        buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
+        await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
 
 
 class TrainedGroup(Gang):
@@ -440,8 +477,8 @@ class TrainedGroup(Gang):
 def take_turns(gangs: Sequence[Gang]) -> None:
     """Have gangs whose ranks are on the same GPUs compute one after another: a pass waits for the update of another.
 
-    A GPU that two processes ask at once gives each a slice of time, not the same one on every GPU, so that the ranks of
-    one gang would wait in a collective for those that are not in their slice.
+    A GPU gives two processes slices of time, other ones on every GPU, so that the ranks of one gang would wait in a
+    collective for those that are not in their slice.
     """
     lock = asyncio.Lock()
     for gang in gangs:

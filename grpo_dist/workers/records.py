@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class RecordWriter(Process):
-    """Writes records.
-
-    Attributes:
-        step_separator: what is between the steps of a response; None: responses are judged as a whole.
-    """
+    """Writes records; without a `step_separator` responses are judged as a whole."""
 
     tokenizer: PreTrainedTokenizerBase
     step_separator: str | None
@@ -77,13 +73,9 @@ class RecordWriter(Process):
     def write_rollouts(
         self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any], most_bytes: float
     ) -> None:
-        """Write a training batch as text to `path`, and its columns beside it (tracking/rollouts.py).
+        """Write a training batch as text to RUN_DIR/rollouts/STEP.jsonl, its columns beside it (tracking/rollouts.py).
 
-        Args:
-            batch: a whole step.
-            path: RUN_DIR/rollouts/STEP.jsonl.
-            ground_truths: by uid.
-            most_bytes: that the folder may hold; the oldest steps are removed.
+        The folder may hold `most_bytes`; the oldest steps are removed. `ground_truths` are by uid.
 
         Raises:
             DiskError: the files cannot be written.
@@ -99,11 +91,8 @@ class RecordWriter(Process):
     ) -> None:
         """Write responses with the labels of their steps to `path`, in the form of data/training_rows.py.
 
-        A response without text is left out, and one that the reward function failed on.
-
-        Args:
-            batch: with `rule_labels`: rows of the labels of a response's steps, or with one for the whole response.
-            conversations: the messages of each prompt, by uid.
+        A response without text is left out, and one that the reward function failed on. `rule_labels` are rows of the
+        labels of a response's steps, or of one for the whole response; `conversations` are by uid.
 
         Raises:
             DiskError: the file cannot be written.

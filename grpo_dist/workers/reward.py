@@ -54,8 +54,7 @@ class _Unscored:
 class RewardPool(Pool):
     """The reward processes. Each has one call at a time: a queued one would use up its time limit while waiting.
 
-    Attributes:
-        printed: what custom code has printed, in these processes and in others of the run.
+    `printed` is what custom code has printed, in these processes and in others of the run.
     """
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
@@ -66,10 +65,7 @@ class RewardPool(Pool):
 
     # --- scores ------------------------------------------------------------------------------------------------
     async def score(self, group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
-        """Score one group on a free process.
-
-        Args:
-            limit_s: seconds after which the process counts as hung.
+        """Score one group on a free process, which counts as hung after `limit_s` seconds.
 
         Returns:
             (a handle to the group's scores, an error message for each response that could not be scored).
@@ -99,7 +95,6 @@ class RewardPool(Pool):
                     group.scored.add_done_callback(functools.partial(_unwanted, part, scoring))
 
     async def _score_together(self, groups: Sequence[_Unscored]) -> None:
-        """Have one process score some groups."""
         inputs = DataProtoRef.concat([group.group for group in groups])
         tasks, sizes = [group.task for group in groups], [len(group.group) for group in groups]
         limit_s = sum(group.limit_s for group in groups)

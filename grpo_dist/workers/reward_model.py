@@ -68,9 +68,8 @@ class RewardModelWorker(SupervisedWorker):
             self.render = ConversationRenderer(own, setting, theirs)
         else:
             self.judge = StepRenderer(own, setting, form, padding_id(config), theirs)
-            self.settings = replace(
-                self.settings, model=judging_model(model, config, own, self.settings.section.process)
-            )
+            judging = judging_model(model, config, own, self.settings.section.process)
+            self.settings = replace(self.settings, model=judging)
         positions = max_positions(config.to_dict())
         self.max_length = self.settings.section.max_length or (positions and positions[1])
         self.padding_id = padding_id(config)
@@ -116,9 +115,7 @@ class RewardModelWorker(SupervisedWorker):
         judged = [self.judge(messages, response) for messages, _, response in texts]
         clipped = [self._is_clipped(tokens.token_ids.tolist()) for tokens, _ in judged]
         sequences = [tokens.token_ids[: self.max_length].tolist() for tokens, _ in judged]
-        ends = [
-            np.minimum(tokens.ends, len(sequence) - 1) for (tokens, _), sequence in zip(judged, sequences, strict=True)
-        ]
+        ends = [np.minimum(tokens.ends, len(ids) - 1) for (tokens, _), ids in zip(judged, sequences, strict=True)]
         data = scored_rows(sequences, uids, [int(ends_of_row[0]) for ends_of_row in ends])
         starts = data["prompts"].lengths.tolist() if len(data) else []
         steps = np.empty(len(texts), object)
@@ -133,10 +130,9 @@ class RewardModelWorker(SupervisedWorker):
         return self.max_length is not None and len(token_ids) > self.max_length
 
     def _values(self, data: DataProto) -> list[np.ndarray]:
-        """The values at the response tokens of each row."""
         limits = self.settings.forward
         with passes(limits, "reward_model, "):
-            columns = self.engine.compute_columns(data, ("values",), **limits.sizes)
+            columns = self.engine.compute_columns(data, ("values",), limits)
         return [row.numpy() for row in columns["values"].rows()]
 
 
@@ -148,9 +144,8 @@ def judging_model(model: ModelSettings, config: Any, tokenizer: Any, process: Pr
     """
     if process.judging_tokens is None:
         return replace(model, num_labels=config.num_labels)
-    bad, good = (
-        judging_token(tokenizer, text, key) for text, key in zip(process.judging_tokens, JUDGING_KEYS, strict=True)
-    )
+    named = zip(process.judging_tokens, JUDGING_KEYS, strict=True)
+    bad, good = (judging_token(tokenizer, text, key) for text, key in named)
     return replace(model, num_labels=2, judging_tokens=(bad, good))
 
 
@@ -170,12 +165,10 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
     lengths = {uid: max(1, len(commonprefix(group))) for uid, group in groups.items()}
     for uid, end in zip(uids, ends, strict=False):
         lengths[uid] = min(lengths[uid], end)
-    parts = [
-        (sequence[: lengths[uid]], sequence[lengths[uid] :]) for uid, sequence in zip(uids, sequences, strict=True)
-    ]
+    rows = [(sequence, lengths[uid]) for uid, sequence in zip(uids, sequences, strict=True)]
     columns = {
-        "prompts": Ragged.from_rows([prompt for prompt, _ in parts], torch.int32),
-        "responses": Ragged.from_rows([response for _, response in parts], torch.int32),
+        "prompts": Ragged.from_rows([sequence[:length] for sequence, length in rows], torch.int32),
+        "responses": Ragged.from_rows([sequence[length:] for sequence, length in rows], torch.int32),
     }
     return with_score_token(DataProto.from_dict(columns, {"uid": list(uids)}))
 

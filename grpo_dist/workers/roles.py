@@ -16,8 +16,7 @@ from grpo_dist.workers.gang import Gang
 
 if TYPE_CHECKING:
     from grpo_dist.workers.actor import ActorGroup
-    from grpo_dist.workers.gang import TrainedGroup
-    from grpo_dist.workers.reference import ReferenceGroup
+    from grpo_dist.workers.gang import ReferenceGroup, TrainedGroup
     from grpo_dist.workers.reward import RewardPool
     from grpo_dist.workers.reward_model import RewardModelGroup
     from grpo_dist.workers.rollout import RolloutGroup
@@ -25,13 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Roles:
-    """The worker groups of a run.
-
-    Those that the training loop itself calls are here under their names, for the types.
-
-    Attributes:
-        groups: the groups by role, those that the run lacks left out; the keys are rows of `plan.roles`.
-    """
+    """The worker groups of a run by role; those that the training loop itself calls are properties, for the types."""
 
     groups: dict[str, Gang | RolloutGroup | RewardPool]
     restarts: RestartBudget = field(default_factory=RestartBudget)
@@ -81,9 +74,7 @@ class Roles:
         return await self.gangs[row.role].compute_log_probs(row.limit or row.name, batch, row.method, needs=needs)
 
     def holders(self) -> dict[str, Gang]:
-        """Return the roles whose state only a checkpoint can restore, by name: those that train, a reference that has
-        moved, and a reward model that was retrained.
-        """
+        """Return the roles whose state only a checkpoint can restore: those that train, or whose weights have moved."""
         return {name: gang for name, gang in self.gangs.items() if gang.has_moved}
 
     async def take_printed(self, config: RunConfig) -> list[str]:

@@ -226,8 +226,8 @@ def _routes(
 def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
     """The episodes of a prompt as a batch, with the rewards that they were given.
 
-    The prompt is what all have in common of theirs, since agents at an endpoint may write their own; what one has
-    behind it stands before its response, and does not train.
+    The prompt is what theirs have in common, since agents at an endpoint may write their own; what one has behind it
+    stands before its response, and does not train.
     """
     shared = list(commonprefix([episode.prompt_ids for episode in episodes]))
     if not shared:
@@ -238,11 +238,9 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
     pairs = list(zip(episodes, put_in, strict=True))
     steps = [[math.nan] * count + episode.turns.step_rewards(len(episode.token_ids)) for episode, count in pairs]
     agents = [[0] * count + episode.turns.agent_ids(len(episode.token_ids)) for episode, count in pairs]
-    rewards = [episode.outcome() for episode in episodes]
+    rewards = [math.nan if reward is None else reward for reward in (episode.outcome() for episode in episodes)]
     columns: dict[str, Any] = {
-        "episode_reward": torch.tensor(
-            [math.nan if reward is None else reward for reward in rewards], dtype=torch.float32
-        ),
+        "episode_reward": torch.tensor(rewards, dtype=torch.float32),
         "episode_step_rewards": Ragged.from_rows(steps, torch.float32),
         "agent_ids": Ragged.from_rows(agents, torch.int32),
         PREDECESSORS: Ragged.from_rows([r.predecessors or [] for r in responses], torch.int32),
@@ -267,10 +265,8 @@ def _behind(episode: Episode, start: int) -> Response:
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
     """The metrics of episodes by column, nan where one has none of that name."""
     names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
-    return {
-        EXTRA + name: np.array([episode.metrics.get(name, np.nan) for episode in episodes], np.float32)
-        for name in names
-    }
+    columns = {name: [episode.metrics.get(name, np.nan) for episode in episodes] for name in names}
+    return {EXTRA + name: np.array(values, np.float32) for name, values in columns.items()}
 
 
 # Default for engines whose settings do not say how many sequences they run at once.
@@ -284,9 +280,8 @@ class GroupRequest:
     """One prompt to sample a group of responses for.
 
     Attributes:
-        token_ids: (P,) token ids of the prompt.
-        sampling: sampling settings; `n` is the group size.
-        task: the arguments of the reward function besides the response.
+        token_ids: (P,) of the prompt.
+        sampling: `n` is the group size.
         needs_log_probs: whether log-probs of the responses are computed.
     """
 
@@ -299,12 +294,7 @@ class GroupRequest:
 
 @dataclass
 class Engine(Member):
-    """One rollout worker; its limit counts sequences.
-
-    Attributes:
-        max_num_seqs: most sequences its engine runs at once.
-        lacks_weights: whether it came later than the others and does not hold the current weights yet.
-    """
+    """One rollout worker, whose limit counts sequences; it `lacks_weights` until it holds the current ones."""
 
     max_num_seqs: int = MAX_NUM_SEQS
     lacks_weights: bool = False
@@ -321,8 +311,7 @@ class Engine(Member):
 class RolloutGroup(Pool):
     """The rollout engines.
 
-    Attributes:
-        weights_gone: set while no engine has the current weights, and none can get them: the actor is being updated.
+    `weights_gone` is set while no engine has the current weights, and none can get them: the actor is being updated.
     """
 
     members: list[Engine]  # type: ignore[assignment]
@@ -345,9 +334,8 @@ class RolloutGroup(Pool):
         return Engine(limit, max_num_seqs=most, lacks_weights=late)
 
     def note_started(self, footprints: Sequence[Footprint | None]) -> None:
-        """Store the memory that the engines use, in rank order, as a setting for their replacements.
-
-        A replacement must not measure free memory as vLLM does, because other roles are running by then.
+        """Store the memory that the engines use, in rank order, for their replacements: these must not measure what is
+        free as vLLM does, because other roles are running by then.
         """
         for rank, (settings, taken) in enumerate(zip(self.settings, footprints, strict=True)):
             if settings is not None and taken is not None:
@@ -366,10 +354,9 @@ class RolloutGroup(Pool):
         """Sample a group of responses.
 
         The worker with the lowest load gets the request, or the one that has the prompt in its prefix cache, if it has
-        capacity. If the caller is cancelled, the engine aborts the group.
+        capacity; `first` puts it at the head of the queue. If the caller is cancelled, the engine aborts the group.
 
         Args:
-            first: put the request at the head of the queue.
             on_sent: called each time the request is sent to a worker.
             on_failed: called with the attempts at its episodes that have failed, whether the group has a result or not.
 
@@ -386,7 +373,7 @@ class RolloutGroup(Pool):
         def take_in(call: Call, answer: Any) -> DataProtoRef | None:
             label, load, failed = answer
             if call.is_current:
-                self._take_load(self.members[call.rank], load, sampling.n)
+                self.members[call.rank].adapt(load.running, load.waiting, sampling.n)
             if failed:
                 on_failed(failed)
             if label is not None:
@@ -399,9 +386,6 @@ class RolloutGroup(Pool):
 
         abort = functools.partial(self._abort, uid)
         return await self.ask(send, take_in, size=sampling.n, key=prompt.tobytes(), first=first, give_up=abort)
-
-    def _take_load(self, engine: Engine, load: EngineLoad, group_size: int) -> None:
-        engine.adapt(load.running, load.waiting, group_size)
 
     async def _answered(self, call: Call, member: Member, waiting: Waiting) -> Any:
         try:
@@ -416,12 +400,11 @@ class RolloutGroup(Pool):
 
     def _aborted_by_engine(self, rank: int, uid: str) -> WorkerError:
         backend = rollout_backend(self.settings[rank].rollout.name)
-        return self.workers.error(
-            rank,
-            "generate",
+        what = (
             f"the engine aborted the group {uid} by itself: it ended the request as aborted, or with fewer responses "
-            f"than requested. Check actor_rollout_ref.rollout.engine_kwargs, and {backend.reading_its_log}",
+            f"than requested. Check actor_rollout_ref.rollout.engine_kwargs, and {backend.reading_its_log}"
         )
+        return self.workers.error(rank, "generate", what)
 
     # --- weights -----------------------------------------------------------------------------------------------
     async def sync_weights(self, actor: WorkerGroup, transport: WeightTransport, *, version: int, dtype: str) -> None:
@@ -430,9 +413,8 @@ class RolloutGroup(Pool):
         Raises:
             GrpoDistError: an actor rank failed, the restart budget is used up, or an engine confirmed another version.
         """
-        await self.take_weights(
-            functools.partial(transport.sync, actor, self.workers, version=version, dtype=dtype), version
-        )
+        bring = functools.partial(transport.sync, actor, self.workers, version=version, dtype=dtype)
+        await self.take_weights(bring, version)
 
     async def take_weights(self, bring: Callable[[Sequence[int]], Awaitable[Outcomes]], version: int) -> None:
         """Send new weights to all workers and wait until each has confirmed them.
@@ -470,8 +452,7 @@ class RolloutGroup(Pool):
         return new or self.is_starting(rank)
 
     async def begin_update(self) -> None:
-        """Prepare for an update of the actor: workers without weights wait for the next sync, and engines that
-        sleep release their GPU memory until then.
+        """Prepare for an update of the actor: engines that sleep release their GPU memory until the next sync.
 
         Replaced workers finish starting first, because during the update there is no GPU memory for that.
 

@@ -63,14 +63,11 @@ class OverlongPenalty:
 class RewardSettings:
     """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
 
-    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it
-    has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
-    score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
-    rewards of their own (rewards/steps.py), with `by_turn` the turns of an episode, with `by_agent` its agents. `label`
-    names the value of the function that says which responses, or which of their steps, are good: for a reward model
-    that is retrained. With `self_distillation` responses get the prompts of their teacher, rendered with
-    `template_kwargs`; with `teacher` what one behind an endpoint tells of them. `max_steps` is the number of the
-    run's steps, where it is known.
+    A response that the function fails on earns `failure_score` (None: it has no score, and does not train). Where an
+    episode brings a reward of its own, `function_weight` of the function's score is added to it; at 0 the function is
+    not called. Steps between separators have rewards of their own, with `by_turn` the turns of an episode, with
+    `by_agent` its agents. `label` names the value of the function that says which responses, or steps of them, are
+    good: for a reward model that is retrained. `max_steps` is the number of the run's steps, where it is known.
     """
 
     tokenizer_path: str
@@ -161,33 +158,25 @@ class ResponseScorer(Process):
         from grpo_dist.rewards.scorer import Scorer
 
         torch.set_num_threads(1)
-        self.tokenizer = load_tokenizer(
-            self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
-        )
+        folder = self.find_model(settings.tokenizer_path)
+        self.tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label, self.function_weight = settings.label, settings.function_weight
-        self.by_turn, self.by_agent, shown = settings.by_turn, settings.by_agent, settings.self_distillation
-        self.teacher_prompts = (
-            None if shown is None else TeacherPrompts(shown, self.tokenizer, settings.template_kwargs)
-        )
+        self.by_turn, self.by_agent = settings.by_turn, settings.by_agent
+        shown, template = settings.self_distillation, settings.template_kwargs
+        self.teacher_prompts = None if shown is None else TeacherPrompts(shown, self.tokenizer, template)
         self.teacher = None if settings.teacher is None else TeacherEndpoint(settings.teacher)
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name, self.max_steps = settings.function_name, settings.max_steps
-        self.scorer = Scorer(
-            settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
-        )
+        named = settings.function_path, settings.function_name, settings.reward_kwargs
+        self.scorer = Scorer(*named, timeout_s=settings.timeout_s)
         self.scorer.start()
         self.components = self.scorer.components
 
     def score(
         self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
     ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple[list[str], int], float], DataProto]:
-        """Score the responses to some prompts.
-
-        Args:
-            batch: the groups, one after another.
-            sizes: responses of each.
-            tasks: what the reward function is told of each; all of training, or all of validation.
+        """Score the groups of a batch, of these sizes one after another; tasks are all of training, or of validation.
 
         Returns:
             ((found, printed, seconds), data).
@@ -257,8 +246,7 @@ class ResponseScorer(Process):
             columns |= self.teacher.columns(data["prompts"], responses)
         scored = DataProto.from_dict(columns, {"failure": failures, "said": [json.dumps(r.texts) for r in results]})
         label = Label.of(scored)
-        label = Label(label.columns, label.small | extras, label.num_rows)
-        return label, [failure for failure in failures if failure], scored
+        return replace(label, small=label.small | extras), [failure for failure in failures if failure], scored
 
     def _with_rewards(self, texts: Sequence[str], tokens: Ragged, task: Task, given: np.ndarray) -> list[RewardResult]:
         """The results of the reward function, where it is asked, and of the episodes."""
@@ -418,7 +406,7 @@ class TeacherPrompts:
         Args:
             task: with `messages`, behind the user's last one of which is shown what is, and `extra_info`.
             texts: the responses. One is shown the first success behind it in the group, and never itself.
-            scores: of the responses; nan: none.
+            scores: nan: none.
             said: what the reward function has said of each, by name; where it has not, `extra_info` may.
             of: the responses as tokens.
         """

@@ -31,7 +31,7 @@ class SupervisedWorker(PolicyWorker):
         limits = self.settings.update
         assert limits is not None, "it trains"
         with passes(limits, where):
-            return compute(rows.fetch(rows.columns), objective=objective, **limits.sizes)
+            return compute(rows.fetch(rows.columns), objective, limits)
 
 
 class SupervisedGroup(Gang):
@@ -54,7 +54,6 @@ class SupervisedGroup(Gang):
         self, method: str, parts: Sequence[DataProto], objective: TrainingSettings, step: int, stage: str
     ) -> dict[str, Metric]:
         handles = [DataProtoRef.put(part) if len(part) else DataProtoRef() for part in parts]
-        calls = [
-            self.workers.submit(rank, stage, method, handle, objective, step) for rank, handle in enumerate(handles)
-        ]
+        submit = self.workers.submit
+        calls = [submit(rank, stage, method, handle, objective, step) for rank, handle in enumerate(handles)]
         return merge_metrics(await self.workers.answers(calls))

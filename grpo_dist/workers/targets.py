@@ -91,7 +91,6 @@ class TargetMaker(Process):
         return Label.of(targets), metrics, targets
 
     def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
-        """The settings with gdpo's reward keys and weights filled in."""
         chosen = chosen_components(
             settings.options.get("gdpo_reward_keys"),
             settings.options.get("gdpo_reward_weights"),
@@ -108,7 +107,6 @@ class TargetMaker(Process):
         """The metrics of `algorithms.correction`, from old log-probs that the update returned, and of `mismatch`.
 
         Args:
-            batch: with old log-probs.
             correction: arguments of `compute_rollout_correction`; None: its metrics are there already.
             causes: why both may differ; None: for one reason only.
         """

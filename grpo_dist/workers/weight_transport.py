@@ -43,12 +43,8 @@ Outcomes = dict[int, Any]
 class ObjectStoreTransport:
     """Sends the buckets through Ray's object store.
 
-    Args:
-        changes_only: send what has changed since the last sync. An engine that lacks the last one refuses that, and is
-            sent the whole.
-
-    Attributes:
-        metrics: of the last sync.
+    With `changes_only` it sends what has changed since the last sync. An engine that lacks the last one refuses that,
+    and is sent the whole.
     """
 
     def __init__(self, *, changes_only: bool = False) -> None:
@@ -60,8 +56,7 @@ class ObjectStoreTransport:
     ) -> Outcomes:
         """Send the weights, cast to `dtype`, to the engines in `ranks`, as version `version`.
 
-        Returns:
-            By rank: the version that the engine now holds, or the `GrpoDistError` that it answered with.
+        Returns by rank the version that the engine now holds, or the `GrpoDistError` that it answered with.
 
         Raises:
             GrpoDistError: the actor failed.
@@ -91,7 +86,6 @@ class BroadcastTransport:
     The group is formed by the first sync, and again when the engines have changed or a sync has failed.
 
     Args:
-        workers_per_engine: tensor-parallel size of an engine.
         timeout_s: seconds that a rank waits for another one. Must be less than the timeout of FSDP's collectives, in
             which the other actor ranks wait meanwhile. Half of the actor's time limit is used instead, if that is less.
         backend: "broadcast" or "ipc".

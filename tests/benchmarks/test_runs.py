@@ -89,18 +89,6 @@ def test_what_is_not_accounted_for_is_found(
         episodes.summary(tmp_path, steps=3, groups=2, n=2)
 
 
-def test_ratios_are_of_the_same_agent() -> None:
-    """Of the play agent 8 s with failures, 4 of which are a time-out; of the server 20, 15 of which are one."""
-    measured = (("url", "none", 4.0), ("url", "with", 20.0), ("play", "none", 3.0), ("play", "with", 8.0))
-    rows = [{"agent": agent, "failures": failures, "seconds a step": seconds} for agent, failures, seconds in measured]
-    assert episodes.ratios(rows) == {
-        "episodes/url, without failures of with": 0.2,
-        "episodes/url, beyond time-outs": 0.8,
-        "episodes/play, without failures of with": 0.375,
-        "episodes/play, beyond time-outs": 0.75,
-    }
-
-
 # --- against TRL -----------------------------------------------------------------------------------------------------
 def test_trl_gets_the_numbers_of_our_config() -> None:
     work = builtin()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from grpo_dist.algorithms.settings import ObjectiveSettings, TrainingSettings
 from grpo_dist.assets.model_folder import Usage
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.base import EngineLoad, MiniBatchResult, Response
-from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, PassLimits, SamplingSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.engines.weights.buckets import Bucket, check_buckets
 from grpo_dist.errors import CheckpointError
@@ -166,7 +167,7 @@ class FakeTrainEngine:
     ) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.reference_head: Any = None
-        self.report = "no model"
+        self.forward = SimpleNamespace(report="no model")
         self.weights = torch.zeros(4)
         self.steps: list[list[str]] = []
         self.shares: list[float] = []
@@ -178,9 +179,7 @@ class FakeTrainEngine:
         """Nothing moves."""
         return contextlib.nullcontext()
 
-    def compute_columns(
-        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
-    ) -> dict[str, Ragged]:
+    def compute_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
         """`LOG_PROB`, entropies of 1, values of 0 and hidden states of four zeros."""
         self._pass()
         values = {"log_probs": torch.tensor(LOG_PROB), "entropies": torch.tensor(1.0), "hidden_states": torch.zeros(4)}
@@ -189,37 +188,20 @@ class FakeTrainEngine:
         rows = {name: [values[name].expand(k, *values[name].shape) for k in lengths] for name in names}
         return {name: Ragged.from_rows(rows[name], torch.float32) for name in names}
 
-    def compute_reference_columns(
-        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
-    ) -> dict[str, Ragged]:
+    def compute_reference_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
         """Return what `compute_columns` returns."""
-        return self.compute_columns(data, names, micro_batch_size=micro_batch_size, max_token_len=max_token_len)
+        return self.compute_columns(data, names, limits)
 
-    def train_mini_batch(
-        self,
-        data: DataProto,
-        *,
-        micro_batch_size: int,
-        objective: TrainingSettings,
-        max_token_len: int | None = None,
-    ) -> MiniBatchResult:
+    def train_mini_batch(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> MiniBatchResult:
         """Note the rows and move the weights."""
-        limits: dict[str, Any] = {"micro_batch_size": micro_batch_size, "max_token_len": max_token_len}
-        log_probs = self.compute_columns(data, ("log_probs",), **limits)["log_probs"]
+        log_probs = self.compute_columns(data, ("log_probs",), limits)["log_probs"]
         self.steps.append(list(data["uid"]))
         self.weights += 1
         metrics: dict[str, Metric] = {"actor/loss": Sum(len(data)), "actor/grad_norm": Mean(1.0, 1)}
         on_policy = isinstance(objective, ObjectiveSettings) and objective.on_policy
         return MiniBatchResult(metrics, log_probs if on_policy else None)
 
-    def evaluate(
-        self,
-        data: DataProto,
-        *,
-        micro_batch_size: int,
-        objective: TrainingSettings,
-        max_token_len: int | None = None,
-    ) -> dict[str, Metric]:
+    def evaluate(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> dict[str, Metric]:
         """The number of rows."""
         return {"actor/loss": Sum(len(data))}
 

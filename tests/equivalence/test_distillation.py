@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_dist.algorithms import kl_penalty, policy_objective
 from grpo_dist.algorithms.settings import TOP_IDS, TOP_LOG_PROBS, TargetSettings
 from grpo_dist.algorithms.targets import compute_targets
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Metric, Ragged, merge_metrics, metric_values
 from grpo_dist.protocol.sequences import TEACHER_MASK, TEACHER_PROMPTS, as_teacher_reads
 from tests.models import random_batch, trainable_engine
@@ -179,10 +180,10 @@ def taught(rank: int, path: str, data: DataProto, names: Sequence[str]) -> list[
         engine = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout)
         engine.reference_head = engine.output_layer("cpu")
         column = "hidden_states" if name == "full" else "log_probs"
-        seen = engine.compute_columns(as_teacher_reads(data), (column,), micro_batch_size=size)[column]
+        seen = engine.compute_columns(as_teacher_reads(data), (column,), PassLimits("", size))[column]
         rows = data.union(DataProto.from_dict({f"ref_{column}": seen}))
         settings = objective_settings(**KEYS, kl_loss_type=name, teaches_itself=True)
-        found.append(engine.train_mini_batch(rows, micro_batch_size=size, objective=settings).metrics)
+        found.append(engine.train_mini_batch(rows, settings, PassLimits("", size)).metrics)
     return found
 
 
@@ -233,7 +234,7 @@ def told_to(rank: int, path: str, data: DataProto) -> list[dict[str, Metric]]:
     for layout, size in CASES:
         engine = trainable_engine(path, lr=1e-3, temperature=TEMPERATURE, layout=layout)
         settings = objective_settings(**KEYS, kl_loss_type="full", by_top_tokens=True)
-        found.append(engine.train_mini_batch(rows, micro_batch_size=size, objective=settings).metrics)
+        found.append(engine.train_mini_batch(rows, settings, PassLimits("", size)).metrics)
     return found
 
 

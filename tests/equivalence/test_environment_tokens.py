@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from tests.models import VOCAB, objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
@@ -30,7 +31,7 @@ def with_environment(data: DataProto, noise: float) -> DataProto:
 def one_step(path: str, data: DataProto, layout: str, **changes: object) -> dict[str, Any]:
     engine = trainable_engine(path, layout=layout)
     engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
-    result = engine.train_mini_batch(data, objective=objective(**changes), micro_batch_size=4)
+    result = engine.train_mini_batch(data, objective(**changes), PassLimits("", 4))
     weights = {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
     return {"weights": weights, "metrics": metric_values(result.metrics)}
 

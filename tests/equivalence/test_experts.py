@@ -90,7 +90,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pyte
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
         settings = [
-            engine_settings(path, seed=rank, weight_transport=transport, tensor_model_parallel_size=size)
+            engine_settings(path, seed=rank, tensor_model_parallel_size=size)
             for rank, transport in enumerate(TRANSPORTS)
         ]
         engines = rollout.answers([rollout.submit(rank, "start", "start", each) for rank, each in enumerate(settings)])

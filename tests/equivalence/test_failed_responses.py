@@ -10,6 +10,7 @@ import torch
 
 from grpo_dist.algorithms.settings import TargetSettings
 from grpo_dist.algorithms.targets import compute_targets
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
@@ -55,7 +56,7 @@ def step(rank: int, path: str, data: DataProto, shards: list[list[int]], size: i
         engine = trainable_engine(path, layout=layout)
         engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
         settings = objective(loss_agg_mode=mode, loss_scale_factor=12.0)
-        result = engine.train_mini_batch(data.index(shards[rank]), micro_batch_size=size, objective=settings)
+        result = engine.train_mini_batch(data.index(shards[rank]), settings, PassLimits("", size))
         weights = {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
         out[mode] = result.metrics, weights
     return out

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import EXPERTS, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
@@ -48,7 +49,7 @@ def batch() -> DataProto:
 
 def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str, Any]:
     layout, size, budget = WAYS[way]
-    limits: dict[str, Any] = {"micro_batch_size": size, "max_token_len": budget}
+    limits: dict[str, Any] = {"limits": PassLimits("", size, budget)}
     engine = trainable_engine(path, layout=layout)
     engine.grad_clip = float("inf")
     engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=LR)  # its step is the gradient

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
@@ -56,12 +57,12 @@ def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int, 
         steps = [
             engine.train_mini_batch(
                 data.index(shards[rank]),
-                micro_batch_size=micro_batch_size,
-                objective=objective(loss_agg_mode=mode, **changes),
+                objective(loss_agg_mode=mode, **changes),
+                PassLimits("", micro_batch_size),
             ).metrics
             for _ in range(2)
         ]
-        log_probs = engine.compute_log_probs(data.index(shards[rank]), micro_batch_size=micro_batch_size)
+        log_probs = engine.compute_log_probs(data.index(shards[rank]), PassLimits("", micro_batch_size))
         out[mode] = (
             steps,
             {k: v.clone().numpy() for k, v in engine.full_parameters("float32")},

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.correction import compute_rollout_correction
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 
-LIMITS: dict[str, Any] = {"micro_batch_size": 4}
+LIMITS: dict[str, Any] = {"limits": PassLimits("", 4)}
 
 
 def both_ways(rank: int, path: str, rollout_is: str | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.sequences import PROMPT_ROUTES, ROUTES
@@ -26,7 +27,7 @@ def differences(rank: int, path: str, dtype: str, data: DataProto) -> dict[str, 
     settings = model_settings(path, compute_dtype=dtype, replays_routes=True)
     engine = FSDPEngine(settings, device="cpu", temperature=0.7)
     free = DataProto({name: column for name, column in data.batch.items() if name not in (PROMPT_ROUTES, ROUTES)})
-    columns = {name: engine.compute_log_probs(rows, micro_batch_size=32) for name, rows in (("R3", data), ("", free))}
+    columns = {name: engine.compute_log_probs(rows, PassLimits("", 32)) for name, rows in (("R3", data), ("", free))}
     before = data["rollout_log_probs"].values
     return {name: (column.values - before).double().numpy() for name, column in columns.items()}
 

@@ -35,6 +35,7 @@ from tests.rewards.scoring import scored
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"])
+CURRICULUM = str(EXAMPLES / "curriculum" / "easiest_first.py")
 DRY_RUN = "trainer.dry_run=true"
 OF_CONFIG = "trainer.dry_run=config"  # for GPUs, or with rows and a model made for the test
 
@@ -77,6 +78,18 @@ def test_shell_scripts_are_clean_and_can_be_started() -> None:
     assert [str(script) for script in run_directly if not script.stat().st_mode & stat.S_IXUSR] == []
 
 
+@pytest.fixture
+def smollm2(tmp_path: Path) -> Path:
+    """A folder that the example takes for a finished model."""
+    folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "smollm2"))
+    save_file({"model.norm.weight": np.ones(576, np.float32)}, folder / "model.safetensors")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576}
+    config |= {"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    config |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "shown"),
     [
@@ -99,12 +112,21 @@ def test_shell_scripts_are_clean_and_can_be_started() -> None:
         ),
         pytest.param("openai_agent/run.sh", (DRY_RUN,), ["given by the agent loop"], marks=pytest.mark.deep),
         ("planner/run_qwen3-0.6b.sh", (OF_CONFIG,), ["model +Qwen/Qwen3-0.6B", "enable_thinking: false"]),
+        ("instructions/run.sh", (OF_CONFIG,), [r"train data +\S+/rows/train.jsonl"]),
+        *(("tools/run.sh", (task, OF_CONFIG, "trainer.seed=7"), ["seed: 7", "default_agent_loop: tool_agent"])
+          for task in ("calculator", "search", "agents")),
     ],
 )  # fmt: skip
-def test_an_example_resolves(script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path) -> None:
+def test_an_example_resolves(
+    script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path
+) -> None:
     """What is given behind it is appended."""
-    told, _ = run_script(EXAMPLES / script, *arguments, cwd=tmp_path, PLANNER_DATA=str(tmp_path / "rows"))
+    env = {"SMOLLM2_DIR": str(smollm2)} | dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows"))
+    told, _ = run_script(EXAMPLES / script, *arguments, cwd=tmp_path, **env)
     assert [line for line in shown if not re.search(line, told)] == []
+    template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"
+    assert not template.exists() or template.read_text() == (EXAMPLES / "tools" / template.name).read_text()
+    assert template.exists() == script.startswith("tools/")
 
 
 def test_qwen3_8b_fits_gpus_of_80_gb_in_turns_and_in_two_parts(tmp_path: Path) -> None:
@@ -140,9 +162,9 @@ def test_custom_reward_scores(response: str, score: float, acc: float, closeness
     assert (result.score, result.extra) == (score, {"acc": acc, "closeness": closeness})
 
 
-def test_curriculum_goes_from_easy_to_hard() -> None:
+def test_curriculum_goes_from_easy_to_hard_and_fits_the_protocol() -> None:
     """Rates after the first epoch: 0.2, none, 0.9, 0.5; prompt 0 is seen twice: (0.2 + 1) / 2 = 0.6."""
-    sampler = load_attribute(f"{EXAMPLES / 'curriculum' / 'easiest_first.py'}:EasiestFirst", key="key")
+    sampler = load_attribute(f"{CURRICULUM}:EasiestFirst", key="key")
     first = sampler(prompts=[None] * 4, batch_size=2, seed=1)
     assert sorted(first.next_batch() + first.next_batch()) == [0, 1, 2, 3]
     first.update({0: np.array([0.2]), 2: np.array([1.0, 0.8]), 3: np.array([0.5])})
@@ -152,16 +174,12 @@ def test_curriculum_goes_from_easy_to_hard() -> None:
     for each in (first, resumed):
         assert each.next_batch() == [2, 0]
         assert sorted(each.next_batch()) == [1, 3], "unknown counts as one half"
-
-
-def test_curriculum_fits_the_protocol() -> None:
     prompts = [Prompt(i, "d", [{"role": "user", "content": "q"}], "", {}, "") for i in range(4)]
-    sampler = CustomSampler(str(EXAMPLES / "curriculum" / "easiest_first.py"), "EasiestFirst", prompts, 2, seed=1)
-    sampler.update({int(i): np.array([1.0]) for i in sampler.next_batch()})
-    state = sampler.state_dict()
-    expected = sampler.next_batch().tolist()
-    sampler.load_state_dict(state)
-    assert sampler.next_batch().tolist() == expected
+    ours = CustomSampler(CURRICULUM, "EasiestFirst", prompts, 2, seed=1)
+    ours.update({int(i): np.array([1.0]) for i in ours.next_batch()})
+    state, expected = ours.state_dict(), ours.next_batch().tolist()
+    ours.load_state_dict(state)
+    assert ours.next_batch().tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -212,18 +230,6 @@ def test_own_data_works_as_written(tmp_path: Path) -> None:
     assert scored(truth, truth, function=function).score == pytest.approx(1 - 0.001 * len(truth))
 
 
-@pytest.fixture
-def smollm2(tmp_path: Path) -> Path:
-    """A folder that the example takes for a finished model."""
-    folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "smollm2"))
-    save_file({"model.norm.weight": np.ones(576, np.float32)}, folder / "model.safetensors")
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576}
-    config |= {"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-    config |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def test_smollm2_resolves_for_both_tasks(tmp_path: Path, smollm2: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
@@ -251,22 +257,6 @@ def test_the_environment_of_verifiers_resolves(tmp_path: Path) -> None:
     told, _ = run_script(EXAMPLES / "verifiers" / "run.sh", DRY_RUN, cwd=tmp_path, **env)
     assert f"python: {other}" in told
     assert "prompts: 100 for training, 200 for validation" in told
-
-
-def test_instructions_resolve(tmp_path: Path, smollm2: Path) -> None:
-    env = {"SMOLLM2_DIR": str(smollm2), "DATA_DIR": str(tmp_path / "rows")}
-    told, _ = run_script(EXAMPLES / "instructions" / "run.sh", OF_CONFIG, cwd=tmp_path, **env)
-    assert re.findall(r"train data +(\S+)", told) == [f"{tmp_path}/rows/train.jsonl"]
-
-
-@pytest.mark.parametrize("task", ["calculator", "search", "agents"])
-def test_tools_resolve(tmp_path: Path, smollm2: Path, task: str) -> None:
-    env = {"SMOLLM2_DIR": str(smollm2), "DATA_DIR": str(tmp_path / task)}
-    told, _ = run_script(EXAMPLES / "tools" / "run.sh", task, OF_CONFIG, "trainer.seed=7", cwd=tmp_path, **env)
-    assert "seed: 7" in told
-    assert "default_agent_loop: tool_agent" in told
-    template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"
-    assert template.read_text() == (EXAMPLES / "tools" / "chat_template.jinja").read_text()
 
 
 def with_ray(folder: Path, script: str) -> dict[str, str]:

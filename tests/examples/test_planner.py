@@ -23,10 +23,7 @@ from tests.tasks.conftest import prompts_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "planner"
 SCORER = str(FOLDER / "planner.py")
-WEIGHTS, compute_score, token_f1, best_alignment = (
-    load_attribute(f"{SCORER}:{name}", key="path")
-    for name in ("WEIGHTS", "compute_score", "token_f1", "best_alignment")
-)
+WEIGHTS, compute_score = (load_attribute(f"{SCORER}:{name}", key="path") for name in ("WEIGHTS", "compute_score"))
 FORMS, SIZES, TAG, draw_plan, draw_requests, main = (
     load_attribute(f"{FOLDER / 'planner_rows.py'}:{name}", key="path")
     for name in ("FORMS", "SIZES", "TAG", "draw_plan", "draw_requests", "main")
@@ -55,18 +52,15 @@ def test_the_truth_earns_one() -> None:
     assert score([{**step, "why": "extra fields are free"} for step in TRUTH]) == pytest.approx(PERFECT)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_where_a_plan_may_stand() -> None:
+    for text in (
         "I plan:\n```json\n{}\n```\ndone",
         "```\n{}\n```",
         "Plan: {} and that is [all",
         "```python\nprint([1])\n```\n```json\n{}\n```",
         "```json\n[]\n```\nNo, better:\n```json\n{}\n```",
-    ],
-)
-def test_where_a_plan_may_stand(text: str) -> None:
-    assert score(text.replace("{}", json.dumps(TRUTH)))["score"] == pytest.approx(1.0)
+    ):
+        assert score(text.replace("{}", json.dumps(TRUTH)))["score"] == pytest.approx(1.0), text
 
 
 def test_in_a_tag() -> None:
@@ -100,6 +94,8 @@ def test_a_missing_and_a_superfluous_step() -> None:
 
 
 def test_other_words_for_a_task() -> None:
+    assert score([TRUTH[0], {"agent": "code", "task": "PLOT it!"}, TRUTH[2]])["tasks"] == pytest.approx(1.0)
+    assert score([TRUTH[0], {"agent": "code", "task": "it it it"}, TRUTH[2]])["tasks"] == pytest.approx((2 + 0.4) / 3)
     found = score([TRUTH[0], {"agent": "code", "task": "Plot a chart"}, TRUTH[2]])
     assert found["tasks"] == pytest.approx((1 + 0.4 + 1) / 3)  # 1 common of 3 and 2 words
     assert (found["order"], found["acc"]) == (1.0, 0.0)
@@ -125,20 +121,6 @@ def test_weights() -> None:
     plan = TRUTH[:2]
     assert score(plan, weights={"order": 3.0})["score"] == pytest.approx(2.0)
     assert score(plan, weights={"json": 1, "steps": 0.5})["score"] == pytest.approx(1 + 1 / 3)
-
-
-def test_the_words_of_tasks_and_steps_that_stand_in_the_same_order() -> None:
-    def same(a: tuple, b: tuple) -> float:
-        return float(a == b)
-
-    assert token_f1("Plot it!", "plot IT") == 1.0
-    assert token_f1("a b c", "a") == token_f1("a a a", "a") == 0.5
-    assert token_f1("", "a") == token_f1("b", "a") == 0.0
-    a, b, c = ("a", "1"), ("b", "1"), ("c", "1")
-    assert best_alignment([a, b, c], [a, b, c], same) == 3.0
-    assert best_alignment([c, a, b], [a, b, c], same) == 2.0
-    assert best_alignment([a, a, a], [a], same) == 1.0
-    assert best_alignment([], [a], same) == 0.0
 
 
 @pytest.mark.parametrize("truth", [None, [], "[]", "{", {}, [{"agent": "a"}], "4", [1]])

@@ -341,13 +341,13 @@ def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
 )
 def test_how_weights_reach_the_engines(overrides: list[str], transport: str) -> None:
     config = load(*overrides)
-    assert make_plan(config).engine(0).weight_transport == transport
+    assert make_plan(config).transport == transport
 
 
 def test_linux_under_windows_has_no_memory_that_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "is_wsl", lambda: True)
     config = load("cluster=single_gpu")
-    assert make_plan(config).engine(0).weight_transport == "object_store"
+    assert make_plan(config).transport == "object_store"
 
 
 def test_the_size_of_a_bucket() -> None:

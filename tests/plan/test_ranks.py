@@ -68,7 +68,7 @@ def test_numbers_of_the_optimizer_and_of_passes() -> None:
     assert found.optimizer is not None
     assert (found.optimizer.lr, found.optimizer.betas, found.grad_clip) == (3e-4, (0.8, 0.95), 0.5)
     assert found.update is not None
-    assert found.update.sizes == {"micro_batch_size": 6, "max_token_len": None}
+    assert (found.update.micro_batch_size, found.update.max_token_len) == (6, None)
     by_tokens = settings("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=99")
     assert by_tokens.update is not None
     assert by_tokens.update.max_token_len == 99

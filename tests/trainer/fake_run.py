@@ -12,8 +12,7 @@ from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.run_prompts import load_run_prompts, template_kwargs
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.actor import ActorGroup
-from grpo_dist.workers.gang import TrainedGroup
-from grpo_dist.workers.reference import ReferenceGroup
+from grpo_dist.workers.gang import ReferenceGroup, TrainedGroup
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.rollout import RolloutGroup

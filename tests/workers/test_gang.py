@@ -28,8 +28,7 @@ from grpo_dist.runtime.process import Address, Process
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.actor import ActorGroup
-from grpo_dist.workers.gang import Gang, find_model, take_turns
-from grpo_dist.workers.reference import ReferenceGroup
+from grpo_dist.workers.gang import Gang, ReferenceGroup, find_model, take_turns
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
 from grpo_dist.workers.scorer import Task

@@ -30,14 +30,14 @@ class Engine:
     def on_device(self, *, optimizer: bool, reads: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def evaluate(self, data: Any, **options: Any) -> dict[str, Metric]:
-        self.seen.append((data, options))
+    def evaluate(self, *arguments: Any) -> dict[str, Metric]:
+        self.seen.append(arguments)
         if self.error is not None:
             raise self.error
         return {"reward_model/loss": Sum(0.5)}
 
-    def train_mini_batch(self, data: Any, **options: Any) -> Any:
-        return SimpleNamespace(metrics=self.evaluate(data, **options))
+    def train_mini_batch(self, *arguments: Any) -> Any:
+        return SimpleNamespace(metrics=self.evaluate(*arguments))
 
 
 def worker(engine: Engine, tokens: int | None = None) -> SupervisedWorker:
@@ -58,7 +58,7 @@ def test_a_rank_takes_its_rows_in_passes_of_the_config(method: str) -> None:
     engine = Engine()
     found = getattr(worker(engine, tokens=99), method)(ROWS, OBJECTIVE, 3)
     assert found == {"reward_model/loss": Sum(0.5)}
-    assert engine.seen == [("rows", {"micro_batch_size": 4, "max_token_len": 99, "objective": OBJECTIVE})]
+    assert engine.seen == [("rows", OBJECTIVE, PassLimits("data.", 4, 99, lengths="data.max_length"))]
 
 
 @pytest.mark.parametrize(("method", "what"), [("train", "step 3"), ("evaluate", "validation after step 3")])

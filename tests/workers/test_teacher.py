@@ -20,8 +20,7 @@ from grpo_dist.protocol.sequences import TEACHER_PROMPTS, as_teacher_reads
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.actor import ActorGroup, ActorWorker
-from grpo_dist.workers.gang import PolicyWorker
-from grpo_dist.workers.reference import ReferenceGroup
+from grpo_dist.workers.gang import PolicyWorker, ReferenceGroup
 from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed_sizes

@@ -127,10 +127,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
-        engines = [
-            engine_settings(path, seed=rank, tensor_model_parallel_size=size, weight_transport=backend)
-            for rank in range(2)
-        ]
+        engines = [engine_settings(path, seed=rank, tensor_model_parallel_size=size) for rank in range(2)]
         start_together(
             Gang(actor).start(actor_settings(path)),
             RolloutGroup(rollout).start(engines),

@@ -74,10 +74,8 @@ def why_padded(model: Any) -> str:
 def check_split(config: Any, settings: ModelSettings, padded: str = "") -> None:
     """Check that a model, by its config, can split its sequences over `settings.sequence_parallel_size` ranks.
 
-    `padded` is what `why_padded` says, where the model is built.
-
     Raises:
-        ConfigError: its heads do not split, or it takes padded sequences only, which stay whole.
+        ConfigError: its heads do not split, or (`padded`, of `why_padded`) its sequences stay whole.
     """
     size, text = settings.sequence_parallel_size, getattr(config, "text_config", config)
     if size == 1:
@@ -161,7 +159,6 @@ def attention_inputs(
 
     Args:
         segments: (2, B, L), see `MicroBatch`.
-        batched_tokens: segments on CPU up to this long are batched.
     """
     if segments is None:
         return {}
@@ -229,10 +226,8 @@ def flex_attention_forward(
 def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> str:
     """Why FlexAttention does not train a model on this device; "" if its gradients are those of SDPA.
 
-    Its kernels are compiled when they are first called, those of the backward pass apart from the forward pass.
-
-    Args:
-        segments: (2, B, L) of a micro-batch, of which the beginning of the first row is tried.
+    Its kernels are compiled when they are first called, those of the backward pass apart from the forward pass. The
+    beginning of the first row of `segments`, (2, B, L), is tried.
     """
     text = getattr(config, "text_config", config)
     heads: int = text.num_attention_heads
@@ -263,9 +258,8 @@ def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> st
 
 
 def compiled_whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function as a whole: it stops where it would go on uncompiled.
-
-    Uncompiled, FlexAttention computes all pairs of tokens, masked or not: time and memory would explode unseen.
+    """Compile a function as a whole: it stops where it would go on uncompiled, and FlexAttention compute all pairs of
+    tokens, masked or not: time and memory would explode unseen.
     """
     compiled = torch.compile(function, dynamic=True, fullgraph=True, **options)
 

@@ -54,7 +54,7 @@ RANDOM_STATES = "random_{rank}.pt"
 def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> dict[str, Any]:
     """Return the content of a checkpoint: the weights and, of a model that trains, its optimizer and its schedule.
 
-    A weight that has several names, such as an output layer tied to the embedding, is there once, under the first.
+    A weight that has several names, such as a tied output layer, is there once, under the first.
     """
     if optimizer is None:
         return {"model": _each_once(model, get_model_state_dict(model))}

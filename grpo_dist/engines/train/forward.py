@@ -69,7 +69,6 @@ class PolicyForward:
     """Runs a causal LM over micro-batches; `ValueForward` runs a model with a linear head.
 
     Args:
-        model: in which `ResponseHead.install` was tried.
         layout: the wanted one: padded, packed or shared.
         sequence_group: ranks that split the tokens of packed and shared micro-batches; padded ones stay whole.
 
@@ -168,13 +167,12 @@ class PolicyForward:
         implementation = self.model.config._attn_implementation
         if self._plainly:
             return self.model(input_ids=micro_batch.input_ids, use_cache=False)
-        inputs = attention_inputs(
-            micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens, self.windows
-        )
+        positions = micro_batch.position_ids
+        inputs = attention_inputs(micro_batch.segments, positions, implementation, self.batched_tokens, self.windows)
         group = self.group_of(micro_batch)
         if group.size > 1:
             inputs["sequence_group"] = group
-        tokens, positions = group.part(micro_batch.input_ids), group.part(micro_batch.position_ids)
+        tokens, positions = group.part(micro_batch.input_ids), group.part(positions)
         if self.replay is not None:
             self.replay.set(None if micro_batch.routes is None else group.part(micro_batch.routes))
         return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **options)
@@ -242,8 +240,7 @@ class PolicyForward:
     def _unlike_own(self, data: DataProto, agree: Callable[[float], float]) -> str:
         """Compare one sequence with what the model's own code says of it, unpadded: no layout is truer than that.
 
-        Returns:
-            Why they differ; "" if they do not. `fault` says what is wrong with the model's own forward pass.
+        Returns why they differ, or ""; `fault` says what is wrong with the model's own forward pass.
         """
         empty = torch.zeros(2, dtype=torch.int64)
         ids = torch.cat([data[name].rows()[0] for name in ("prompts", "responses")]) if len(data) else empty
@@ -404,15 +401,13 @@ def _sample_rows(data: DataProto) -> DataProto:
 
 
 class Values(NamedTuple):
-    """(M,) float32 values of the M response tokens: the head's output at the token before each of them; of a head with
-    two outputs, bad and good, the log odds of good: the second less the first.
-    """
+    """(M,) float32: the head's output at the token before each response token; of two (bad, good) the log odds."""
 
     values: Tensor
 
 
 class ValueForward(PolicyForward):
-    """Runs a token classifier over micro-batches, in the layouts of a policy. Takes the arguments of `PolicyForward`.
+    """Runs a token classifier over micro-batches, in the layouts of a policy.
 
     The value of a response token is read at the token that precedes it: what the model says of the state in which the
     token is chosen, as verl's critic. Who wants the value at a sequence's last token appends one more token to it.
@@ -437,10 +432,7 @@ class ValueForward(PolicyForward):
         return max(1.0, alone.abs().mean().item())
 
     def compared(self, micro_batch: MicroBatch) -> Tensor:
-        """The values of a head that is drawn for the check.
-
-        The model's own may be near 0, as a critic's is at first: it would hide any difference between its inputs.
-        """
+        """The values of a drawn head: the model's own, near 0 as a critic's at first, would hide differences."""
         inputs: list[Tensor] = []
         with getattr(self.model, HEAD).register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
             self._run(micro_batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER, Usage
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.base import MiniBatchResult
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train import model_loading
 from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, num_bytes, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
@@ -96,23 +97,13 @@ class FSDPEngine:
             shares_device=model.shares_gpu,
         )
 
-    @property
-    def report(self) -> str:
-        """One sentence on how sequences are laid out, and why; "" before the first forward pass."""
-        return self.forward.report
-
     # --- log-probs ---------------------------------------------------------------------------------------------
-    def compute_log_probs(self, data: DataProto, *, micro_batch_size: int, max_token_len: int | None = None) -> Ragged:
+    def compute_log_probs(self, data: DataProto, limits: PassLimits) -> Ragged:
         """Log-probs of the response tokens, in nats, at the sampling temperature; see `compute_columns`."""
-        columns = self.compute_columns(
-            data, ("log_probs",), micro_batch_size=micro_batch_size, max_token_len=max_token_len
-        )
-        return columns["log_probs"]
+        return self.compute_columns(data, ("log_probs",), limits)["log_probs"]
 
     @torch.no_grad()
-    def compute_columns(
-        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
-    ) -> dict[str, Ragged]:
+    def compute_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
         """Return the columns that a forward pass gives for the response tokens.
 
         Args:
@@ -121,8 +112,6 @@ class FSDPEngine:
                 "gradient_norms" (squared, of the log-prob by the logits: 1 - 2 p + sum p^2) and "hidden_states" (H
                 numbers a token: the input of the output layer, in the compute type); of a model with a linear head
                 "values" (its output at the token before, of two outputs the second less the first).
-            micro_batch_size: sequences per forward pass, where there is no token budget.
-            max_token_len: tokens per forward pass; None: no token budget.
 
         Returns:
             By name, one row per row of `data`; float32 except for hidden states.
@@ -130,9 +119,9 @@ class FSDPEngine:
         Raises:
             TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
         """
-        self._check_forward(data, micro_batch_size, max_token_len)
+        self._check_forward(data, limits)
         parts: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(data) for name in names}
-        plan = self._plan(data, micro_batch_size, max_token_len)
+        plan = self._plan(data, limits)
         asked: Any = dict.fromkeys({"entropies", "hidden_states", "gradient_norms"}.intersection(names), True)
         for i, rows in enumerate(plan):
             part = data.index(rows)
@@ -148,31 +137,20 @@ class FSDPEngine:
         dtypes = {name: hidden if name == "hidden_states" else torch.float32 for name in names}
         return {name: Ragged.from_rows(parts[name], dtypes[name]) for name in names}
 
-    def compute_reference_columns(
-        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
-    ) -> dict[str, Ragged]:
+    def compute_reference_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
         """Return `compute_columns` of the model without its LoRA factors."""
         with adapters_off(self.model):
-            return self.compute_columns(data, names, micro_batch_size=micro_batch_size, max_token_len=max_token_len)
+            return self.compute_columns(data, names, limits)
 
     # --- training ----------------------------------------------------------------------------------------------
-    def train_mini_batch(
-        self,
-        data: DataProto,
-        *,
-        micro_batch_size: int,
-        objective: TrainingSettings,
-        max_token_len: int | None = None,
-    ) -> MiniBatchResult:
+    def train_mini_batch(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> MiniBatchResult:
         """Take one optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
 
         The schedule counts the steps that were taken.
 
         Args:
             data: what a forward pass and the objective read; for the losses of a reward model `response_mask` may be
-                missing, and for pairs there is `uid`, with both rows of a pair on the same rank.
-            micro_batch_size: sequences per forward and backward pass, where there is no token budget. A pair stays
-                whole.
+                missing, and for pairs, which stay whole, there is `uid`, with both rows of a pair on the same rank.
 
         Returns:
             The metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
@@ -180,7 +158,7 @@ class FSDPEngine:
         Raises:
             TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite.
         """
-        trained, data, counts, plan, losses = self._accumulate(data, micro_batch_size, max_token_len, objective)
+        trained, data, counts, plan, losses = self._accumulate(data, objective, limits)
         metrics = self._finite_metrics(losses, data, plan, NOT_TAKEN)
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
@@ -205,29 +183,19 @@ class FSDPEngine:
             old = Ragged.from_rows(log_probs, torch.float32)
         return MiniBatchResult(merge_metrics([metrics, step]), old)
 
-    def gradient(self, data: DataProto, *, micro_batch_size: int, objective: TrainingSettings) -> list[Tensor]:
+    def gradient(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> list[Tensor]:
         """This rank's shards of the gradient that `train_mini_batch` would step by, before any clip."""
-        _, data, _, plan, losses = self._accumulate(data, micro_batch_size, None, objective)
+        _, data, _, plan, losses = self._accumulate(data, objective, limits)
         self._finite_metrics(losses, data, plan, NOT_TAKEN)
         gradients = [local_shard(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
         self.model.zero_grad(set_to_none=True)
         return gradients
 
     @torch.no_grad()
-    def evaluate(
-        self,
-        data: DataProto,
-        *,
-        micro_batch_size: int,
-        objective: TrainingSettings,
-        max_token_len: int | None = None,
-    ) -> dict[str, Metric]:
-        """The metrics of an objective on this rank's rows, to be merged over ranks, without a step.
-
-        Takes the arguments of `train_mini_batch`.
-        """
+    def evaluate(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> dict[str, Metric]:
+        """The metrics of an objective on this rank's rows, to be merged over ranks, without a step."""
         judged = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
-        data, counts, plan = self._begin(judged, data, micro_batch_size, max_token_len)
+        data, counts, plan = self._begin(judged, data, limits)
         losses: list[Loss] = []
         for i, rows in enumerate(plan):
             micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
@@ -245,8 +213,8 @@ class FSDPEngine:
     ) -> Iterator[tuple[str, Tensor]]:
         """The whole weights on `device`, tensor by tensor, with LoRA's factors merged; dtype is torch's name.
 
-        With `as_in_files` they have the names and the form of the model's files, as rollout engines load them, not
-        those of the model. Ranks that drop the tensors leave it out, since it holds some of them for a while.
+        With `as_in_files` they have the names and the form of the model's files, as rollout engines load them. Ranks
+        that drop the tensors leave it out, since it holds some of them for a while.
         """
         head = DTYPES[self.settings.head_dtype] if self.settings.head_dtype else None
         tensors = full_parameters(self.model, getattr(torch, dtype), device, head_dtype=head)
@@ -298,11 +266,11 @@ class FSDPEngine:
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _accumulate(
-        self, data: DataProto, micro_batch_size: int, max_token_len: int | None, objective: TrainingSettings
+        self, data: DataProto, objective: TrainingSettings, limits: PassLimits
     ) -> tuple[Objective, DataProto, Tensor, list[Any], list[Loss]]:
         """Leave the gradient of a mini-batch in the parameters; returns what `_begin` does, and each pass's loss."""
         trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
-        data, counts, plan = self._begin(trained, data, micro_batch_size, max_token_len)
+        data, counts, plan = self._begin(trained, data, limits)
         losses: list[Loss] = []
         for i, rows in enumerate(plan):
             micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
@@ -315,23 +283,19 @@ class FSDPEngine:
             losses.append(loss.detached())
         return trained, data, counts, plan, losses
 
-    def _begin(
-        self, objective: Objective, data: DataProto, micro_batch_size: int, max_token_len: int | None
-    ) -> tuple[DataProto, Tensor, list[Any]]:
+    def _begin(self, objective: Objective, data: DataProto, limits: PassLimits) -> tuple[DataProto, Tensor, list[Any]]:
         """The rows as the objective takes them, the counts of all ranks that divide the loss, and the micro-batches."""
         data = objective.prepared(data)
         groups = objective.groups(data)
         # the rows of a sequence group are counted by each of its ranks
         counts = self._all_reduce(objective.counts(data), dist.ReduceOp.SUM) / self.settings.sequence_parallel_size
-        self._check_forward(data, micro_batch_size, max_token_len, groups)
-        return data, counts, self._plan(data, micro_batch_size, max_token_len, groups)
+        self._check_forward(data, limits, groups)
+        return data, counts, self._plan(data, limits, groups)
 
-    def _check_forward(
-        self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
-    ) -> None:
+    def _check_forward(self, data: DataProto, limits: PassLimits, whole_groups: np.ndarray | None = None) -> None:
         """Before the first forward pass, compare the layout with each sequence alone."""
         if not self.forward.report:
-            plan = self._plan(data, micro_batch_size, max_token_len, whole_groups)
+            plan = self._plan(data, limits, whole_groups)
             width = max(self.forward.micro_batch(data.index(rows), ()).input_ids.shape[1] for rows in plan)
             with within_memory(f"the comparison of layouts, in rows of {width} tokens"):
                 self.forward.check(data, width, lambda mine: self._all_reduce([mine], dist.ReduceOp.MAX).item())
@@ -343,21 +307,19 @@ class FSDPEngine:
         if self.settings.sequence_parallel_size > 1 and self.forward.layout == "alone":
             raise ConfigError(
                 f"{self.settings.sequence_parallel_key}={self.settings.sequence_parallel_size}, "
-                f"{self.settings.setting}: this model takes {self.report}; its sequences cannot be split over ranks; "
-                "set the size to 1"
+                f"{self.settings.setting}: this model takes {self.forward.report}; its sequences cannot be split over "
+                "ranks; set the size to 1"
             )
 
-    def _plan(
-        self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
-    ) -> list[Any]:
+    def _plan(self, data: DataProto, limits: PassLimits, whole_groups: np.ndarray | None = None) -> list[Any]:
         """Rows of each micro-batch; the number of micro-batches is the same on all ranks."""
         if self.forward.layout == "alone":
             if whole_groups is not None:
                 raise ConfigError(
-                    f"{self.settings.setting}: this model takes {self.report}; both sequences of a "
+                    f"{self.settings.setting}: this model takes {self.forward.report}; both sequences of a "
                     "pair must be in one pass, so it cannot be trained on pairs; use a model of another family"
                 )
-            micro_batch_size, max_token_len = 1, None
+            limits = replace(limits, micro_batch_size=1, max_token_len=None)
         empty = np.empty(0, dtype=np.int64)
         lengths = Lengths(empty, empty, empty)
         if len(data):
@@ -366,8 +328,8 @@ class FSDPEngine:
             lengths = Lengths(groups, prompts.lengths.numpy(), response_tokens(data, self.forward.layout))
         return plan_micro_batches(
             lengths,
-            micro_batch_size=micro_batch_size,
-            max_token_len=max_token_len,
+            micro_batch_size=limits.micro_batch_size,
+            max_token_len=limits.max_token_len,
             shared=self.forward.layout == "shared",
             split=whole_groups is None,
             agree=lambda count: int(self._all_reduce([count], dist.ReduceOp.MAX)),
@@ -387,8 +349,8 @@ class FSDPEngine:
         return metrics
 
     def _all_reduce(self, values: list[float], operation: Any) -> Tensor:
-        tensor = torch.tensor(values, dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
-        tensor = tensor.to(self.device)
+        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
+        tensor = torch.tensor(values, dtype=dtype, device=self.device)
         dist.all_reduce(tensor, operation)
         return tensor
 

@@ -31,12 +31,11 @@ from grpo_dist.errors import ConfigError
 
 
 def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = False) -> Any:
-    """Load a causal LM, sharded over the default process group; no rank ever holds more than its shards.
+    """Load a causal LM, in eval mode, sharded over the default process group; no rank ever holds more than its shards.
 
-    The model stays in eval mode. Every layer of its no-split classes becomes one FSDP unit, the rest another. With an
-    `fsdp_size` below the number of ranks each group of that many ranks holds a copy of the model (hybrid sharding).
-    Weights that do not train are left as they are where each rank holds all of them in the type of its passes: FSDP2
-    would hold them twice, as shards and as gathered weights.
+    Every layer of its no-split classes becomes one FSDP unit, the rest another. With an `fsdp_size` below the number of
+    ranks each group of that many holds a copy (hybrid sharding). Weights that do not train are left as they are where
+    each rank holds all of them in the type of its passes: FSDP2 would hold them twice, sharded and gathered.
     """
     unloaded = build_model(settings, device, num_shards(settings))
     model = unloaded.model
@@ -79,9 +78,8 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
             head.compiler = model.compiler
     if layers is not None and layers.enable_gradient_checkpointing:
         away = functools.partial(saved_in_cpu_memory, device)
-        recompute_layers(
-            model, settings.layers_key, away if layers.enable_activation_offload else contextlib.nullcontext
-        )
+        keeping = away if layers.enable_activation_offload else contextlib.nullcontext
+        recompute_layers(model, settings.layers_key, keeping)
     return unloaded
 
 
@@ -114,7 +112,6 @@ def recompute_layers(
     transformers' own switch works in training mode only.
 
     Args:
-        section: of the config with the switch, for messages.
         keeping: makes the context in which the inputs are kept; what it says of tensors that autograd saves goes for
             them alone, since within a layer `checkpoint` has the say.
     """
@@ -154,9 +151,9 @@ def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterato
     """A block with one backward pass of a mini-batch, of which it is the `last` or not.
 
     Gradients are reduced over the ranks that hold a copy of the model together in every pass, so that a rank keeps no
-    more of them than its shard. With `defer_grad_sync` that waits for the last pass, and until then a rank
-    keeps whole gradients in float32; so it does where its shard is the whole. Over copies (hybrid sharding) shards are
-    reduced in the last pass only, which costs no memory. Weights that are not resharded stay gathered between passes.
+    more of them than its shard. With `defer_grad_sync` that waits for the last pass, and until then a rank keeps whole
+    gradients in float32; so it does where its shard is the whole. Over copies (hybrid sharding) shards are reduced in
+    the last pass only, which costs no memory. Weights that are not resharded stay gathered between passes.
     """
     defers = settings.fsdp_config.defer_grad_sync or num_shards(settings) == 1
     model.set_requires_gradient_sync(last or not defers)
@@ -173,9 +170,8 @@ def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterato
 def hold_longrope_factors(model: Any, max_model_len: int) -> None:
     """Fix LongRoPE's factors (Phi-3; arXiv 2402.13753) for the longest sequence that the run may have.
 
-    transformers takes the long factors for a whole micro-batch as soon as one of its positions is beyond the original
-    length, so that a sequence's log-probs would depend on its company. vLLM takes them for all sequences if its
-    `max_model_len` is beyond it, and so does this: trainer and sampler are the same model.
+    transformers takes the long factors for a whole micro-batch if one position is beyond the original length, so that a
+    sequence's log-probs would depend on its company. vLLM takes them for all if its `max_model_len` is beyond it.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) != "longrope":

@@ -37,14 +37,9 @@ logger = logging.getLogger(__name__)
 def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
-    A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at the last token that is
-    not `pad_token_id` of config.json: where it was trained, since that is kept (see `_set_padding`).
-
-    Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop
-    each tensor.
-
-    Args:
-        model: a policy, whose LoRA factors are merged, or a model with a linear head.
+    LoRA factors are merged. A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at
+    the last token that is not `pad_token_id` of config.json: where it was trained, since that is kept (see
+    `_set_padding`). Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor.
     """
     tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
@@ -95,23 +90,23 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
 def _set_padding(config: Any, tokenizer: Any) -> None:
     """Let a classifier's config name the tokenizer's padding token if it names none, and no conversation ends in that.
 
-    A model whose config names none was trained at the last token of conversations, whatever it is. If that may be the
-    tokenizer's padding token, transformers would read scores at the token before; without `pad_token_id` it reads them
-    at the last token, of one sequence at a time.
+    A model whose config names none was trained at the last token of conversations. If that may be the padding token,
+    transformers would read scores at the token before; without `pad_token_id` it reads them at the last token, of one
+    sequence at a time.
     """
     padding = tokenizer.pad_token_id
     if config.pad_token_id is not None or padding is None:
         return
     template = str(tokenizer.chat_template or "")
-    if padding == tokenizer.eos_token_id or tokenizer.pad_token in template or "pad_token" in template:
-        logger.warning(
-            "conversations may end in the padding token (pad_token_id=%d, %r), and this model was trained at their "
-            "last token; config.json names no padding token, so transformers scores one sequence at a time",
-            padding,
-            tokenizer.pad_token,
-        )
+    if padding != tokenizer.eos_token_id and tokenizer.pad_token not in template and "pad_token" not in template:
+        config.pad_token_id = padding
         return
-    config.pad_token_id = padding
+    logger.warning(
+        "conversations may end in the padding token (pad_token_id=%d, %r), and this model was trained at their "
+        "last token; config.json names no padding token, so transformers scores one sequence at a time",
+        padding,
+        tokenizer.pad_token,
+    )
 
 
 def _write(write: Callable[[Path], None], folder: Path, num_bytes: int) -> None:
@@ -179,9 +174,8 @@ def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str
 
     def write(temporary: Path) -> None:
         _config(model, settings).save_pretrained(str(temporary))
-        save_file(
-            {name: factor.contiguous() for name, factor in factors}, temporary / ADAPTER_WEIGHTS, {"format": "pt"}
-        )
+        whole = {name: factor.contiguous() for name, factor in factors}
+        save_file(whole, temporary / ADAPTER_WEIGHTS, {"format": "pt"})
         if usage is not None:
             usage.write(temporary)
 

@@ -65,9 +65,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class ReferenceHead:
-    """The reference's output layer: weight (V', H'), and bias (V',) or None. A teacher's hidden size H' may be another
-    than the policy's H, and V' above the policy's V.
-    """
+    """The reference's output layer: weight (V', H'), bias (V',) or None; a teacher's H' and V' may be above H and V."""
 
     weight: Tensor
     bias: Tensor | None
@@ -84,7 +82,6 @@ class HeadRequest:
     Attributes:
         predictors: (M,) int64, which of the B * L tokens predicts each.
         targets: (M,) int64, the response tokens.
-        reference: the reference's output layer, for the exact KL, or None.
         reference_states: (M, H'), the reference's hidden states, or None.
         top: what a teacher tells of its likeliest tokens, in the place of the reference; the KL is over these alone.
         gradient_norms: whether to compute |d log_prob / dz|^2 = 1 - 2 p_y + sum p^2; through it there is no gradient.
@@ -128,9 +125,7 @@ class HeadValues(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """What a teacher tells of its likeliest tokens: ids (tokens, K) int64, and (tokens, K) float32 log-probs over the
-    temperature.
-    """
+    """A teacher's likeliest tokens: ids (tokens, K) int64, and (tokens, K) float32 log-probs over the temperature."""
 
     ids: Tensor
     log_probs: Tensor
@@ -236,7 +231,6 @@ def token_values(
     Args:
         logits: (tokens, V); left as they are.
         reference: (tokens, V) logits of the reference; None: no KL.
-        gradient_norms: whether to compute 1 - 2 p_y + sum p^2, which is |d log p_y / d logits|^2 at temperature 1.
         top: in the place of `reference`: the KL is over these tokens alone, as if there were no others.
     """
     scaled, column = _scaled(logits, temperature), targets.unsqueeze(1)
@@ -272,7 +266,6 @@ def logits_gradient(
 
     Args:
         logits: (tokens, V); overwritten if they are float32.
-        values: of `token_values`.
     """
     assert values.sums is not None
     of_top = None

@@ -32,8 +32,7 @@ ADAPTER = "default"  # peft's name of the first adapter
 def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype: torch.dtype = torch.float32) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules.
 
-    `draw_factors` or `load_factors` fills them. The targets are linear layers. What a model holds
-    otherwise, such as the experts and the router of a layer, stays frozen.
+    `draw_factors` or `load_factors` fills them. What is no linear layer, as experts and their router, stays frozen.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -69,19 +68,13 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
 
 
 def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> list[str]:
-    """The modules meant, by their whole names.
-
-    Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
-    """
+    """The modules meant, by whole names: peft would make more of "all-linear", and of names of its older code."""
     targets, modules = lora.targets, dict(model.named_modules())
     if targets == ALL_LINEAR:
         head = model.get_output_embeddings()
         routers = tuple(f"{name}." for name in routers_of(model))
-        candidates = [
-            name
-            for name, m in modules.items()
-            if _is_linear(m) and m is not head and not f"{name}.".startswith(routers)
-        ]
+        linear = [name for name, module in modules.items() if _is_linear(module) and module is not head]
+        candidates = [name for name in linear if not f"{name}.".startswith(routers)]
     else:
         candidates = [name for name in modules if _is_called(name, targets)]
         if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in candidates)]:
@@ -102,9 +95,8 @@ def _is_linear(module: Any) -> bool:
 
 
 def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
-    """Check that no target's weight is another module's too, as that of an output layer which is tied to the embedding.
-
-    No change of such a weight is what its factors are: it would change the other module as well.
+    """Check that no target's weight is another module's too, as that of an output layer which is tied to the embedding:
+    its factors would change the other module as well.
     """
     holders: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -129,21 +121,17 @@ def _is_called(name: str, ends: Iterable[str]) -> bool:
 def draw_factors(model: nn.Module) -> None:
     """Draw LoRA's factors of a sharded model: A as peft draws it, B is 0, so nothing changes yet. Collective.
 
-    A layer's factors are whole for a moment. What is drawn depends on torch's random state on rank 0 alone, and is what
-    peft itself would draw then: each factor's own start comes first, and is dropped.
+    What is drawn depends on torch's random state on rank 0 alone, and is what peft itself would draw then: each factor,
+    whole for a moment, has its own start first, which is dropped.
     """
     for name, layer in lora_layers(model).items():
         a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
         first, second = (nn.Linear(factor.in_features, factor.out_features, bias=False) for factor in (a, b))
         nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
         nn.init.zeros_(second.weight)
-        for factor, drawn in (("lora_A", first), ("lora_B", second)):
-            old = getattr(layer, factor)[ADAPTER].weight
-            replace_tensor(
-                model,
-                f"{name}.{factor}.{ADAPTER}.weight",
-                drawn.weight.detach().to(old.device_mesh.device_type, old.dtype),
-            )
+        for factor, old, drawn in (("lora_A", a.weight, first.weight), ("lora_B", b.weight, second.weight)):
+            value = drawn.detach().to(old.device_mesh.device_type, old.dtype)
+            replace_tensor(model, f"{name}.{factor}.{ADAPTER}.weight", value)
 
 
 @torch.no_grad()
@@ -211,13 +199,12 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
 
-    The output layer comes in `head_dtype`, if that is given. LoRA's factors are merged. Collective: all ranks iterate
-    together.
+    LoRA's factors are merged; a `head_dtype` is the output layer's. Collective: all ranks iterate together.
     """
     free_gathered(model)  # or these would be copies in the compute type
     layers, head = lora_layers(model), model.get_output_embeddings()
     of_head = set() if head is None else {id(parameter) for parameter in head.parameters()}
-    for name, parameter, plain in _named(model):
+    for name, parameter, plain in merged(model):
         wanted = head_dtype if head_dtype is not None and id(parameter) in of_head else dtype
         owner, base, leaf = name.rpartition(".base_layer.")
         if base and leaf == "weight":
@@ -238,13 +225,8 @@ def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> I
         yield name, whole(model.get_parameter(parameter).detach().to(dtype)).to(device)
 
 
-def merged_names(model: nn.Module) -> list[str]:
-    """The names that `full_parameters` yields."""
-    return [plain for _, _, plain in _named(model)]
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
-    """Parameters but for LoRA's factors: name, parameter, name before LoRA."""
+def merged(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Parameters but for LoRA's factors: name, parameter, name before LoRA, which `full_parameters` yields."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name, parameter, name.replace(".base_layer.", ".")

@@ -23,11 +23,9 @@ def within_memory(what: str) -> Iterator[None]:
 
 @contextmanager
 def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[None]:
-    """Add to an `OutOfMemory` of the block what to do, unless it says so already.
+    """Add to an `OutOfMemory` of the block what to do, a sentence without the full stop, unless it says so already.
 
-    Args:
-        remedy: a sentence without the full stop.
-        setting: a key and its value, if half of the value takes about half of the memory.
+    `setting` is a key and its value, if half of the value takes about half of the memory.
     """
     try:
         yield
@@ -37,11 +35,7 @@ def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[No
 
 @contextmanager
 def smaller_passes(limits: PassLimits, *, ranks: int = 1) -> Iterator[None]:
-    """Add to an `OutOfMemory` of the block, a pass of these limits, which key makes passes smaller.
-
-    Args:
-        ranks: that split a pass, each with its share of those tokens.
-    """
+    """Add to an `OutOfMemory` of the block, a pass that `ranks` split the tokens of, which key makes passes smaller."""
     name, value = ("micro_batch_size", limits.micro_batch_size)
     if limits.max_token_len is not None:
         name, value = limits.budget, limits.max_token_len // ranks

@@ -197,12 +197,8 @@ def make_micro_batch(
     """Lay out the rows of `data`, which has `prompts`, `responses`, `response_mask` and the ragged `columns`.
 
     An empty `data` gives one sequence of a few padding tokens whose mask is 0: a rank without rows still takes part in
-    the collectives of the forward and backward pass.
-
-    Args:
-        row_width: tokens that a tensor row may grow to, for packed and shared; 0: as long as the longest piece.
-        min_width: tokens that tensor rows have at least, for packed and shared.
-        multiple: the tokens of tensor rows are a multiple of it, for packed and shared.
+    the collectives of the forward and backward pass. Tensor rows of packed and shared sequences may grow to `row_width`
+    tokens (0: as long as the longest piece), and have at least `min_width`, a multiple of `multiple`.
     """
     if len(data) == 0:
         return _empty_micro_batch(columns, padding_id, 2 * multiple, segmented=layout != "padded")

@@ -9,9 +9,9 @@ Ranks that split sequences (ulysses.py) have the same rows, and count as one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -49,12 +49,12 @@ class Lengths:
         """Cost of one item, in tokens."""
         return float(self._prompt_costs[rows[0]] + self._response_costs[rows].sum())
 
-    @cached_property
+    @functools.cached_property
     def _prompt_costs(self) -> np.ndarray:
         prompts = self.prompts.astype(np.float64)
         return prompts + prompts**2 / 2 / ATTENTION_PAIRS
 
-    @cached_property
+    @functools.cached_property
     def _response_costs(self) -> np.ndarray:
         prompts, responses = self.prompts.astype(np.float64), self.responses.astype(np.float64)
         return responses + responses * (prompts + responses / 2) / ATTENTION_PAIRS
@@ -63,8 +63,7 @@ class Lengths:
 def group_rows(data: DataProto) -> np.ndarray:
     """The group of each row: rows with equal prompts have equal numbers, from 0 in order of appearance.
 
-    Prompts are equal if their tokens are, and what belongs to these besides: rows that have some, such as media, carry
-    a digest of it.
+    Prompts are equal if their tokens are, and the digests that rows with media and the like carry.
     """
     digests = data[PROMPT_DIGEST] if PROMPT_DIGEST in data.columns() else [""] * len(data)
     numbers: dict[tuple[str, bytes], int] = {}
@@ -98,7 +97,6 @@ def plan_micro_batches(
     """Rows of each micro-batch.
 
     Args:
-        micro_batch_size: most sequences of a micro-batch, where there is no token budget.
         max_token_len: most tokens of a micro-batch (one sequence may exceed it); None: count sequences.
         shared: whether a group's prompt counts once.
         agree: from this rank's number of micro-batches to that of all ranks (their maximum): collectives of the
@@ -108,15 +106,10 @@ def plan_micro_batches(
     Returns:
         Row indices of each micro-batch, the costliest first. Every row appears once.
     """
-    if max_token_len is None:
-        capacity = micro_batch_size
-        size: Callable[[np.ndarray], int] = len
-    else:
-        capacity = max_token_len
-
-        def size(rows: np.ndarray) -> int:
-            return lengths.tokens(rows, shared=shared)
-
+    size: Callable[[np.ndarray], int] = len
+    if max_token_len is not None:
+        size = functools.partial(lengths.tokens, shared=shared)
+    capacity = micro_batch_size if max_token_len is None else max_token_len
     items = lengths.items()
     if split:
         items = [part for item in items for part in _split_to_fit(item, capacity, size)]

@@ -50,7 +50,7 @@ from grpo_dist.assets.model_folder import EMBEDDINGS, read_header, some, weight_
 from grpo_dist.config.schema_roles import LORA_RANK
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import OWN, attention_implementation
-from grpo_dist.engines.train.lora import merged_names
+from grpo_dist.engines.train.lora import merged
 from grpo_dist.engines.train.sharded_tensors import local_shard, replace_tensor
 from grpo_dist.errors import ConfigError, DataError
 
@@ -181,8 +181,7 @@ def read_config(settings: ModelSettings) -> Any:
 def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
     """The tensors of a model folder by name, of which nothing is read yet.
 
-    Files are read, not mapped: mapped pages would count as this process's memory, and weights of the files' own type
-    would stay in the files.
+    Files are not mapped: mapped pages would count as this process's memory, and weights of the files' type stay there.
     """
     tensors = {}
     for name in weight_files(folder, str(folder)):
@@ -193,7 +192,6 @@ def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
 
 # --- loading ---------------------------------------------------------------------------------------------------------
 def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device: str) -> Any:
-    """Have transformers fill a model from the tensors of its files; returns its report."""
     config = _load_config(model, conversions, device)
     report, _ = convert_and_load_state_dict_in_model(model, tensors, config)
     if report.conversion_errors:
@@ -205,8 +203,8 @@ def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device
 def _finalized(model: Any, config: LoadStateDictConfig, report: LoadStateDictInfo) -> Any:
     """Have transformers tie what is tied and compute buffers that are in no file; returns its report.
 
-    Its code for new weights runs for that, and may not know shards. So it leaves out modules whose tensors are all
-    loaded; but those that have none may fill buffers of others (Falcon-H1).
+    Its code for new weights may not know shards, so it leaves out modules whose tensors are all loaded; but those that
+    have none may fill buffers of others (Falcon-H1).
     """
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -336,7 +334,8 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
 
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     buffers = [(name, buffer.to(device)) for name, buffer in model.named_buffers() if name not in computed]
-    members = Counter(group_of(name) for name in (*merged_names(model), *(name for name, _ in buffers)))
+    plain = [name for _, _, name in merged(model)]
+    members = Counter(group_of(name) for name in (*plain, *(name for name, _ in buffers)))
     held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for source in (tensors, buffers):
         for name, tensor in source:

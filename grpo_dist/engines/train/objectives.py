@@ -59,11 +59,7 @@ class Loss(NamedTuple):
 
 
 class Objective:
-    """The methods that the engine calls of an objective.
-
-    Attributes:
-        role: the first part of the names of its metrics.
-    """
+    """The methods that the engine calls of an objective; `role` begins the names of its metrics."""
 
     role: ClassVar[str]
 

@@ -88,11 +88,7 @@ def check_overrides(optim: AdamWConfig, dtype: torch.dtype, key: str) -> None:
 def build_optimizer(
     parameters: Iterable[Tensor], optim: AdamWConfig, total_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build AdamW over the parameters that train, and its schedule, which ends with `total_steps`.
-
-    Raises:
-        ConfigError: see `optimizer_class`.
-    """
+    """Build AdamW (`optimizer_class`) over what trains of the parameters, and its schedule, of `total_steps`."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     build, more = optimizer_class(optim, trainable[0].dtype), optim.override_optimizer_config or {}
     own: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "weight_decay": optim.weight_decay}
@@ -129,10 +125,8 @@ class Offload:
     """Moves a role's tensors to its device for a phase, and back.
 
     Attributes:
-        model: a module, sharded with FSDP2 or not.
         device: where phases run. On CPU nothing moves.
-        parameters: whether the weights are offloaded.
-        optimizer_states: whether the optimizer's states are.
+        parameters: whether the weights are offloaded; `optimizer_states`: whether these are.
         shares_device: whether other processes need the device's memory between phases: then torch's cache is emptied.
     """
 
@@ -158,10 +152,7 @@ class Offload:
 
     @contextlib.contextmanager
     def on_device(self, *, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
-        """Within the block the weights, and with `optimizer` its states, are on the device.
-
-        Of a block that only `reads` the weights none are copied back.
-        """
+        """Within the block the weights, and with `optimizer` its states, are on the device; `reads`: none go back."""
         moves = self.device.type != "cpu" and self.parameters
         if moves:
             shards = {name: local_shard(tensor).detach() for name, tensor in self._tensors()}
@@ -209,10 +200,7 @@ class Offload:
 
 
 def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Within the block, what autograd saves on a GPU waits in pinned CPU memory until the backward pass needs it.
-
-    It is copied there and back in the order of the GPU's work, and nobody waits. On CPU it stays where it is.
-    """
+    """Within the block, what autograd saves on a GPU waits in pinned CPU memory; no copy holds the host up."""
     return save_on_cpu(pin_memory=True) if device == "cuda" else contextlib.nullcontext()
 
 
@@ -231,9 +219,9 @@ def move_states(
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """Pin the pages of a tensor on CPU, or of its shard, for faster copies to a GPU and back; return the tensor.
+    """Pin the pages of a tensor on CPU, or of its shard, in place; return the tensor.
 
-    In place: what torch pins itself lies in blocks of a power of two, which takes 1.4 times the memory.
+    What torch pins itself lies in blocks of a power of two, which takes 1.4 times the memory.
     """
     shard = local_shard(tensor)
     if not torch.cuda.is_available() or type(shard) is not Tensor or shard.device.type != "cpu":

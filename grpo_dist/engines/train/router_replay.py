@@ -60,11 +60,8 @@ class RouterReplay:
 def routers_of(model: Any) -> dict[str, Any]:
     """The modules whose logits transformers records as those of routers, by name."""
     recorders = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    wanted = [
-        (getattr(one, "target_class", one), getattr(one, "layer_name", None) or "")
-        for one in (recorders if isinstance(recorders, list) else [recorders])
-        if one is not None
-    ]
+    known = [one for one in (recorders if isinstance(recorders, list) else [recorders]) if one is not None]
+    wanted = [(getattr(one, "target_class", one), getattr(one, "layer_name", None) or "") for one in known]
     modules = model.named_modules()
     return {n: module for n, module in modules if any(isinstance(module, kind) and part in n for kind, part in wanted)}
 

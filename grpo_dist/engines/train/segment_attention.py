@@ -34,10 +34,9 @@ _COLUMNS = 8
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of one segment.
+    """Consecutive tokens of one segment, the first of which is number `start` of the B * L.
 
     Attributes:
-        start: the number of the first one among the B * L tokens.
         seen: numbers of the runs that its tokens see besides their own; None: padding, which sees nothing.
     """
 
@@ -71,7 +70,6 @@ class SegmentPlan:
 
     Args:
         runs: all runs of a micro-batch, in order; together they have B * L tokens.
-        batches: short segments.
         alone: numbers of the runs of long ones, in order.
         masks: by sliding window, 0 for none: (`QUERIES`, K) float32, 0 where a query sees a key, else -inf; of any K
             tokens in a row the last ones are the queries. Without a window it is for the long ones that follow others,
@@ -83,11 +81,7 @@ class SegmentPlan:
 
 
 def segment_runs(segments: Tensor) -> list[Run]:
-    """The runs of all rows of a micro-batch, in order.
-
-    Args:
-        segments: (2, B, L), see `MicroBatch`; negative: padding.
-    """
+    """The runs of all rows of a micro-batch, in order, by its (2, B, L) `MicroBatch.segments`; negative: padding."""
     own, lasts = segments.flatten(1).cpu()
     rows = torch.arange(segments.shape[1]).repeat_interleave(segments.shape[2])
     starts = torch.nonzero((own.diff() != 0) | (rows.diff() != 0)).flatten() + 1
@@ -106,12 +100,7 @@ def segment_runs(segments: Tensor) -> list[Run]:
 
 
 def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS, windows: Collection[int] = ()) -> SegmentPlan:
-    """Deal the segments of a micro-batch into batches of like lengths.
-
-    Args:
-        segments: (2, B, L), see `MicroBatch`.
-        batched_tokens: longer ones are alone.
-    """
+    """Deal the (2, B, L) `MicroBatch.segments` into batches of like lengths; any beyond `batched_tokens` is alone."""
     runs = segment_runs(segments)
     prompts = [sum(runs[number].length for number in run.seen or ()) for run in runs]
     short = [i for i, run in enumerate(runs) if run.seen is not None and run.length <= batched_tokens]
@@ -250,10 +239,7 @@ def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, attend: Att
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, attend: Attending, window: int) -> Tensor:
-    """(1, heads, R, D) of R queries, the last of the K tokens whose keys and values these are.
-
-    SDPA takes only queries of all tokens without a mask. Under one they are few at a time, so that it stays small.
-    """
+    """(1, heads, R, D) of R queries, the last of the K tokens of keys and values; under a mask few at a time."""
     if q.shape[2] == k.shape[2] and (not window or k.shape[2] <= window):
         return attend(q, k, v, None)
     blocks, seen = [], k.shape[2] - q.shape[2]

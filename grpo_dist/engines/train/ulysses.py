@@ -24,12 +24,9 @@ from grpo_dist.engines.rendezvous import world_limit
 
 
 class SequenceGroup:
-    """Ranks that split the tokens of their micro-batches, consecutive ones; a group of one has all tokens.
+    """Ranks that split the tokens of their micro-batches, `size` consecutive ones; a group of one has all tokens.
 
-    No dataclass and no tuple, since FSDP2 would copy one for every layer.
-
-    Args:
-        size: ranks of a group. Every rank makes the group at the same time.
+    Every rank makes the group at the same time. No dataclass and no tuple, since FSDP2 would copy one for every layer.
     """
 
     def __init__(self, size: int = 1, device: str = "cpu") -> None:
@@ -67,9 +64,7 @@ class SequenceGroup:
         return everyone.index_copy(0, numbers, values)
 
     def exchange(self, x: Tensor) -> Tensor:
-        """(B, P, Q, D) -> (B, P / size, Q * size, D): a share of what all ranks have on the second axis, of which this
-        rank has a part on the third.
-        """
+        """(B, P, Q, D) -> (B, P / size, Q * size, D): a share of the second axis, whole on the third, of all ranks."""
         assert self.group is not None
         parts = x.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
         received = wait_tensor(all_to_all_single_autograd(parts, None, None, self.group))

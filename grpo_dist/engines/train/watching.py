@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_dist.algorithms.agreement import LOG_PROBS
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import transformer_layers
 from grpo_dist.engines.train.lm_head import ResponseHead
@@ -51,8 +52,8 @@ def watched(engine: FSDPEngine, data: DataProto, wobble: float = 0.0) -> dict[st
 def log_probs_in(engine: FSDPEngine, data: DataProto, dtype: torch.dtype) -> Ragged:
     """Return the log-probs of `engine.compute_log_probs` by passes in another type.
 
-    The attention's kernels alone, which may have no other, compute in their own, and a float32 output layer in that.
-    The weights are those of the engine's own passes, changed layer by layer once FSDP2 has gathered them.
+    Only the attention's kernels, which may have no other, and a float32 output layer compute in their own. The weights
+    are those of the engine's own passes, changed layer by layer once FSDP2 has gathered them.
     """
     own = DTYPES[engine.settings.compute_dtype]
     units = {layer: list(layer.modules()) for layer in transformer_layers(engine.model)}
@@ -65,8 +66,10 @@ def log_probs_in(engine: FSDPEngine, data: DataProto, dtype: torch.dtype) -> Rag
         given[unit] = args, kwargs
 
     def enter(unit: nn.Module, *_: Any) -> Any:
-        weights[unit] = [(module, _gathered(module)) for module in units[unit]]
-        for module, gathered in weights[unit]:
+        weights[unit] = []
+        for module in units[unit]:
+            gathered = {name: w for name, w in module._parameters.items() if not isinstance(w, DTensor)}
+            weights[unit].append((module, gathered))
             module._parameters.update(_as_type(gathered, dtype))
         return _as_type(given[unit], dtype)  # FSDP2 has rounded them
 
@@ -83,10 +86,6 @@ def log_probs_in(engine: FSDPEngine, data: DataProto, dtype: torch.dtype) -> Rag
     return _log_probs(engine, data, hooks, attend)
 
 
-def _gathered(module: nn.Module) -> dict[str, Any]:
-    return {name: weight for name, weight in module._parameters.items() if not isinstance(weight, DTensor)}
-
-
 def _as_type(values: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
 
@@ -100,7 +99,7 @@ def _log_probs(engine: FSDPEngine, data: DataProto, hooks: list[Any], attend: Ca
             AttentionInterface.register(kind, functools.partial(attend, kernel))
         if compiler is not None:
             compiler.on = False  # compiled code calls no hooks
-        return engine.compute_log_probs(data, micro_batch_size=1)
+        return engine.compute_log_probs(data, PassLimits("", 1))
     finally:
         for hook in hooks:
             hook.remove()

@@ -41,11 +41,10 @@ RECORDING_SCHEDULER = "grpo_dist.engines.vllm.routed_experts.RecordingScheduler"
 
 
 def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, Any] | None = None) -> AsyncEngineArgs:
-    """Return the `AsyncEngineArgs` of an engine; the config's `engine_kwargs` win.
+    """Return the `AsyncEngineArgs` of an engine; `usual` ones win, and the config's `engine_kwargs` over all.
 
     Args:
         folder: that `prepare` has made, for its tokenizer.
-        usual: arguments that are others where the config does not name them; None: none are.
     """
     args = {
         "model": settings.model.path,
@@ -73,8 +72,7 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
     try:
         return AsyncEngineArgs(**args | own)
     except TypeError as error:  # an argument that vLLM does not have
-        names = ", ".join(own)
-        raise ConfigError(f"{ARGUMENTS_KEY}: {error}; given: {names}") from None
+        raise ConfigError(f"{ARGUMENTS_KEY}: {error}; given: {', '.join(own)}") from None
 
 
 def recording_args(device: str) -> dict[str, Any]:
@@ -85,13 +83,10 @@ def recording_args(device: str) -> dict[str, Any]:
     """
     if device != "cpu":
         return {"enable_return_routed_experts": True}
-    _check_version("actor_rollout_ref.actor.router_replay.mode=R3: on CPU experts are recorded")
-    return {"scheduler_cls": RECORDING_SCHEDULER}
-
-
-def _check_version(what: str) -> None:
     if not knows_internals():
+        what = "actor_rollout_ref.actor.router_replay.mode=R3: on CPU experts are recorded"
         raise ConfigError(f"{what} with vLLM {KNOWN_VERSION}x only; install that one")
+    return {"scheduler_cls": RECORDING_SCHEDULER}
 
 
 def _batching(settings: EngineSettings) -> dict[str, Any]:
@@ -144,21 +139,18 @@ def adapter_args(settings: EngineSettings) -> dict[str, Any]:
     """VLLM's arguments for one adapter; {} where merged weights are sent."""
     if settings.lora is None:
         return {}
-    _check_family(Path(settings.model.path))
+    folder = Path(settings.model.path)
+    for name in json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ():
+        known = ModelRegistry.models.get(name)
+        if known is not None and not supports_lora(known.load_model_cls()):
+            raise ConfigError(f"{KEY}=false: vLLM's {name} takes no LoRA adapters; {REMEDY}")
     return {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": engine_lora_rank(settings.lora.factors["r"]),
         # else vLLM gives factors to the output layer too, and computes with them
-        "lora_target_modules": _layers(Path(settings.model.path), settings.lora),
+        "lora_target_modules": _layers(folder, settings.lora),
     }
-
-
-def _check_family(folder: Path) -> None:
-    for name in json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ():
-        known = ModelRegistry.models.get(name)
-        if known is not None and not supports_lora(known.load_model_cls()):
-            raise ConfigError(f"{KEY}=false: vLLM's {name} takes no LoRA adapters; {REMEDY}")
 
 
 def _layers(folder: Path, lora: LoraSection) -> list[str]:
@@ -188,8 +180,7 @@ _CONFIG = {"model_type": "llama", "transformers_version": "5.0.0"}
 def tokenizer_args(settings: EngineSettings, folder: str) -> dict[str, Any]:
     """Return vLLM's arguments for its tokenizer, which `folder` then holds in a form that AutoTokenizer reads as it is.
 
-    vLLM's processes load the tokenizer by name, and by AutoTokenizer. One that transformers or the model's own code
-    makes is made in the same way by vLLM.
+    vLLM's processes load the tokenizer by name. One that transformers or the model's own code makes vLLM makes too.
     """
     if not settings.needs_tokenizer:
         return {"skip_tokenizer_init": True}

@@ -120,11 +120,7 @@ class VLLMBackend(RolloutBackend):
 
 # --- what is installed ------------------------------------------------------------------------------------------------
 def attention_problem(model_config: Mapping[str, Any]) -> str:
-    """Say why the installed vLLM cannot compute a model's attention on CPU; "" if it can, or if that cannot be told.
-
-    Args:
-        model_config: the model's config.json, with the run's changes.
-    """
+    """Say why the installed vLLM cannot compute a model's attention on CPU; "" if it can, or if that cannot be told."""
     from transformers import AutoConfig
 
     known = head_sizes("cpu_attn.py")
@@ -152,11 +148,7 @@ def attention_problem(model_config: Mapping[str, Any]) -> str:
 
 
 def head_sizes(file: str) -> list[int]:
-    """Return the head sizes that one of vLLM's attention backends says it has; read without importing vLLM.
-
-    Args:
-        file: of the backend, below vLLM's folder of them. Where it cannot be read the list is empty.
-    """
+    """Return the head sizes that a file of vLLM's attention backends says it has; [] where it cannot be read."""
     for node in ast.walk(_source(f"{_BACKENDS}/{file}")):
         if isinstance(node, ast.FunctionDef) and node.name == _SIZES and isinstance(node.body[-1], ast.Return):
             value = node.body[-1].value

@@ -48,11 +48,7 @@ DEATH_POLL_S = 1.0
 
 
 class VLLMEngine:
-    """One vLLM engine; see `RolloutEngine`.
-
-    Args:
-        folder: of its sockets and its tokenizer, which `vllm_engine` has made.
-    """
+    """One vLLM engine; see `RolloutEngine`. `folder` has its sockets and its tokenizer."""
 
     weights: WeightUpdater
 
@@ -110,10 +106,10 @@ class VLLMEngine:
         return [_response(r) for r in sorted(done, key=lambda r: r.index)]
 
     async def watched(self, prompt: Sequence[int], sampling: SamplingSettings) -> tuple[Response, dict[str, Any]]:
-        """Sample a response alone in the engine, and note what each operation gives on the way.
+        """Sample a response alone in the engine, and note what each operation gives on the way; see `Watching`.
 
         Returns:
-            (the response, (tokens, F) outputs by the module's name; {} where the model is compiled); see `Watching`.
+            (the response, (tokens, F) outputs by the module's name; {} where the model is compiled).
         """
         await self._call(self._llm.collective_rpc("watch"))
         try:

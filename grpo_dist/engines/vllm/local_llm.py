@@ -26,7 +26,6 @@ class LocalLLM:
 
     Attributes:
         errored: whether the engine has failed; nothing is answered then.
-        load: running and waiting sequences after the last step.
         engine: vLLM's LLMEngine; but for its settings and its tokenizer used on the thread alone.
     """
 

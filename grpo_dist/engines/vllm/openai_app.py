@@ -72,8 +72,6 @@ async def openai_app(engine: Any, model_path: str, sample: AppSample, options: M
 
 
 class _Client:
-    """The engine client that vLLM's app needs."""
-
     errored = False
     dead_error = RuntimeError("the engine has failed")
 
@@ -131,9 +129,7 @@ def _output(response: Response, params: Any, tokenizer: Any) -> CompletionOutput
     log_probs = None
     if params.logprobs is not None:
         pairs = zip(response.token_ids, response.log_probs, strict=True)
-        log_probs = [
-            {token: Logprob(value, rank=None, decoded_token=tokenizer.decode([token]))} for token, value in pairs
-        ]
+        log_probs = [{i: Logprob(value, rank=None, decoded_token=tokenizer.decode([i]))} for i, value in pairs]
     return CompletionOutput(
         0,
         text,
@@ -157,7 +153,6 @@ def server_arguments(
 
     Args:
         usage: what the run says where a request says nothing.
-        name: under which the model is served.
         folder: see `engine_args`.
         token: that requests must have; "": none.
         more: options of `vllm serve`, which win.
@@ -179,7 +174,10 @@ def server_arguments(
             validate_api_server_args(arguments)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"behind --, for vLLM's server: {error}") from None
-    put_front(arguments, FrontSettings(_possible(usage, settings.max_model_len), token))
+    usual = usage.sampling.get("max_tokens")
+    if usual is not None:  # vLLM would refuse longer ones, although the client has not asked for them
+        usage = replace(usage, sampling=dict(usage.sampling) | {"max_tokens": min(usual, settings.max_model_len)})
+    put_front(arguments, FrontSettings(usage, token))
     return arguments
 
 
@@ -197,20 +195,9 @@ def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> di
     }
 
 
-def _possible(usage: Usage, max_model_len: int) -> Usage:
-    """Return the usage with no longer responses than sequences.
-
-    vLLM would refuse them, although the client has not asked for them.
-    """
-    usual = usage.sampling.get("max_tokens")
-    if usual is None:
-        return usage
-    return replace(usage, sampling=dict(usage.sampling) | {"max_tokens": min(usual, max_model_len)})
-
-
 # --- its parsers ----------------------------------------------------------------------------------------------------
 def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *, key: str) -> ParseCalls:
-    """Return the function by which vLLM's server finds the calls in a text; `tools` are their JSON schemas.
+    """Return the function by which vLLM's server finds the calls of `tools`, JSON schemas, in a text.
 
     Raises:
         ConfigError: vLLM refuses the parser that `key` names.

@@ -26,13 +26,10 @@ class RecordingScheduler(Scheduler):
 
 
 def record_steps(runner: Any) -> None:
-    """Have vLLM's older model runner deliver the experts of its steps, as the newer one does.
+    """Have vLLM's older model runner, some methods of which are replaced, deliver the experts of its steps.
 
     The connector is told of a step before it runs; then which rows of it are whose, from which token on; and when the
     tokens are sampled, how many of these were accepted.
-
-    Args:
-        runner: of a worker; its methods are replaced.
     """
     connector: Any = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens

@@ -86,13 +86,9 @@ def plain_errors() -> Iterator[None]:
         reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
         raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
     except Exception as error:  # its processes fail on their own, and vLLM says only that they did
-        raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_error_log()}") from error
-
-
-def _error_log() -> str:
-    """The end of a message: the file to which this process and its children write errors."""
-    file = os.path.realpath("/proc/self/fd/2")
-    return f"; the reason is in {file}" if os.path.isfile(file) else ""
+        log = os.path.realpath("/proc/self/fd/2")  # to which this process and its children write errors
+        where = f"; the reason is in {log}" if os.path.isfile(log) else ""
+        raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{where}") from error
 
 
 KNOWN_VERSION = "0.32."
@@ -217,13 +213,12 @@ async def wait_until_free(settings: EngineSettings) -> list[GPU]:
 def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_cache_bytes: int | None) -> Footprint:
     """Return the memory that an engine has taken of its GPUs, by their state `before` and `after` its start.
 
-    Args:
-        kv_cache_bytes: the size that vLLM chose for the KV cache; None: the settings name it.
+    `kv_cache_bytes` is the size that vLLM chose for the KV cache; None: the settings name it.
     """
     total = max(then.free - now.free for then, now in zip(before, after, strict=True)) / GIB
-    gib = settings.rollout.kv_cache_memory_gib
-    assert gib is not None or kv_cache_bytes is not None, "vLLM chooses a size that the settings do not name"
-    return Footprint(total, kv_cache_bytes / GIB if kv_cache_bytes is not None else gib)  # type: ignore[arg-type]
+    gib = settings.rollout.kv_cache_memory_gib if kv_cache_bytes is None else kv_cache_bytes / GIB
+    assert gib is not None, "vLLM chooses a size that the settings do not name"
+    return Footprint(total, gib)
 
 
 def _gpu(nvml: Any, name: str) -> GPU:

@@ -106,13 +106,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: in a file (weights/buckets.py), or as it is, if engine and worker are one process; or a whole sync
-    that the group brings.
+    """One bucket, in a file (weights/buckets.py) or, in one process, as it is; or (`version`) a whole sync.
 
     Attributes:
         file: what `read_bucket` takes. Entries are plain dicts: they cross a process boundary.
         bucket: the bucket, which has been checked.
-        version: of the sync.
     """
 
     file: dict[str, Any] | None = None
@@ -121,11 +119,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Adapter:
-    """The factors of one worker of an engine.
+    """The factors of one worker of an engine, by their names in adapters in peft's form.
 
-    Attributes:
-        arriving: those of the sync under way, by their names in adapters in peft's form.
-        present: those in force; {}: all are 0.
+    Those of the sync under way are `arriving`, those in force `present`; {}: all are 0.
     """
 
     def __init__(self) -> None:
@@ -141,9 +137,7 @@ class Adapter:
 
         Args:
             manager: the worker's LRUCacheWorkerLoRAManager. Whatever it holds is replaced.
-            rank: of the factors.
             alpha: scaling = alpha / rank.
-            complete: whether all factors have arrived.
 
         Returns:
             What vLLM does not take; "" if all is in force.
@@ -175,8 +169,8 @@ class Adapter:
 class LayerwiseWeightTransferEngine(WeightTransferEngine):
     """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards.
 
-    Errors go into `receipt`, since vLLM would lose their type; after one nothing more is loaded. Where vLLM has an
-    adapter, the tensors are its factors, which are kept until all have come.
+    Errors go into `receipt`, since vLLM would lose their type; after one nothing more is loaded. With an adapter the
+    tensors are its factors, which are kept until all have come.
     """
 
     init_info_cls = InitInfo

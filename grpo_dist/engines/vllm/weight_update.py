@@ -23,7 +23,6 @@ class WeightUpdater:
     """The weights of one engine; see `EngineWeights`.
 
     Attributes:
-        version: of the weights in force; -1: those of the model folder.
         updating: whether an update is under way: from the pause until requests go on.
 
     Args:
@@ -67,9 +66,7 @@ class WeightUpdater:
             self._paused = True
 
     async def sleep(self) -> None:
-        """Release the GPUs' memory until weights have come: drop the KV cache, and drop the weights or move them to CPU
-        memory (`RolloutBackend.keeps_sleeping_weights`).
-        """
+        """Drop the KV cache, and drop the weights or move them to CPU memory, until new ones have come."""
         if self._asleep:  # since the update of another role
             return
         self.updating = True
@@ -96,12 +93,12 @@ class WeightUpdater:
             raise WeightSyncError(fault)
 
     async def receive(self, version: int) -> None:
-        """Replace all weights by those that the actor sends to the group.
+        """See `EngineWeights.receive`. If nothing had been loaded before a fault, the engine keeps its weights.
+
+        Otherwise it has some old and some new ones, and stays paused until a whole sync succeeds or its worker is
+        replaced; the message says which.
 
         Raises:
-            WeightSyncError: a bucket was damaged, out of order, or did not come. If nothing had been loaded, the engine
-                keeps its weights. Otherwise it has some old and some new ones, and stays paused until a whole sync
-                succeeds or its worker is replaced; the message says which.
             EngineError: the engine failed, and is replaced.
         """
         with self._keeps_weights(version):
@@ -153,7 +150,6 @@ class WeightUpdater:
             raise ConfigError(f"{KEY}=false: {problem}; {REMEDY}")
 
     async def _workers(self, method: str, kwargs: dict[str, Any] | None = None) -> Any:
-        """Have every worker of the engine do something; a list of their answers."""
         return await self._call(self._llm.collective_rpc(method, kwargs=kwargs))
 
     async def _receipt(self) -> tuple[int, str]:
@@ -177,5 +173,4 @@ class WeightUpdater:
             yield
         except WeightSyncError as error:
             kept = "the engine sleeps on" if self._dropped else f"the engine keeps version {self.version}"
-            kept = self._mixed or kept
-            raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None
+            raise WeightSyncError(f"sync of weight version {version}: {error}; {self._mixed or kept}") from None

@@ -61,13 +61,8 @@ class WeightGroup:
     """A rank's place in the group; made on all ranks at the same time.
 
     Args:
-        address: where to meet.
         rank: those of senders come first.
-        device: where its tensors lie.
         store: the store that the sender has opened; None: connect to it.
-
-    Attributes:
-        sends: whether this rank sends to any other.
     """
 
     def __init__(self, address: GroupAddress, rank: int, device: torch.device, store: Any = None) -> None:
@@ -203,7 +198,9 @@ def receive(group: WeightGroup, *, version: int, load: Callable[[list[tuple[str,
             header = group.read(version, number)
             data = torch.empty(header.num_bytes, dtype=torch.uint8, device=group.device)
             group.wait(group.broadcast(data))
-            fault = fault or find_fault(header, number, data)
+            if header.number != number:
+                fault = fault or f"weight bucket {header.number} arrived in place of {number}"
+            fault = fault or damage(header, position_checksum(data))
             if not fault:
                 loaded += 1
                 load(unpack(data, header.entries))
@@ -212,13 +209,6 @@ def receive(group: WeightGroup, *, version: int, load: Callable[[list[tuple[str,
         group.close()
         return Receipt(loaded, fault or _reason(error))
     return Receipt(loaded, fault)
-
-
-def find_fault(header: Header, number: int, data: Tensor) -> str:
-    """Return what is wrong with a bucket that arrived as number `number`; "" if nothing is."""
-    if header.number != number:
-        return f"weight bucket {header.number} arrived in place of {number}"
-    return damage(header, position_checksum(data))
 
 
 def position_checksum(data: Tensor) -> int:
@@ -336,10 +326,8 @@ class CudaMemory:
 
     def share(self, data: Tensor) -> dict[str, Any]:
         """See `FileMemory.share`. The receiver waits for the kernels that fill the bytes: an event comes too."""
-        data = _outside_of_segments(
-            data, os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-        )
-        rebuild, arguments = reductions.reduce_tensor(data)
+        conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        rebuild, arguments = reductions.reduce_tensor(_outside_of_segments(data, conf))
         by_name = dict(zip(inspect.signature(rebuild).parameters, arguments, strict=True))
         return {name: bytes(by_name[name]).hex() for name in HANDLES} | {name: int(by_name[name]) for name in NUMBERS}
 
@@ -394,14 +382,11 @@ class SharedMemoryGroup:
     """A rank's place in a group; made on all ranks at the same time.
 
     Args:
-        store: at which all ranks meet.
+        store: at which all ranks meet; the attribute is the part of it for the ranks on this device.
         rank: the actor's ranks come first, then those of the engines.
-        device: where the buckets lie.
 
     Attributes:
-        store: the part of it for the ranks on this device.
         sends: whether this is a rank of the actor with receivers.
-        receives: whether this is a rank of an engine.
     """
 
     def __init__(self, store: Any, rank: int, device: torch.device, address: GroupAddress) -> None:

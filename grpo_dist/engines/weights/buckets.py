@@ -48,7 +48,6 @@ class Header:
     """What is said of a bucket ahead of its bytes, of which `position_checksum` (broadcast.py) or CRC-32 is sent too.
 
     Attributes:
-        entries: the tensors in it.
         number: position among the buckets of a model.
         last: whether no other one follows.
     """
@@ -158,10 +157,9 @@ SEGMENTS = "segments"  # the file with the names
 
 
 def bucket_files(buckets: Sequence[Bucket]) -> Generator[dict[str, Any], None, None]:
-    """Write one bucket after the other into a file; the file before is removed first.
+    """Write one bucket after the other into a file, what `read_bucket` takes; the file before is removed first.
 
-    Yields:
-        What `read_bucket` takes. Close the generator if you do not use it up.
+    Close the generator if you do not use it up.
     """
     with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=shared_memory()) as folder:
         for bucket in buckets:
@@ -258,22 +256,14 @@ class Difference(Header):
 
 
 class Sent:
-    """The sender's side: what receivers hold if they have taken in the last sync.
-
-    Attributes:
-        share: bytes of the last sync by those of the whole weights; nan before the first.
-    """
+    """The sender's side: what receivers hold after the last sync, and its `share` of the whole bytes, nan at first."""
 
     def __init__(self) -> None:
         self._buckets: list[Bucket] = []
         self.share = float("nan")
 
     def changes(self, buckets: Iterable[Bucket], *, whole: bool = False) -> Iterator[Bucket | Difference]:
-        """Yield each bucket of a sync, or its difference from the last one's.
-
-        Args:
-            whole: leave all buckets as they are, for receivers that lack the last sync.
-        """
+        """Yield each bucket of a sync, or its difference from the last one's unless receivers lack that (`whole`)."""
         before, self._buckets, sent, total = self._buckets, [], 0, 0
         for bucket in buckets:
             old = before.pop(0) if before else None
@@ -287,11 +277,7 @@ class Sent:
 
 
 class Held:
-    """The receiver's side.
-
-    Args:
-        keeps: hold the buckets of the last sync, for differences from them.
-    """
+    """The receiver's side; it `keeps` the buckets of the last sync, for differences from them."""
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps

@@ -56,12 +56,8 @@ _IDLE = {
 
 @dataclass
 class Changes:
-    """Changed keys, as lines "key: old -> new".
-
-    Attributes:
-        refused: those with which the checkpoint cannot be used.
-        experiment: those that make it another experiment.
-        shown: those that are only shown.
+    """Changed keys, as lines "key: old -> new": with `refused` ones the checkpoint cannot be used, `experiment` ones
+    make it another experiment.
     """
 
     refused: list[str] = field(default_factory=list)
@@ -79,18 +75,14 @@ def check_changes(
 ) -> list[str]:
     """Changes since a checkpoint, as lines "key: old -> new", without the keys that have no effect on results.
 
-    Args:
-        prompts: number and fingerprint of the current training rows.
-        code: `digest_code` of the current config, like those of the checkpoint.
+    `prompts` is the number and fingerprint of the current training rows, `code` the `digest_code` of the config.
 
     Raises:
         CheckpointError: a change makes the checkpoint unusable, or it is of another experiment and the config does not
             say to go on; or its config cannot be read.
     """
     trainer = config.trainer
-    others = [
-        key for key, digest in code.items() if digest.startswith(_VALUE) and state.code.get(key, digest) != digest
-    ]
+    others = [key for key, now in code.items() if now.startswith(_VALUE) and state.code.get(key, now) != now]
     changes = find_changes(folder, config, others)
     changes.shown += _edited(_flat(read_config(folder)), _flat(_plain(config)), state.code, code)
     if state.prompts and state.prompts != prompts:
@@ -112,11 +104,7 @@ def told(changes: Sequence[str]) -> list[str]:
 
 
 def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) -> Changes:
-    """The changes of the config since one that was written into a folder.
-
-    Args:
-        folder: that has the config.
-        others: keys that had another value of the environment then.
+    """The changes of the config since one in a folder; `others` are keys that had another value of the environment.
 
     Raises:
         CheckpointError: that one cannot be read.
@@ -128,7 +116,6 @@ def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) ->
 
 
 def _plain(config: JobConfig) -> Any:
-    """A config as one that was saved and read."""
     return yaml.safe_load(saved_config(config))
 
 
@@ -138,7 +125,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
-    """The message: what differs, and the ways on."""
     ways = [f"For a run of its own, set {another_place(config)}."]
     if changes.refused:
         ways.append("To go on from this checkpoint, undo the changes that have a reason in brackets.")
@@ -222,7 +208,6 @@ def digest_code(config: JobConfig, like: Mapping[str, str] = MappingProxyType({}
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """A text, or the texts in a list of functions."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | Mapping):
@@ -253,8 +238,7 @@ def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
 def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
     """The number of training prompts, and a fingerprint of their content and order.
 
-    System messages and the chat template are left out: they do not change the positions. Nor does the name of a file
-    that stands for a data source.
+    System messages, the chat template, and the name of a file that stands for a data source change no positions.
     """
     digest = hashlib.blake2b(digest_size=16)
     for prompt in (tokenized.prompt for tokenized in prompts):

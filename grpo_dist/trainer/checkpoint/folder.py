@@ -51,18 +51,15 @@ class RunState:
     """The state of a run besides the shards of its models.
 
     Attributes:
-        step: the last finished training step.
-        weight_version: version of the weights that the engines hold after that step, where there are engines.
+        step: the last finished one.
+        weight_version: of the weights that the engines hold after that step, where there are engines.
         sampler: position in the order of the rows.
-        kl_coef: coefficient of the KL controller.
-        entropy: state of the entropy controller.
         baselines: of agents, by the number of their name (algorithms/controllers.py).
         ledger: prompts that were drawn but not trained on.
         prompts: number and fingerprint of the training rows, to which the positions in `ledger` refer.
         code: digests of the Python files that the config names, by config key.
         metrics: validation metrics after this step; {} if it was not validated.
         validating: whether the validation after this step was still going on.
-        trackers: the run's ids in the trackers.
         finished: descriptions of the groups in groups/ (checkpoint/saver.py).
         history: digests of the checkpoints of this run before this one, oldest first.
     """
@@ -108,7 +105,6 @@ def publish_checkpoint(
 
     Args:
         temporary: the folder of `begin_checkpoint`, with the files of the roles.
-        state: the content of state.json.
         config: the content of config.yaml.
         digests: digests that the writers of files have already computed, by path.
 
@@ -182,7 +178,7 @@ def clear_leftovers(run_dir: Path) -> None:
 
 
 def forget_last(run_dir: Path) -> None:
-    """Remove the pointer where a run starts anew: it has no last checkpoint yet, whatever the run before has left.
+    """Remove the pointer where a run starts anew, whatever the run before has left.
 
     Raises:
         CheckpointError: it cannot be removed.
@@ -402,9 +398,7 @@ def run_digest(run_dir: Path) -> str | None:
 
 
 def others(run_dir: Path) -> str:
-    """Return what to add to a message, of checkpoints that are not of the run whose last one the pointer names; "" if
-    there are none.
-    """
+    """Return what to add to a message of checkpoints that are not of the pointer's run; "" if there are none."""
     own = own_checkpoints(run_dir).values()
     if not (left := [path.name for path in checkpoints(run_dir) if path not in own]):
         return ""

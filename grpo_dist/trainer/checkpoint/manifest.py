@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.base import engine_packages
+from grpo_dist.engines.base import builtin_backends
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, write_durably
 from grpo_dist.errors import CheckpointError
 
@@ -31,14 +31,15 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # Minimum distance of the times of two checkpoints: enough to order them as floats.
 CLOCK_STEP_S = 0.001
-_PACKAGES = ("grpo_dist", "torch", *engine_packages(), "ray", "transformers")
+_THREADS = min(8, os.cpu_count() or 1)
+_ENGINES = [package for backend in builtin_backends() for package in backend.packages]
+_PACKAGES = ("grpo_dist", "torch", *_ENGINES, "ray", "transformers")
 
 
 def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *, written_after: float = 0.0) -> None:
-    """Write the manifest of all files in `folder`.
+    """Write the manifest of all files in `folder`, of which `digests`, by path in it, are known; other files are read.
 
     Args:
-        digests: known digests by path within the folder; other files are read.
         written_after: time of the previous checkpoint; this one gets a later time even if the clock was set back.
 
     Raises:
@@ -51,7 +52,7 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *
             f"{folder / missing[0]} was written by a worker, but the driver cannot see it; use a shared file system"
         )
     unknown = [name for name in names if name not in digests]
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(_THREADS) as threads:
         computed = dict(zip(unknown, threads.map(lambda name: digest_file(folder / name), unknown), strict=True))
     files = {name: digests.get(name) or computed[name] for name in names}
     body = {
@@ -105,16 +106,12 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def damage(folder: Path, *, contents: bool = True) -> list[str]:
-    """The problems of a checkpoint, one line per file; [] if it is intact.
-
-    Args:
-        contents: whether to read all files and compare digests; False: check only existence and sizes.
-    """
+    """The problems of a checkpoint, one line per file; [] if it is intact. Without `contents` of sizes alone."""
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
         return [str(error)]
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(_THREADS) as threads:
         problems = threads.map(lambda name: _damage_of_file(folder / name, name, files[name], contents), files)
         return [problem for problem in problems if problem]
 
@@ -137,10 +134,6 @@ def _sealed(body: Mapping[str, Any]) -> str:
     """The manifest as JSON with its own digest at the end. The text is unique, so any other text is damaged."""
     digest = hashlib.blake2b(json.dumps(body).encode(), digest_size=32).hexdigest()
     return json.dumps({**body, "blake2b": digest}, indent=1) + "\n"
-
-
-def _num_threads() -> int:
-    return min(8, os.cpu_count() or 1)
 
 
 @functools.cache

@@ -50,12 +50,7 @@ Group = tuple[DataProtoRef, DataProtoRef]
 
 @dataclass(frozen=True)
 class FinishedGroups:
-    """The finished groups of one batch of prompts.
-
-    Attributes:
-        name: name of its files, without suffix.
-        groups: handles by uid.
-    """
+    """The finished groups of one batch of prompts, by uid; `name` is that of its files, without suffix."""
 
     name: str
     groups: Mapping[str, Group]
@@ -124,7 +119,6 @@ class CheckpointSaver:
 
     Args:
         holders: the roles that hold state at the moment, by the name of their folder in a checkpoint.
-        async_save: whether training goes on while a checkpoint is written.
         reward: writes finished groups; None: there are none.
     """
 
@@ -225,7 +219,6 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _giving_up(self, pending: _Pending) -> Iterator[None]:
-        """Abandon the checkpoint if writing it fails."""
         try:
             yield
         except GrpoDistError as error:
@@ -238,11 +231,7 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint from which a run resumes.
-
-    Attributes:
-        changes: changes of the config since then, as lines "key: old -> new".
-    """
+    """A checkpoint from which a run resumes, and the changes of the config since, as lines "key: old -> new"."""
 
     folder: Path
     state: RunState
@@ -251,9 +240,6 @@ class Resumed:
 
 def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | None:
     """Find the checkpoint to resume from, without loading it; None if there is none, or the config says not to.
-
-    Args:
-        prompts: number and fingerprint of the current training rows.
 
     Raises:
         CheckpointError: there are checkpoints but none is intact, or the config does not fit.

@@ -31,8 +31,6 @@ class RolloutJob:
     """Groups that were requested together. A group's key is its position in `requests`.
 
     Attributes:
-        requests: the prompts, and how to sample them.
-        groups: the responses.
         log_probs: by log-prob source and group.
         cancelled: groups that are no longer needed.
         timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
@@ -40,7 +38,6 @@ class RolloutJob:
             `reward_model`).
         unscored: of each group an error message for each response that could not be scored.
         failed: for each group without a result, why too few of its episodes were left.
-        failed_attempts: the attempts at the episodes of each group that have failed.
         flows: the tasks that generate and score a group.
         passes: the tasks that compute log-probs and scores of the reward model.
     """
@@ -98,11 +95,7 @@ class RolloutJob:
         await asyncio.gather(*self.flows.values(), *self.passes, return_exceptions=True)
 
     async def settled(self, enough: Callable[[], bool]) -> None:
-        """Wait until `enough` returns true, which is tested when a group is scored or a pass ends, or until all are.
-
-        Raises:
-            GrpoDistError: as `finished`.
-        """
+        """Wait, as `finished`, until `enough` is true, tested when a group is scored or a pass ends."""
         if enough():
             return
         for task in asyncio.as_completed([*self.flows.values(), *self.passes]):
@@ -140,9 +133,8 @@ class RolloutJob:
         return DataProtoRef.concat(self.results())
 
     def release(self, groups: Iterable[int]) -> None:
-        """Drop the handles to groups that are no longer needed, so that the object store can free them.
-
-        The job must be finished, because an unfinished pass needs all of its groups.
+        """Drop the handles to groups that are no longer needed, so that the object store can free them. The job must be
+        finished, because an unfinished pass needs all of its groups.
         """
         for i in groups:
             self.cancelled.add(i)
@@ -218,8 +210,7 @@ def make_request(
 def informative(group: DataProtoRef, metric: str) -> bool:
     """Return whether the responses of a group differ in `metric`: `score`, or an extra value of the reward function.
 
-    Responses without the value, such as those that the reward function failed on, are ignored. A group with fewer than
-    two values is not informative.
+    Those without the value are ignored. A group with fewer than two values is not informative.
     """
     values = group.small.get(_column(group, metric))
     return values is not None and len(np.unique(values[~np.isnan(values)])) > 1

@@ -57,12 +57,9 @@ class RolloutPump:
 
     Args:
         sources: what adds columns while other groups are generated, by the name of its pass.
-        model_scores: the reward model; None: there is none.
         teachers: the data source of each, if there are several.
         reward_timeout_s: seconds one response may take to score. The reward process enforces that; here it limits how
             long the process itself may take to answer.
-        max_failure_rate: share of a job's responses on which the reward function may fail.
-        max_episode_failure_rate: share of all episodes so far that may use up their attempts.
     """
 
     def __init__(
@@ -132,7 +129,6 @@ class RolloutPump:
         first: bool,
         model_pass: asyncio.Task[ModelNumbers] | None,
     ) -> None:
-        """One group: prompt, responses, scores."""
         request, failed = job.requests[i], job.failed_attempts[i]
         self.num_episodes += request.sampling.n
         try:
@@ -268,13 +264,11 @@ def _set(event: asyncio.Event, _: object) -> None:
 
 def make_pump(config: RunConfig, roles: Roles) -> RolloutPump:
     """Return the pump of a run on started workers."""
+    rows = passes_of(config, waiting=False)
     return RolloutPump(
         roles.rollout,
         roles.reward,
-        {
-            row.name: functools.partial(roles.compute, row, row.needs(config))
-            for row in passes_of(config, waiting=False)
-        },
+        {row.name: functools.partial(roles.compute, row, row.needs(config)) for row in rows},
         model_scores=None if roles.reward_model is None else roles.reward_model.score,
         teachers=list(config.teachers),
         reward_timeout_s=config.reward.timeout_s,

@@ -51,7 +51,6 @@ class Rollout:
 
     Attributes:
         batch: the groups that train, `train_batch_size` of up to n rows.
-        requests: the request of each group in `batch`.
         timings: seconds by kind of work, summed over the batches of prompts.
         metrics: number of batches of prompts, and share of dropped groups.
         failures: an error message for each response that could not be scored.
@@ -74,15 +73,12 @@ class OpenStep:
 
     Attributes:
         drawn: the batches of prompts (positions in the training set), in the order they were drawn.
-        jobs: a job for each batch that was sent to the pump.
-        kept: groups that train.
         dropped: by batch, the positions of groups that do not train: cancelled, surplus, or with equal rewards.
         num_complete: batches whose groups are all in `kept` or `dropped`.
         num_learned: batches whose scores `order` was told before a resume.
         num_filtered: dropped groups with equal rewards.
         num_surplus: dropped groups beyond a full batch.
         num_dropped_tokens: of the responses of both.
-        filling: the task that samples until the batch is full.
     """
 
     drawn: list[list[int]] = field(default_factory=list)
@@ -113,12 +109,7 @@ _DROPPED = ("num_filtered", "num_surplus", "num_dropped_tokens")  # of what a re
 
 
 class TrainingSampler:
-    """Samples the groups of the training steps.
-
-    Args:
-        order: the order in which prompts are drawn; it is told the scores of every group.
-        sampling: how to sample; a seed that is not None is replaced by one per group.
-    """
+    """Samples the groups of the training steps; `order` is told the scores of every group."""
 
     def __init__(
         self,
@@ -232,7 +223,7 @@ class TrainingSampler:
         If a machine is lost meanwhile, which had some of the groups, all of `job` are sampled again, by the same seeds.
 
         Raises:
-            GrpoDistError: a worker failed, or too few groups with different rewards were found.
+            GrpoDistError: as `rollout`.
         """
         while True:
             lost = self.pump.machines_lost
@@ -254,17 +245,12 @@ class TrainingSampler:
                 return
             job = self._send_batch(step, state)
 
-    def _missing(self, state: OpenStep) -> int | None:
-        """Prompts that a further batch needs, where groups failed; None: a whole batch, since groups are filtered."""
-        if self.config.algorithm.filter_groups.enable or not state.jobs:
-            return None
-        return self.config.data.train_batch_size - len(state.kept)
-
     def _send_batch(self, step: int, state: OpenStep) -> RolloutJob:
         """Sample the step's next batch of prompts: one that was drawn before, or a new one."""
         attempt = len(state.jobs)
         if attempt == len(state.drawn):
-            state.drawn.append(self._draw(self._missing(state)))
+            again = attempt and not self.config.algorithm.filter_groups.enable  # in place of groups that have failed
+            state.drawn.append(self._draw(self.config.data.train_batch_size - len(state.kept) if again else None))
         requests = self._requests(state.drawn[attempt], step, attempt)
         needs = ADVANTAGE.needs(self.config.algorithm.adv_estimator)
         greedy = list(self._greedy(requests)) if "reward_baselines" in needs else []

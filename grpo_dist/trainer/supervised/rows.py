@@ -37,14 +37,7 @@ from grpo_dist.protocol import DataProto
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rows.
-
-    Attributes:
-        named: what a row is, for messages.
-        objective: the loss of such rows.
-        metrics: names of what the loss tells of rows.
-        marks: the column in which the loss reads the marks of tokens.
-    """
+    """A kind of rows: its name in messages, its loss with the metrics, and the column with the marks of tokens."""
 
     named: str
     objective: TrainingSettings
@@ -87,10 +80,6 @@ class Rows:
 def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> tuple[Rows, int, list[str]] | None:
     """Load the rows; returns them, the number of training steps, and notes. Without a model only check the rows.
 
-    Args:
-        model: the model folder, which has the tokenizer.
-        needs: what a reward function reads of a row; there is none.
-
     Raises:
         DataError: a file, a row or the tokenizer is invalid, training and validation rows are of different kinds, a
             row has a token that the model does not know, or there are fewer rows than a batch needs.
@@ -98,17 +87,14 @@ def load(config: SupervisedConfig, model: ModelFolder | None, needs: object) -> 
     read = _read(config)
     if model is None:
         return None
-    tokenizer = load_tokenizer(
-        str(model.folder), trust_remote_code=config.model.trust_remote_code, key=TRAINED_MODEL_KEY
-    )
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=trust, key=TRAINED_MODEL_KEY)
     examples: dict[str, Sequence[TrainingExample]] = {}
     notes: list[str] = []
     for key, rows in read.items():
         examples[key], left_out = _tokenized(config, model, rows, tokenizer) if rows else ([], [])
         if model.vocab_size is not None:
-            largest = (
-                (example.location, max(int(column.max()) for column in example.columns)) for example in examples[key]
-            )
+            largest = ((row.location, max(int(column.max()) for column in row.columns)) for row in examples[key])
             check_token_ids(largest, model.vocab_size, setting=f"{TRAINED_MODEL_KEY}={config.model.path}")
         notes += unread_notes(key, [row for row in rows if isinstance(row, Conversation)])
         if left_out:
@@ -160,11 +146,7 @@ def _tokenized(
 
 
 def rank_shares(examples: Sequence[TrainingExample], num_ranks: int, marks: str) -> list[DataProto]:
-    """Return the columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank.
-
-    Args:
-        marks: the column in which the loss reads the marks of tokens.
-    """
+    """Return the columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank."""
     prompts = np.array([len(example.prompt) for example in examples], np.int64)
     totals = np.array([example.total_tokens for example in examples], np.int64)
     shares = balance(Lengths(np.arange(len(examples)), prompts, totals - prompts), num_ranks)

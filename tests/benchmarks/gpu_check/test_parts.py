@@ -104,24 +104,17 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     says(why_not(two, "cuda"), "2 GPUs", "1")
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (OutOfMemory("the memory of the GPU is not enough for a pass"), "out of memory"),
-        (ValueError("no"), "failed"),
-    ],
-)
-def test_what_a_part_has_found_outlives_its_error(
-    error: Exception, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def part(work: Any) -> None:
-        work.found.note("before", 1.0)
-        raise error
+def test_what_a_part_has_found_outlives_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, status in ((OutOfMemory("not enough for a pass"), "out of memory"), (ValueError("no"), "failed")):
 
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu_check.made_up", SimpleNamespace(part=part))
-    result = run_part(Part("a", "engine", "made_up:part", 1, ""), tmp_path, SETUP)
-    assert (result.status, [figure.what for figure in result.figures]) == (status, ["before"])
-    assert result.reason == f"{type(error).__name__}: {error}"
+        def part(work: Any, error: Exception = error) -> None:
+            work.found.note("before", 1.0)
+            raise error
+
+        monkeypatch.setitem(sys.modules, "benchmarks.gpu_check.made_up", SimpleNamespace(part=part))
+        result = run_part(Part("a", "engine", "made_up:part", 1, ""), tmp_path, SETUP)
+        assert (result.status, [figure.what for figure in result.figures]) == (status, ["before"])
+        assert result.reason == f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_dist.algorithms.settings import PreferenceSettings
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.checkpoint import (
     RANDOM_STATES,
     random_states,
@@ -39,7 +40,7 @@ def engine_with_schedule(path: str) -> FSDPEngine:
 def step(engine: FSDPEngine, rank: int, world_size: int, number: int) -> dict[str, float]:
     rows = list(range(rank, 8, world_size))
     data = random_batch(num_groups=4, n=2, seed=number).index(rows)
-    return metric_values(engine.train_mini_batch(data, micro_batch_size=4, objective=objective()).metrics)
+    return metric_values(engine.train_mini_batch(data, objective(), PassLimits("", 4)).metrics)
 
 
 def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
@@ -71,7 +72,7 @@ def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, 
     out = {}
     for name, exported in (("tied", engine), ("untied", untied)):
         exported.export_hf_model(folder / name, "fp32")
-        out[name] = (weights(exported), exported.compute_log_probs(data, micro_batch_size=2).values.numpy())
+        out[name] = (weights(exported), exported.compute_log_probs(data, PassLimits("", 2)).values.numpy())
     failure = ""
     try:
         engine.begin_save(folder / "two/__0_0.distcp")  # a file, not a folder
@@ -300,7 +301,7 @@ def experts(rank: int, path: str, folder: Path) -> dict[str, Any]:
     again.load_checkpoint(folder / "checkpoint")
     metrics = [step(each, rank, 2, 2) for each in (engine, again)]
     engine.export_hf_model(folder / "export", "fp32")
-    log_probs = engine.compute_log_probs(random_batch(num_groups=2, n=1), micro_batch_size=2).values
+    log_probs = engine.compute_log_probs(random_batch(num_groups=2, n=1), PassLimits("", 2)).values
     return {
         "units": [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)],
         "held": (tuple(stack.shape), tuple(local_shard(stack).shape)),
@@ -338,7 +339,7 @@ def pair_steps(engine: FSDPEngine, rank: int, numbers: range) -> list[dict[str, 
     results = []
     for number in numbers:
         rows = np.arange(8).reshape(2, 4)[(rank + number) % 2]
-        result = engine.train_mini_batch(pairs(4).index(rows), micro_batch_size=2, objective=PreferenceSettings())
+        result = engine.train_mini_batch(pairs(4).index(rows), PreferenceSettings(), PassLimits("", 2))
         results.append(metric_values(result.metrics))
     return results
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from grpo_dist.config.schema_roles import LoraSection
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.checkpoint import SafeReader, ShardWriter, copied, load_state, training_state
 from grpo_dist.errors import CheckpointError
 from tests.engines.train.test_checkpoint import engine_with_schedule, save_engine, step, weights
@@ -53,7 +54,7 @@ def saved_thrice(rank: int, models: dict[str, str], folder: Path, lora: LoraSect
         step(engine, rank, 2, 0)
         save_engine(engine, folder / name)
         found[name].append(engine.checkpoint_bytes())
-        engine.compute_log_probs(random_batch(num_groups=1, n=2), micro_batch_size=2)  # which leaves weights gathered
+        engine.compute_log_probs(random_batch(num_groups=1, n=2), PassLimits("", 2))  # which leaves weights gathered
         found[name].append(engine.checkpoint_bytes())
     return found
 

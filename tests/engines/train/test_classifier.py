@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train import model_loading
 from grpo_dist.engines.train.forward import ValueForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -40,7 +40,7 @@ def load(rank: int, model: ModelSettings, whole: bool = False) -> dict[str, Any]
         model_loading._why_whole = lambda *_: "so that it is"
     torch.manual_seed(100 + rank)  # has no say
     engine = FSDPEngine(model, device="cpu", temperature=1.0)
-    values = engine.compute_columns(with_score_token(random_batch(2, 2)), ("values",), micro_batch_size=2)["values"]
+    values = engine.compute_columns(with_score_token(random_batch(2, 2)), ("values",), PassLimits("", 2))["values"]
     head = dict(engine.full_parameters("float32"))["score.weight"]
     return {"scores": [row[-1].item() for row in values.rows()], "head": head.tolist()}
 
@@ -116,8 +116,8 @@ def values(rank: int, path: str, layout: str, num_labels: int, data: DataProto) 
     engine = FSDPEngine(value_settings(path, layout, num_labels), device="cpu", temperature=1.0)
     size = torch.distributed.get_world_size()
     own = np.array_split(np.arange(len(data)), size)[rank]
-    found = engine.compute_columns(data.index(own), ("values",), micro_batch_size=3)
-    return [row.tolist() for row in found["values"].rows()], engine.report
+    found = engine.compute_columns(data.index(own), ("values",), PassLimits("", 3))
+    return [row.tolist() for row in found["values"].rows()], engine.forward.report
 
 
 def plain(path: str, kind: str, data: DataProto) -> list[torch.Tensor]:
@@ -164,9 +164,9 @@ def shuffled(rank: int, path: str) -> str:
     ValueForward._run = run_on_others  # type: ignore[method-assign]
     engine = FSDPEngine(value_settings(path, "packed"), device="cpu", temperature=1.0)
     torch.nn.init.zeros_(engine.model.score.weight)
-    values = engine.compute_columns(random_batch(2, 2), ("values",), micro_batch_size=4)["values"]
+    values = engine.compute_columns(random_batch(2, 2), ("values",), PassLimits("", 4))["values"]
     assert not values.values.any()
-    return engine.report
+    return engine.forward.report
 
 
 @pytest.mark.deep

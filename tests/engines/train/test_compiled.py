@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.attention import compiled_whole
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.errors import ConfigError
@@ -65,12 +66,12 @@ def steps(rank: int, path: str, compiler: str, layout: str) -> dict[str, Any]:
     with mock.patch.object(torch, "compile", used or torch.compile):
         engine = trainable_engine(path, layout=layout, use_torch_compile=used is not None, gradient_checkpointing=True)
         data = random_batch(num_groups=4, n=2).slice(4 * rank, 4 * rank + 8 // dist.get_world_size())
-        log_probs = engine.compute_log_probs(data, micro_batch_size=3)
-        results = [engine.train_mini_batch(data, micro_batch_size=size, objective=objective()) for size in (2, 3)]
+        log_probs = engine.compute_log_probs(data, PassLimits("", 3))
+        results = [engine.train_mini_batch(data, objective(), PassLimits("", size)) for size in (2, 3)]
     return {
         "log_probs": log_probs.values.numpy(),
         "weights": np.concatenate([tensor.numpy().ravel() for _, tensor in engine.full_parameters("float32")]),
-        "report": engine.report,
+        "report": engine.forward.report,
         "loss": metric_values(results[-1].metrics)["actor/loss"],
         "graphs": counters["stats"]["unique_graphs"],
     }

@@ -11,7 +11,7 @@ import transformers
 from torch.func import functional_call
 
 from grpo_dist.algorithms.aggregate import token_log_probs
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train import model_loading
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import build_model, gradient_sync
@@ -58,7 +58,7 @@ def chunked(rank: int, path: str, micro_batch_size: int, factors: bool = False) 
     data = data.slice(rank * rows, (rank + 1) * rows)
     adapters = lora(targets=("q_proj",)) if factors else None
     engine = trainable_engine(path, temperature=TEMPERATURE, dtype="bf16", head_dtype="fp32", lora=adapters)
-    log_probs = engine.compute_log_probs(data, micro_batch_size=micro_batch_size)
+    log_probs = engine.compute_log_probs(data, PassLimits("", micro_batch_size))
     starts = range(0, rows, micro_batch_size)
     for start in starts:
         micro_batch = engine.forward.micro_batch(data.slice(start, min(start + micro_batch_size, rows)), ())
@@ -68,7 +68,7 @@ def chunked(rank: int, path: str, micro_batch_size: int, factors: bool = False) 
     gradients = {name: whole(w.grad).numpy().copy() for name, w in weights.items() if w.grad is not None}
     engine.optimizer.zero_grad()
     before = gathered(engine)
-    step = engine.train_mini_batch(data, micro_batch_size=micro_batch_size, objective=objective())
+    step = engine.train_mini_batch(data, objective(), PassLimits("", micro_batch_size))
     after = gathered(engine)
     sent = {name: tensor.clone() for name, tensor in engine.full_parameters("bfloat16")}
     name = next(name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in sent)
@@ -168,7 +168,7 @@ def test_a_reference_holds_it_too(random_models: dict[str, str], name: str) -> N
 def capped(rank: int, path: str) -> dict[str, Any]:
     data = random_batch(num_groups=2, n=2)
     engine = trainable_engine(path, dtype="bf16", head_dtype="fp32")
-    engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+    engine.train_mini_batch(data, objective(), PassLimits("", 2))
     layer = engine.model.get_output_embeddings()
     return {
         "own": not isinstance(layer, ResponseHead),

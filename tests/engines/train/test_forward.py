@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers.models.qwen3 import modeling_qwen3
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import attention, forward, lm_head, model_loading
 from grpo_dist.engines.train.attention import SEGMENTS, attention_implementation
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -25,7 +26,7 @@ own_attention = modeling_qwen3.eager_attention_forward
 
 
 def columns(engine: FSDPEngine, data: DataProto) -> list[Any]:
-    found = engine.compute_columns(data, ("log_probs", "entropies", "gradient_norms"), micro_batch_size=8)
+    found = engine.compute_columns(data, ("log_probs", "entropies", "gradient_norms"), PassLimits("", 8))
     return [column.values.numpy().copy() for column in found.values()]
 
 
@@ -36,10 +37,10 @@ def one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
         engine = trainable_engine(paths[name])
         padded = trainable_engine(paths[name], layout="padded")
         out[name] = {"columns": columns(engine, data), "padded": columns(padded, data)}
-        metrics = engine.train_mini_batch(data, micro_batch_size=8, objective=objective()).metrics
+        metrics = engine.train_mini_batch(data, objective(), PassLimits("", 8)).metrics
         out[name] |= {"report": engine.forward.report, "layout": engine.forward.layout, "metrics": sorted(metrics)}
     bf16 = trainable_engine(paths["Qwen3"], dtype="bf16")
-    bf16.compute_log_probs(data, micro_batch_size=8)
+    bf16.compute_log_probs(data, PassLimits("", 8))
     out["bf16"] = bf16.forward.report
     out["broken"] = broken(paths["Qwen3"], data)
     return out
@@ -183,7 +184,7 @@ def two_ranks(rank: int, path: str) -> tuple[str, float]:
     data = random_batch(num_groups=2, n=4) if rank == 1 else DataProto()
     model = model_settings(path)
     engine = FSDPEngine(model, device="cpu", temperature=1.0)
-    engine.compute_log_probs(data, micro_batch_size=8)
+    engine.compute_log_probs(data, PassLimits("", 8))
     return engine.forward.report, len(data)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_dist.algorithms import policy_objective
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import fsdp_engine
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import Loss
@@ -75,10 +76,8 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
     for coefficient in (0.0, ENTROPY_COEFF):
         plain = plain_step(path, data, coefficient)
         engine = trainable_engine(path, temperature=TEMPERATURE)
-        before = [engine.compute_log_probs(data, micro_batch_size=size) for size in (1, 4, 100)]
-        metrics = engine.train_mini_batch(
-            data, micro_batch_size=4, objective=objective(entropy_coeff=coefficient)
-        ).metrics
+        before = [engine.compute_log_probs(data, PassLimits("", size)) for size in (1, 4, 100)]
+        metrics = engine.train_mini_batch(data, objective(entropy_coeff=coefficient), PassLimits("", 4)).metrics
         out[f"entropy_coeff={coefficient}"] = {
             "plain": plain | {"weights": numpy(plain["weights"].items())},
             "metrics": metric_values(metrics),
@@ -90,9 +89,9 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
     out["frozen"] = {
         "sharded": [isinstance(each.model, FSDPModule) for each in (frozen, mixed, engine)],
         "trainable": [name for name, p in frozen.model.named_parameters() if p.requires_grad],
-        "log_probs": frozen.compute_log_probs(data, micro_batch_size=4).values.numpy(),
+        "log_probs": frozen.compute_log_probs(data, PassLimits("", 4)).values.numpy(),
         "bf16": {str(tensor.dtype) for _, tensor in frozen.full_parameters("bfloat16")},
-        "no rows": len(frozen.compute_log_probs(DataProto(), micro_batch_size=4)),
+        "no rows": len(frozen.compute_log_probs(DataProto(), PassLimits("", 4))),
     }
     try:
         FSDPEngine(model_settings("/no/model"), device="cpu", temperature=1.0)
@@ -184,19 +183,19 @@ def two_ranks(rank: int, path: str) -> dict[str, Any]:
     for name, (bad_rank, column, value) in FAULTS.items():
         rows = poison(data, column, value) if rank == bad_rank else data
         try:
-            engine.train_mini_batch(rows, micro_batch_size=2, objective=objective())
+            engine.train_mini_batch(rows, objective(), PassLimits("", 2))
         except TrainingDiverged as error:
             messages[name] = str(error)
     after = numpy(engine.full_parameters("float32"))
     state = dict(engine.optimizer.state)
-    metrics = engine.train_mini_batch(data, micro_batch_size=2, objective=objective()).metrics
+    metrics = engine.train_mini_batch(data, objective(), PassLimits("", 2)).metrics
     return {
         "messages": messages,
         "changed": [name for name in before if (before[name] != after[name]).any()],
         "optimizer": len(state),
         "next step": metric_values(metrics),
         "moved": any((before[name] != tensor.numpy()).any() for name, tensor in engine.full_parameters("float32")),
-        "no rows on rank 1": len(engine.compute_log_probs(data if rank == 0 else DataProto(), micro_batch_size=2)),
+        "no rows on rank 1": len(engine.compute_log_probs(data if rank == 0 else DataProto(), PassLimits("", 2))),
     }
 
 
@@ -238,7 +237,7 @@ def without_a_token(rank: int, path: str) -> dict[str, Any]:
     data = random_batch(num_groups=2, n=2)
     mask = {"response_mask": Ragged(torch.zeros_like(data["response_mask"].values), data["response_mask"].offsets)}
     masked = data.select([name for name in data.columns() if name != "response_mask"]).union(DataProto(mask))
-    limits: dict[str, Any] = {"micro_batch_size": 2, "objective": objective()}
+    limits: dict[str, Any] = {"limits": PassLimits("", 2), "objective": objective()}
     engine.train_mini_batch(data, **limits)
 
     def state() -> list[np.ndarray]:
@@ -301,7 +300,7 @@ class Reads(TorchDispatchMode):
 
 def read_numbers(rank: int, path: str) -> list[str]:
     engine, data = trainable_engine(path), random_batch(num_groups=4, n=2)
-    engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+    engine.train_mini_batch(data, objective(), PassLimits("", 2))
     backward = torch.Tensor.backward
     reads, read_metrics = Reads(), fsdp_engine.read_metrics
 
@@ -315,7 +314,7 @@ def read_numbers(rank: int, path: str) -> list[str]:
         mock.patch.object(fsdp_engine, "read_metrics", read),
         mock.patch.object(torch.Tensor, "backward", lambda x: reads.events.append("backward") or backward(x)),
     ):
-        engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+        engine.train_mini_batch(data, objective(), PassLimits("", 2))
     return reads.events
 
 
@@ -335,11 +334,11 @@ def master_weights(rank: int, path: str) -> dict[str, list[str]]:
     ranks, rows = torch.distributed.get_world_size(), random_batch(num_groups=2, n=2)
     frozen = FSDPEngine(replace(SETTINGS, path=path), device="cpu", temperature=1.0)
     trained = trainable_engine(path, dtype="bf16")
-    trained.train_mini_batch(rows.index(np.arange(4)[rank::ranks]), micro_batch_size=1, objective=objective())
+    trained.train_mini_batch(rows.index(np.arange(4)[rank::ranks]), objective(), PassLimits("", 1))
     found = {}
     for name, engine in (("frozen", frozen), ("trained", trained)):
         before = {key: tensor.clone() for key, tensor in engine.full_parameters("float32")}
-        engine.compute_log_probs(rows, micro_batch_size=2)
+        engine.compute_log_probs(rows, PassLimits("", 2))
         after = dict(engine.full_parameters("float32"))
         found[name] = [key for key, tensor in before.items() if not torch.equal(tensor, after[key])]
         rounded = [key for key, tensor in before.items() if torch.equal(tensor, tensor.bfloat16().float())]

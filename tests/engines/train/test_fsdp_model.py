@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.protocol import DataProto
@@ -74,7 +75,7 @@ def by_layout(rank: int, path: str, data: DataProto, max_model_len: int | None) 
     for layout in LAYOUTS:
         settings = replace(PLAIN, path=path, layout=layout, max_model_len=max_model_len)
         engine = FSDPEngine(settings, device="cpu", temperature=1.0)
-        found = engine.compute_log_probs(data, micro_batch_size=16).values.numpy().copy()
+        found = engine.compute_log_probs(data, PassLimits("", 16)).values.numpy().copy()
         out[layout] = found, engine.forward.layout, engine.forward.report
     return out
 
@@ -117,7 +118,7 @@ def wide_rows(rank: int, path: str, data: DataProto) -> tuple[np.ndarray, str]:
     engine = FSDPEngine(replace(PLAIN, path=path), device="cpu", temperature=1.0)
     embedding = engine.model.get_input_embeddings()
     embedding.register_forward_hook(lambda module, args, out: out * (2.0 if args[0].shape[1] > 4 * ORIGINAL else 1.0))
-    return engine.compute_log_probs(data, micro_batch_size=20).values.numpy().copy(), engine.forward.report
+    return engine.compute_log_probs(data, PassLimits("", 20)).values.numpy().copy(), engine.forward.report
 
 
 @pytest.mark.deep

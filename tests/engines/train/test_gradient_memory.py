@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_dist.engines.settings import PassLimits
 from tests.fake_memory import GIB, fake_engine, peak_of_update, sequences
 from tests.worker_settings import model_settings
 
@@ -20,7 +21,7 @@ def peak(ranks: int = RANKS, response: int = 8, **changes: object) -> float:
     """Bytes at the peak of an optimizer step of two micro-batches of two responses."""
     settings = model_settings("fake", compute_dtype="bf16", enable_gradient_checkpointing=True, **changes)
     with fake_engine(SHAPE, settings, ranks, trains=True) as engine:
-        found = peak_of_update(engine, sequences(2, 2, 8, response), micro_batch_size=2, max_token_len=None)
+        found = peak_of_update(engine, sequences(2, 2, 8, response), limits=PassLimits("", 2))
     return found["Total"] * GIB
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_dist.algorithms.settings import PreferenceSettings
 from grpo_dist.config.schema_roles import AdamWConfig, LoraSection
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import hf_export
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import CheckpointError, ConfigError, DataError
@@ -83,7 +84,7 @@ def export(rank: int, model: str, folder: Path, lora: LoraSection | None) -> dic
     engine = trainable_engine(model, lora=lora)
     ranks = torch.distributed.get_world_size()
     rows = random_batch(num_groups=2, n=2).index(np.arange(4)[rank::ranks])
-    engine.train_mini_batch(rows, micro_batch_size=1, objective=objective())
+    engine.train_mini_batch(rows, objective(), PassLimits("", 1))
     for dtype in ("fp32", "bf16"):
         engine.export_hf_model(folder / dtype, dtype)
     return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
@@ -160,16 +161,14 @@ def reward_model(path: str) -> FSDPEngine:
 
 def scores(engine: FSDPEngine) -> list[float]:
     rows = with_score_token(random_batch(num_groups=2, n=2))
-    return [row[-1].item() for row in engine.compute_columns(rows, ("values",), micro_batch_size=3)["values"].rows()]
+    return [row[-1].item() for row in engine.compute_columns(rows, ("values",), PassLimits("", 3))["values"].rows()]
 
 
 def export_reward_model(rank: int, model: str, folder: Path) -> list[list[float]]:
     """Scores before and after a step, and those of the folder, loaded again."""
     engine = reward_model(model)
     before = scores(engine)
-    engine.train_mini_batch(
-        pairs(2).index(range(4)[2 * rank :][:2]), micro_batch_size=2, objective=PreferenceSettings()
-    )
+    engine.train_mini_batch(pairs(2).index(range(4)[2 * rank :][:2]), PreferenceSettings(), PassLimits("", 2))
     after = scores(engine)
     engine.export_hf_model(folder, "fp32")
     return [before, after, scores(reward_model(str(folder)))]
@@ -244,7 +243,7 @@ def train(rank: int, path: str, folder: Path, lora: LoraSection, steps: int) -> 
     found = {"before": log_probs(engine), "reference": log_probs(engine, reference=True)}
     for _ in range(steps):
         data = random_batch(num_groups=4, n=2).index(share)
-        engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+        engine.train_mini_batch(data, objective(), PassLimits("", 2))
     engine.export_hf_model(folder / "huggingface", "fp32")
     return found | {"after": log_probs(engine)}
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.aggregate import token_entropy, token_log_probs
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import forward, lm_head
 from grpo_dist.engines.train.lm_head import HeadRequest, ReferenceHead, ResponseHead, copy_output_layer, response_values
 from grpo_dist.engines.train.lora import add_lora
@@ -239,9 +240,9 @@ def without_the_chunked_head(rank: int, path: str) -> list[str]:
         before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
         try:
             if training:
-                engine.train_mini_batch(data, micro_batch_size=4, objective=objective(kl_loss_type="full"))
+                engine.train_mini_batch(data, objective(kl_loss_type="full"), PassLimits("", 4))
             else:
-                engine.compute_columns(data, ("hidden_states",), micro_batch_size=4)
+                engine.compute_columns(data, ("hidden_states",), PassLimits("", 4))
         except ConfigError as error:
             messages.append(str(error))
         assert all(torch.equal(before[name], value) for name, value in engine.full_parameters("float32"))

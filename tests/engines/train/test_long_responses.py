@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.objectives import PolicyObjective
 from grpo_dist.protocol import DataProto, Ragged
 from tests.models import objective, random_model, trainable_engine
@@ -36,10 +37,12 @@ def largest(rank: int, path: str) -> dict[str, list[tuple[int, int]]]:
     for layout, sizes in found.items():
         for length in (700, 1400):
             engine, data = trainable_engine(path, layout=layout, gradient_checkpointing=True), response_of(length)
-            log_probs = partial(engine.compute_log_probs, data, micro_batch_size=1)
-            step = partial(engine.train_mini_batch, data, micro_batch_size=1, objective=objective())
+            log_probs = partial(engine.compute_log_probs, data, PassLimits("", 1))
+            step = partial(engine.train_mini_batch, data, objective(), PassLimits("", 1))
             sizes.append((largest_tensor(log_probs), largest_tensor(step)))
-            assert engine.report.startswith({"shared": "shared prompts;", "padded": "padded sequences;"}[layout])
+            assert engine.forward.report.startswith(
+                {"shared": "shared prompts;", "padded": "padded sequences;"}[layout]
+            )
     return found
 
 

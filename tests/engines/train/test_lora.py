@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from grpo_dist.config.schema_roles import LoraSection
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.engines.train.lora import add_lora, lora_layers
@@ -32,7 +32,7 @@ LORA = lora()
 def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
     data = random_batch(num_groups=3, n=3)
     compute = engine.compute_reference_columns if reference else engine.compute_columns
-    return compute(data, ("log_probs",), micro_batch_size=9)["log_probs"].values.numpy().copy()
+    return compute(data, ("log_probs",), PassLimits("", 9))["log_probs"].values.numpy().copy()
 
 
 def train(rank: int, path: str, folder: str, lora: LoraSection = LORA) -> dict[str, Any]:
@@ -43,9 +43,7 @@ def train(rank: int, path: str, folder: str, lora: LoraSection = LORA) -> dict[s
     share = list(range(8))[rank :: torch.distributed.get_world_size()]
     before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
     untouched = log_probs(engine)
-    metrics = [
-        engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective()).metrics for _ in range(3)
-    ]
+    metrics = [engine.train_mini_batch(data.index(share), objective(), PassLimits("", 2)).metrics for _ in range(3)]
     merged = dict(engine.full_parameters("float32"))
     engine.export_hf_model(Path(folder), "fp32")
     return {
@@ -151,7 +149,7 @@ def train_copies(rank: int, path: str) -> dict[str, Any]:
     data = random_batch(num_groups=4, n=2)
     share = list(range(8))[rank :: torch.distributed.get_world_size()]
     for _ in range(3):
-        engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective())
+        engine.train_mini_batch(data.index(share), objective(), PassLimits("", 2))
     factors = {name: factor.numpy().copy() for name, factor in engine.lora_factors("float32")}
     return {"after": log_probs(engine), "factors": factors}
 
@@ -176,7 +174,7 @@ def half_base(rank: int, path: str, wide: bool) -> dict[str, Any]:
     data = random_batch(num_groups=4, n=2)
     share = list(range(8))[rank :: torch.distributed.get_world_size()]
     for _ in range(2):
-        engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective())
+        engine.train_mini_batch(data.index(share), objective(), PassLimits("", 2))
     own = dict(engine.model.named_parameters())
     return {
         "base": {str(weight.dtype) for name, weight in own.items() if ".lora_" not in name},
@@ -279,9 +277,9 @@ def train_after_reference(rank: int, path: str) -> float:
     """Gathered weights outlive a pass (`reshard_after_forward=false`), and the sync with engines lets go of them."""
     engine = trainable_engine(path, lora=LORA, reshard=False)
     data = random_batch(num_groups=2, n=2).index([2 * rank, 2 * rank + 1])
-    engine.compute_reference_columns(data, ("log_probs",), micro_batch_size=2)
+    engine.compute_reference_columns(data, ("log_probs",), PassLimits("", 2))
     list(engine.full_parameters("float32"))
-    return engine.train_mini_batch(data, micro_batch_size=2, objective=objective()).metrics["actor/grad_norm"].value
+    return engine.train_mini_batch(data, objective(), PassLimits("", 2)).metrics["actor/grad_norm"].value
 
 
 def test_factors_train_after_the_reference_whatever_is_gathered(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from grpo_dist.algorithms.settings import SFTSettings
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.checkpoint import ShardWriter, training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.low_memory_adamw import LowMemoryAdamW
@@ -387,8 +388,8 @@ def losses(rank: int, path: str) -> dict[str, float]:
                 made.model.parameters(), LR, weight_decay=config.weight_decay, fused=True
             )
         for _ in range(UPDATES):
-            made.train_mini_batch(conversations(), micro_batch_size=8, objective=SFTSettings())
-        metrics = made.evaluate(conversations(), micro_batch_size=8, objective=SFTSettings())
+            made.train_mini_batch(conversations(), SFTSettings(), PassLimits("", 8))
+        metrics = made.evaluate(conversations(), SFTSettings(), PassLimits("", 8))
         found[name] = metric_values(metrics)["sft/loss"]
     return found
 

@@ -68,7 +68,7 @@ def one_rank(rank: int, path: str) -> dict[str, str]:
     data, told = random_batch(num_groups=2, n=4), {}
     for name, method in (("pass", "compute_columns"), ("update", "train_mini_batch"), ("step", "train_mini_batch")):
         engine = trainable_engine(path)
-        engine.compute_log_probs(data, micro_batch_size=4)  # the comparison of layouts is over
+        engine.compute_log_probs(data, PassLimits("", 4))  # the comparison of layouts is over
         if name == "step":
             engine.optimizer.step = full  # type: ignore[method-assign]
         else:
@@ -76,7 +76,7 @@ def one_rank(rank: int, path: str) -> dict[str, str]:
             engine.forward._plain = full  # type: ignore[method-assign]
         arguments = {"names": ("log_probs",)} if method == "compute_columns" else {"objective": objective()}
         try:
-            getattr(engine, method)(data, micro_batch_size=4, **arguments)
+            getattr(engine, method)(data, limits=PassLimits("", 4), **arguments)
         except OutOfMemory as error:
             told[name] = f"{error.message} | {error.remedy}"
     return told | {"check": _checking(path, data)}
@@ -86,7 +86,7 @@ def _checking(path: str, data: Any) -> str:
     engine: FSDPEngine = trainable_engine(path)
     engine.forward.check = full  # type: ignore[method-assign]
     try:
-        engine.compute_log_probs(data, micro_batch_size=4)
+        engine.compute_log_probs(data, PassLimits("", 4))
     except OutOfMemory as error:
         return error.message
     return ""

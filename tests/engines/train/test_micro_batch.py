@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.attention import dense_mask, varlen_inputs
 from grpo_dist.engines.train.micro_batch import MicroBatch, Run, cut_into_pieces, make_micro_batch
 from grpo_dist.errors import BatchError
@@ -226,10 +227,10 @@ def log_probs(rank: int, path: str, layout: str) -> dict[str, Any]:
     engine = trainable_engine(path, layout=layout)
     data = branching_batch(num_groups=2, n=N)
     lines, places = as_lines(data)
-    computed = engine.compute_log_probs(data, micro_batch_size=4).rows()
-    alone = engine.compute_log_probs(lines, micro_batch_size=20).rows()
+    computed = engine.compute_log_probs(data, PassLimits("", 4)).rows()
+    alone = engine.compute_log_probs(lines, PassLimits("", 20)).rows()
     return {
-        "report": engine.report,
+        "report": engine.forward.report,
         "computed": np.array([float(computed[row][place]) for row, place in places]),
         "alone": np.array([float(row[-1]) for row in alone]),
     }
@@ -250,9 +251,7 @@ def steps(rank: int, path: str, layout: str, size: int, loss_agg_mode: str, loss
     rows = np.array_split(np.random.default_rng(3).permutation(len(data)), dist.get_world_size())[rank]
     masks = {"kl_loss_type": "unbiased_k3", "off_policy_threshold": 1.0} if loss_mode == "gspo" else {}
     settings = objective(loss_agg_mode=loss_agg_mode, loss_mode=loss_mode, **masks)
-    results = [
-        engine.train_mini_batch(data.index(np.sort(rows)), micro_batch_size=size, objective=settings) for _ in range(2)
-    ]
+    results = [engine.train_mini_batch(data.index(np.sort(rows)), settings, PassLimits("", size)) for _ in range(2)]
     weights = np.concatenate([tensor.numpy().ravel() for _, tensor in engine.full_parameters("float32")])
     return {"weights": weights, "metrics": [metric_values(result.metrics) for result in results]}
 

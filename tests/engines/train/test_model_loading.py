@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.errors import DataError
@@ -129,7 +130,7 @@ def in_several_files(rank: int, path: str, joined: str) -> dict[str, Any]:
         "weights": {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")},
         "handed out": {name: tensor.numpy().copy() for name, tensor in handed.full_parameters("float32")},
         "own": sum(local_shard(p).numel() for p in engine.model.parameters()),
-        "log_probs": engine.compute_log_probs(data, micro_batch_size=2).values.tolist(),
+        "log_probs": engine.compute_log_probs(data, PassLimits("", 2)).values.tolist(),
     }
 
 
@@ -274,7 +275,7 @@ class OwnCausalLM(LlamaForCausalLM):
 def with_code(rank: int, path: str) -> tuple[list[float], list[float], float]:
     engine = FSDPEngine(changed_model(PLAIN, path=path, trust_remote_code=True), device="cpu", temperature=1.0)
     data = random_batch(num_groups=1, n=2)
-    numbers = engine.compute_log_probs(data, micro_batch_size=2).values
+    numbers = engine.compute_log_probs(data, PassLimits("", 2)).values
     scale = whole(engine.model.get_parameter("scale").detach())
     return scale.tolist(), engine.model.get_buffer("counts").tolist(), float(numbers.sum())
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.checkpoint import training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import whole
@@ -74,11 +75,11 @@ def drift(rank: int, path: str) -> dict[str, Any]:
         )
         data = random_batch(num_groups=1, n=2)
         goal = {name: torch.from_numpy(1.01 * value) for name, value in weights(engine).items()}
-        before = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
+        before = engine.compute_log_probs(data, PassLimits("", 2)).values.numpy().copy()
         for _ in range(100):
-            engine.compute_log_probs(data, micro_batch_size=2)
+            engine.compute_log_probs(data, PassLimits("", 2))
             engine.mix_parameters(goal.items(), 0.01)
-        after = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
+        after = engine.compute_log_probs(data, PassLimits("", 2)).values.numpy().copy()
         moved = np.abs(after - before).max()
         state = training_state(engine.model, None, None)["model"]
         saved = {name: whole(tensor).float().numpy().copy() for name, tensor in state.items()}

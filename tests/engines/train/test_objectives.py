@@ -19,6 +19,7 @@ from grpo_dist.data import load_tokenizer
 from grpo_dist.data.step_tokens import StepForm
 from grpo_dist.data.training_rows import Pair, training_batch
 from grpo_dist.data.training_tokens import tokenize_preferences
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import PairObjective
@@ -105,16 +106,16 @@ KINDS: dict[str, tuple[Any, DataProto]] = {
 # ranks' rows, layout, and limits of a pass
 PAIRS_OF_RANKS = ([*range(6), 8, 9], [6, 7])
 CUTS: dict[str, tuple[Sequence[Sequence[int]], str, dict[str, Any]]] = {
-    "padded, one pass": ([range(99)], "padded", {"micro_batch_size": 99}),
-    "packed, one pass": ([range(99)], "packed", {"micro_batch_size": 99}),
-    "shared, one pass": ([range(99)], "shared", {"micro_batch_size": 99}),
-    "shared, passes of one sequence or pair": ([range(99)], "shared", {"micro_batch_size": 1}),
-    "packed, passes of 25 tokens": ([range(99)], "packed", {"micro_batch_size": 1, "max_token_len": 25}),
-    "shared, checkpointing": ([range(99)], "shared", {"micro_batch_size": 4, "checkpointing": True}),
-    "two ranks, shared": (PAIRS_OF_RANKS, "shared", {"micro_batch_size": 3}),
-    "two ranks, packed": (PAIRS_OF_RANKS, "packed", {"micro_batch_size": 2}),
-    "two ranks, padded, checkpointing": (PAIRS_OF_RANKS, "padded", {"micro_batch_size": 4, "checkpointing": True}),
-    "two ranks, one without rows": ([range(99), []], "shared", {"micro_batch_size": 4}),
+    "padded, one pass": ([range(99)], "padded", {"limits": PassLimits("", 99)}),
+    "packed, one pass": ([range(99)], "packed", {"limits": PassLimits("", 99)}),
+    "shared, one pass": ([range(99)], "shared", {"limits": PassLimits("", 99)}),
+    "shared, passes of one sequence or pair": ([range(99)], "shared", {"limits": PassLimits("", 1)}),
+    "packed, passes of 25 tokens": ([range(99)], "packed", {"limits": PassLimits("", 1, 25)}),
+    "shared, checkpointing": ([range(99)], "shared", {"limits": PassLimits("", 4), "checkpointing": True}),
+    "two ranks, shared": (PAIRS_OF_RANKS, "shared", {"limits": PassLimits("", 3)}),
+    "two ranks, packed": (PAIRS_OF_RANKS, "packed", {"limits": PassLimits("", 2)}),
+    "two ranks, padded, recomputed": (PAIRS_OF_RANKS, "padded", {"limits": PassLimits("", 4), "checkpointing": True}),
+    "two ranks, one without rows": ([range(99), []], "shared", {"limits": PassLimits("", 4)}),
 }
 
 
@@ -134,7 +135,7 @@ def train(rank: int, path: str, cuts: dict[str, Any]) -> dict[str, dict[str, Any
             out[f"{kind}, {cut}"] = {
                 "metrics": result.metrics,
                 "weights": {name: tensor.numpy().copy() for name, tensor in made.full_parameters("float32")},
-                "report": made.report,
+                "report": made.forward.report,
                 "log_probs": result.log_probs,
             }
     return out
@@ -207,7 +208,7 @@ def pairs_one_at_a_time(rank: int, path: str) -> str:
     made = engine(path)
     made.forward.layout, made.forward.report = "alone", "one sequence at a time"
     try:
-        made.train_mini_batch(pairs(3), micro_batch_size=4, objective=PreferenceSettings())
+        made.train_mini_batch(pairs(3), PreferenceSettings(), PassLimits("", 4))
     except ConfigError as error:
         return str(error)
     return ""
@@ -246,13 +247,13 @@ def learn_sums(rank: int, path: str) -> list[float]:
 
     def accuracy() -> float:
         held_out = with_score_token(training_batch(examples[:200], "labels"))
-        rows = made.compute_columns(held_out, ("values",), micro_batch_size=100)["values"].rows()
+        rows = made.compute_columns(held_out, ("values",), PassLimits("", 100))["values"].rows()
         return float(np.mean([good[-1] > bad[-1] for good, bad in zip(rows[0::2], rows[1::2], strict=True)]))
 
     before = accuracy()
     for start in range(200, 1160, 32):
         batch = training_batch(examples[start : start + 32], "labels")
-        made.train_mini_batch(batch, micro_batch_size=64, objective=PreferenceSettings())
+        made.train_mini_batch(batch, PreferenceSettings(), PassLimits("", 64))
     return [before, accuracy()]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from grpo_dist.config.schema_roles import OptimConfig
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.optimizer import (
     PINNED_BYTES,
     Offload,
@@ -229,7 +230,7 @@ def read_on_meta(rank: int, path: str) -> dict[str, Any]:
     engine = trainable_engine(path)
     data = random_batch(num_groups=4, n=2).index(list(range(8))[rank :: torch.distributed.get_world_size()])
     offload, model = Offload(engine.model, None, META, parameters=True), engine.model
-    before = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
+    before = engine.compute_log_probs(data, PassLimits("", 2)).values.numpy().copy()
     there = set()
     for _ in range(2):
         with offload.on_device(reads=True):
@@ -239,7 +240,7 @@ def read_on_meta(rank: int, path: str) -> dict[str, Any]:
         monkeypatch.setattr(nn.Module, "to", Mock(side_effect=ValueError("full")))
         with pytest.raises(ValueError, match="full"), offload.on_device(reads=True):
             pass
-    alike = np.array_equal(engine.compute_log_probs(data, micro_batch_size=2).values.numpy(), before)
+    alike = np.array_equal(engine.compute_log_probs(data, PassLimits("", 2)).values.numpy(), before)
     with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
         as_if_on_gpu(monkeypatch)
         with offload.on_device():
@@ -275,9 +276,9 @@ def trained_away(rank: int, path: str, away: bool) -> dict[str, Any]:
             before = places_in_memory(engine.model)
             with engine.on_device(reads=not update):
                 if update:
-                    engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+                    engine.train_mini_batch(data, objective(), PassLimits("", 2))
                 else:
-                    computed = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
+                    computed = engine.compute_log_probs(data, PassLimits("", 2)).values.numpy().copy()
             stayed.append(places_in_memory(engine.model) == before)
         weights = {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
     return {"weights": weights, "log-probs": computed, "stayed": stayed}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged, metric_values
@@ -116,12 +117,12 @@ def test_what_cannot_replay_is_refused() -> None:
 
 # --- whole passes --------------------------------------------------------------------------------------------------
 LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
-    "padded": ("padded", {"micro_batch_size": 100}),
-    "padded, 3 rows at a time": ("padded", {"micro_batch_size": 3}),
-    "packed, 60 tokens at a time": ("packed", {"micro_batch_size": 1, "max_token_len": 60}),
-    "shared": ("shared", {"micro_batch_size": 100}),
-    "shared, 40 tokens at a time": ("shared", {"micro_batch_size": 1, "max_token_len": 40}),
-    "shared, layers computed again": ("shared", {"micro_batch_size": 5}),
+    "padded": ("padded", {"limits": PassLimits("", 100)}),
+    "padded, 3 rows at a time": ("padded", {"limits": PassLimits("", 3)}),
+    "packed, 60 tokens at a time": ("packed", {"limits": PassLimits("", 1, 60)}),
+    "shared": ("shared", {"limits": PassLimits("", 100)}),
+    "shared, 40 tokens at a time": ("shared", {"limits": PassLimits("", 1, 40)}),
+    "shared, layers computed again": ("shared", {"limits": PassLimits("", 5)}),
 }
 LR = 0.1
 
@@ -139,7 +140,7 @@ def passes(rank: int, path: str, shards: list[list[int]], ways: list[str], *, br
         log_probs = engine.compute_log_probs(data, **limits).values.numpy().copy()
         metrics = engine.train_mini_batch(data, objective=objective(), **limits).metrics
         gradients = {n: (before[n] - t).div(LR).numpy() for n, t in engine.full_parameters("float32")}
-        out[way] = {"log_probs": log_probs, "metrics": metrics, "gradients": gradients, "report": engine.report}
+        out[way] = {"log_probs": log_probs, "metrics": metrics, "gradients": gradients, "report": engine.forward.report}
     return out
 
 
@@ -250,9 +251,9 @@ def test_branches_of_an_episode_have_their_own(path: str) -> None:
 def with_factors(rank: int, path: str) -> tuple[dict[str, Any], Any, Any]:
     data = with_recorded(random_batch(4, 5))
     engine = trainable_engine(path, lora=lora(), replays_routes=True)
-    log_probs = engine.compute_log_probs(data, micro_batch_size=100).values.numpy().copy()
-    metrics = engine.train_mini_batch(data, objective=objective(), micro_batch_size=6).metrics
-    reference = engine.compute_reference_columns(data, ("log_probs",), micro_batch_size=100)["log_probs"]
+    log_probs = engine.compute_log_probs(data, PassLimits("", 100)).values.numpy().copy()
+    metrics = engine.train_mini_batch(data, objective(), PassLimits("", 6)).metrics
+    reference = engine.compute_reference_columns(data, ("log_probs",), PassLimits("", 100))["log_probs"]
     return metric_values(metrics), log_probs, reference.values.numpy().copy()
 
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from grpo_dist.config.schema_roles import LoraSection
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.fsdp_model import recompute_layers
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, metric_values
@@ -31,12 +32,12 @@ def ratios(rank: int, path: str) -> dict[str, Any]:
     """The old log-probs, those of the update's own pass, and the update's metrics where it compares the two."""
     data = random_batch(num_groups=4, n=2)
     engine = trainable_engine(path, gradient_checkpointing=True)
-    old = engine.compute_log_probs(data, micro_batch_size=8)
+    old = engine.compute_log_probs(data, PassLimits("", 8))
     rest = data.select([name for name in data.columns() if name != "old_log_probs"])
     compared = rest.union(DataProto({"old_log_probs": old}))
-    metrics = engine.train_mini_batch(compared, micro_batch_size=8, objective=objective()).metrics
+    metrics = engine.train_mini_batch(compared, objective(), PassLimits("", 8)).metrics
     again = trainable_engine(path, gradient_checkpointing=True)
-    own = again.train_mini_batch(rest, micro_batch_size=8, objective=objective(on_policy=True)).log_probs
+    own = again.train_mini_batch(rest, objective(on_policy=True), PassLimits("", 8)).log_probs
     assert own is not None
     return {"old": old.values.numpy(), "own": own.values.numpy(), "metrics": metric_values(metrics)}
 
@@ -58,9 +59,9 @@ def steps(rank: int, path: str, lora: LoraSection | None) -> dict[str, Any]:
         norm = engine.model.get_submodule("model.layers.1.input_layernorm")
         norm.register_forward_hook(lambda *args, runs=runs: runs.append(1))
         data = random_batch(num_groups=4, n=2).index(np.arange(8)[rank :: torch.distributed.get_world_size()])
-        engine.compute_log_probs(data, micro_batch_size=8)
+        engine.compute_log_probs(data, PassLimits("", 8))
         before = len(runs)
-        metrics = engine.train_mini_batch(data, micro_batch_size=8, objective=objective()).metrics
+        metrics = engine.train_mini_batch(data, objective(), PassLimits("", 8)).metrics
         weights = {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
         out[recomputed] = len(runs) - before, metrics["actor/grad_norm"].value, weights
     return out

@@ -18,6 +18,7 @@ from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.data import load_tokenizer
 from grpo_dist.data.training_rows import Conversation, training_batch
 from grpo_dist.data.training_tokens import tokenize_chats
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.forward import PolicyForward, ValueForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import SFTObjective
@@ -51,15 +52,15 @@ def engine(path: str, layout: str, lora: LoraSection | None = None) -> FSDPEngin
 # Ranks' rows, layout, and limits of a pass.
 HALVES = ([0, 1, 2, 5, 7], [3, 4, 6])
 CUTS: dict[str, tuple[Sequence[Sequence[int]], str, dict[str, Any]]] = {
-    "padded, one pass": ([range(8)], "padded", {"micro_batch_size": 8}),
-    "packed, one pass": ([range(8)], "packed", {"micro_batch_size": 8}),
-    "packed, alone": ([range(8)], "packed", {"micro_batch_size": 1}),
-    "packed, passes of 25 tokens": ([range(8)], "packed", {"micro_batch_size": 1, "max_token_len": 25}),
-    "shared, one pass": ([range(8)], "shared", {"micro_batch_size": 8}),
-    "shared, passes of three": ([range(8)], "shared", {"micro_batch_size": 3}),
-    "two ranks, packed": (HALVES, "packed", {"micro_batch_size": 2}),
-    "two ranks, shared": (HALVES, "shared", {"micro_batch_size": 3}),
-    "two ranks, padded, one without rows": ([range(8), []], "padded", {"micro_batch_size": 4}),
+    "padded, one pass": ([range(8)], "padded", {"limits": PassLimits("", 8)}),
+    "packed, one pass": ([range(8)], "packed", {"limits": PassLimits("", 8)}),
+    "packed, alone": ([range(8)], "packed", {"limits": PassLimits("", 1)}),
+    "packed, passes of 25 tokens": ([range(8)], "packed", {"limits": PassLimits("", 1, 25)}),
+    "shared, one pass": ([range(8)], "shared", {"limits": PassLimits("", 8)}),
+    "shared, passes of three": ([range(8)], "shared", {"limits": PassLimits("", 3)}),
+    "two ranks, packed": (HALVES, "packed", {"limits": PassLimits("", 2)}),
+    "two ranks, shared": (HALVES, "shared", {"limits": PassLimits("", 3)}),
+    "two ranks, padded, one without rows": ([range(8), []], "padded", {"limits": PassLimits("", 4)}),
 }
 
 
@@ -73,7 +74,7 @@ def train(rank: int, path: str, cuts: dict[str, Any]) -> dict[str, dict[str, Any
         out[cut] = {
             "metrics": [result.metrics for result in results],
             "weights": {name: tensor.numpy().copy() for name, tensor in made.full_parameters("float32")},
-            "report": made.report,
+            "report": made.forward.report,
             "log_probs": results[0].log_probs,
         }
     return out
@@ -155,7 +156,7 @@ def train_otherwise(rank: int, path: str) -> dict[str, Any]:
     data = conversations()
     lora = engine(path, "shared", LORA)
     before = {name: tensor.clone() for name, tensor in lora.full_parameters("float32")}
-    steps = [lora.train_mini_batch(data, micro_batch_size=3, objective=SFTSettings()) for _ in range(3)]
+    steps = [lora.train_mini_batch(data, SFTSettings(), PassLimits("", 3)) for _ in range(3)]
     merged = dict(lora.full_parameters("float32"))
     nothing = DataProto(
         {
@@ -164,7 +165,7 @@ def train_otherwise(rank: int, path: str) -> dict[str, Any]:
         },
         data.non_tensor_batch,
     )
-    skipped = lora.train_mini_batch(nothing, micro_batch_size=8, objective=SFTSettings())
+    skipped = lora.train_mini_batch(nothing, SFTSettings(), PassLimits("", 8))
     return {
         "losses": [metric_values(step.metrics)["sft/loss"] for step in steps],
         "moved": {name for name in merged if not torch.equal(merged[name], before[name])},
@@ -195,11 +196,11 @@ def learn_sums(rank: int, path: str) -> dict[str, Any]:
     examples, _ = tokenize_chats(chats, tokenizer, end_ids=ends, **options)
     made = trainable_engine(path, lr=1e-4, temperature=1.0, layout="packed")
     own = training_batch(examples, "response_mask")
-    log_probs = made.compute_log_probs(own, micro_batch_size=64).values
+    log_probs = made.compute_log_probs(own, PassLimits("", 64)).values
     mean = -log_probs[own["response_mask"].values.bool()].mean().item()
     losses = []
     for _ in range(6):
-        metrics = made.train_mini_batch(own, micro_batch_size=32, objective=SFTSettings()).metrics
+        metrics = made.train_mini_batch(own, SFTSettings(), PassLimits("", 32)).metrics
         losses.append(metric_values(metrics)["sft/loss"])
     return {"mean": mean, "losses": losses}
 

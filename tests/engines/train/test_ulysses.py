@@ -11,7 +11,7 @@ import transformers
 
 from grpo_dist.algorithms.settings import TrainingSettings
 from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train import attention, model_loading, ulysses
 from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -88,16 +88,16 @@ def train(rank: int, paths: dict[str, str], split: tuple[int, int, list[list[int
         if family.startswith("Qwen3"):  # whose logits are hidden states times output layer
             made.reference_head = made.output_layer("cpu")
             columns = (*columns, "hidden_states")
-        found = made.compute_columns(own, columns, micro_batch_size=sequences)
-        metrics = made.train_mini_batch(own, micro_batch_size=sequences, objective=settings).metrics
+        found = made.compute_columns(own, columns, PassLimits("", sequences))
+        metrics = made.train_mini_batch(own, settings, PassLimits("", sequences)).metrics
         out[name] = {
             "columns": {column: ragged.values.numpy().copy() for column, ragged in found.items()},
             "metrics": metrics,
             "weights": {key: tensor.numpy().copy() for key, tensor in made.full_parameters("float32")},
-            "evaluated": made.evaluate(own, micro_batch_size=sequences, objective=settings),
-            "report": made.report,
+            "evaluated": made.evaluate(own, settings, PassLimits("", sequences)),
+            "report": made.forward.report,
         }
-    rounded = engine(paths["Qwen3"], size, compute_dtype="bf16").compute_log_probs(own, micro_batch_size=sequences)
+    rounded = engine(paths["Qwen3"], size, compute_dtype="bf16").compute_log_probs(own, PassLimits("", sequences))
     return out | {"bf16": rounded.values.numpy().copy()}
 
 
@@ -239,7 +239,7 @@ def by_flex(rank: int, path: str, size: int) -> list[float]:
     try:
         made = engine(path, size, trains=False)
         assert made.model.config._attn_implementation == attention.FLEX
-        return made.compute_log_probs(rows(), micro_batch_size=16).values.tolist()
+        return made.compute_log_probs(rows(), PassLimits("", 16)).values.tolist()
     finally:
         model_loading.attention_implementation = on_cpu
 
@@ -324,7 +324,7 @@ def without_exchange(rank: int, path: str) -> list[str]:
         made = engine(path, 2)
         for _ in range(2):
             try:
-                made.compute_log_probs(rows(), micro_batch_size=8)
+                made.compute_log_probs(rows(), PassLimits("", 8))
             except ConfigError as error:
                 found.append(str(error))
         return found

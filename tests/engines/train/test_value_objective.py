@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import ValueObjective
@@ -30,11 +31,11 @@ KINDS = {
 UNEVEN = ([0, 1, 2, 5, 6], [3, 4, 7])
 # ranks' rows, layout, and limits of a pass
 CUTS: dict[str, tuple[Sequence[Sequence[int]], str, dict[str, Any]]] = {
-    "padded, one pass": ([range(8)], "padded", {"micro_batch_size": 8}),
-    "packed, passes of 30 tokens": ([range(8)], "packed", {"micro_batch_size": 1, "max_token_len": 30}),
-    "shared, passes of one sequence": ([range(8)], "shared", {"micro_batch_size": 1}),
-    "two ranks, shared": (UNEVEN, "shared", {"micro_batch_size": 3}),
-    "two ranks, one without rows": ([range(8), []], "packed", {"micro_batch_size": 3}),
+    "padded, one pass": ([range(8)], "padded", {"limits": PassLimits("", 8)}),
+    "packed, passes of 30 tokens": ([range(8)], "packed", {"limits": PassLimits("", 1, 30)}),
+    "shared, passes of one sequence": ([range(8)], "shared", {"limits": PassLimits("", 1)}),
+    "two ranks, shared": (UNEVEN, "shared", {"limits": PassLimits("", 3)}),
+    "two ranks, one without rows": ([range(8), []], "packed", {"limits": PassLimits("", 3)}),
 }
 
 
@@ -92,7 +93,11 @@ def train(rank: int, path: str, data: DataProto, cuts: dict[str, Any]) -> dict[s
         for kind, objective in KINDS.items():
             made = engine(path, layout)
             result = made.train_mini_batch(own_rows(data, shards, rank), objective=objective, **limits)
-            out[f"{kind}, {cut}"] = {"metrics": result.metrics, "weights": weights_of(made), "report": made.report}
+            out[f"{kind}, {cut}"] = {
+                "metrics": result.metrics,
+                "weights": weights_of(made),
+                "report": made.forward.report,
+            }
     return out
 
 
@@ -150,7 +155,7 @@ def test_the_steps_prove_something(expected: dict[str, Any], path: str) -> None:
 def odd_steps(rank: int, path: str, data: DataProto) -> dict[str, Any]:
     """Metrics of three steps, and whether the weights moved; then the errors of data that cannot be trained on."""
     made, out = engine(path), {}
-    found = made.compute_columns(data, ("values",), micro_batch_size=8)["values"]
+    found = made.compute_columns(data, ("values",), PassLimits("", 8))["values"]
     everything = Ragged(torch.ones_like(data["response_mask"].values), found.offsets)
     before = weights_of(made)
     for name, old, target, mask in (
@@ -161,7 +166,7 @@ def odd_steps(rank: int, path: str, data: DataProto) -> dict[str, Any]:
         columns = {"values": Ragged(found.values + old, found.offsets), "response_mask": mask}
         columns["returns"] = Ragged(found.values + target, found.offsets)
         rows = DataProto({**data.batch, **columns}, data.non_tensor_batch)
-        out[name] = metric_values(made.train_mini_batch(rows, micro_batch_size=8, objective=KINDS["tokens"]).metrics)
+        out[name] = metric_values(made.train_mini_batch(rows, KINDS["tokens"], PassLimits("", 8)).metrics)
     out["moved"] = max(np.abs(weight - before[name]).max() for name, weight in weights_of(made).items())
     bad = Ragged(torch.full_like(found.values, float("inf")), found.offsets)
     for name, column in (("nan", {"returns": bad}), ("missing", {})):
@@ -169,7 +174,7 @@ def odd_steps(rank: int, path: str, data: DataProto) -> dict[str, Any]:
         rows = data.select(names)
         rows = DataProto({**rows.batch, **column}, rows.non_tensor_batch)
         try:
-            made.train_mini_batch(rows, micro_batch_size=8, objective=KINDS["tokens"])
+            made.train_mini_batch(rows, KINDS["tokens"], PassLimits("", 8))
         except (BatchError, TrainingDiverged) as error:
             out[name] = f"{type(error).__name__}: {error}"
     return out
@@ -211,10 +216,10 @@ def stop_and_go_on(rank: int, path: str, data: DataProto, folder: Path) -> dict[
 
     def step(made: FSDPEngine) -> None:
         own = data.index(np.arange(len(data))[rank :: torch.distributed.get_world_size()])
-        made.train_mini_batch(own, micro_batch_size=2, objective=KINDS["tokens"])
+        made.train_mini_batch(own, KINDS["tokens"], PassLimits("", 2))
 
     def values(made: FSDPEngine) -> list[list[float]]:
-        return [row.tolist() for row in made.compute_columns(data, ("values",), micro_batch_size=4)["values"].rows()]
+        return [row.tolist() for row in made.compute_columns(data, ("values",), PassLimits("", 4))["values"].rows()]
 
     made = critic(path)
     first = values(made)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.engines.train.watching import log_probs_in, watched
 from tests.models import EXPERTS, random_batch, random_model, random_qwen3, trainable_engine
@@ -23,9 +24,9 @@ EPS = torch.finfo(torch.float32).eps
 def one_rank(rank: int, path: str) -> dict[str, Any]:
     row = random_batch(num_groups=1, n=1).slice(0, 1)
     engine = trainable_engine(path, temperature=TEMPERATURE)
-    plain = engine.compute_log_probs(row, micro_batch_size=1).values
+    plain = engine.compute_log_probs(row, PassLimits("", 1)).values
     seen, wobbled, again = watched(engine, row), watched(engine, row, EPS), watched(engine, row, EPS)
-    after = engine.compute_log_probs(row, micro_batch_size=1).values
+    after = engine.compute_log_probs(row, PassLimits("", 1)).values
     head = whole(engine.model.get_output_embeddings().weight.detach())
     found = {
         "prompt": {"ids": row["prompts"].values},
@@ -102,10 +103,10 @@ def in_both_types(rank: int, path: str, world_size: int, layout: str) -> dict[st
     data, found = random_batch(num_groups=4, n=2).index(np.arange(rank, 8, world_size)), {}
     for dtype, other in (("fp32", torch.bfloat16), ("bf16", torch.float32)):
         engine = trainable_engine(path, dtype=dtype, temperature=TEMPERATURE, layout=layout)
-        before, changed = engine.compute_log_probs(data, micro_batch_size=4), log_probs_in(engine, data, other)
+        before, changed = engine.compute_log_probs(data, PassLimits("", 4)), log_probs_in(engine, data, other)
         with pytest.raises(RuntimeError):  # no product of whole numbers and a weight
             log_probs_in(engine, data, torch.int64)
-        after = engine.compute_log_probs(data, micro_batch_size=4)
+        after = engine.compute_log_probs(data, PassLimits("", 4))
         assert torch.equal(before.values, after.values), "the weights are what they were"
         found[dtype] = [each.values.numpy().copy() for each in (before, changed)]
     return found

@@ -137,7 +137,6 @@ def started(path: str, size: int, factors: bool, head: str | None) -> Iterator[C
         dtype="bfloat16",
         head_dtype=head,
         tensor_model_parallel_size=size,
-        weight_transport="broadcast",
         vllm=extension,
         lora=model.model.lora,
         lora_rank=model.model.lora_rank,

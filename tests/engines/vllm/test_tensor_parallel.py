@@ -44,7 +44,6 @@ def split_settings(path: str, transport: str) -> EngineSettings:
     return engine_settings(
         path,
         tensor_model_parallel_size=SIZE,
-        weight_transport=transport,
         vllm=extension,
         collective_timeout_s=timeout,
     )
@@ -68,7 +67,7 @@ def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[tuple[Ca
         start_together(
             Gang(actor).start(actor_settings(path)),
             rollout.ask(0, "start", "start", split_settings(path, "broadcast")),
-            one.ask(0, "start", "start", engine_settings(path, weight_transport="broadcast")),
+            one.ask(0, "start", "start", engine_settings(path)),
         )
         run(rollout.call_home())
         yield Case("tied", path, actor, rollout, BroadcastTransport(SIZE, TIMEOUT_S)), one

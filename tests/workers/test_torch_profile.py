@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_dist.engines.train import torch_profile
-from grpo_dist.engines.train.torch_profile import TorchProfile
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.errors import EngineError
+from grpo_dist.workers import gang
+from grpo_dist.workers.gang import TorchProfile
 from tests.messages import refuses
 from tests.models import objective, random_batch, trainable_engine
 from tests.ranks import run_ranks
@@ -27,9 +28,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def profiled_rank(rank: int, path: str, folder: str) -> None:
     engine, data = trainable_engine(path), random_batch(num_groups=2, n=2)
-    engine.compute_log_probs(data, micro_batch_size=4)
+    engine.compute_log_probs(data, PassLimits("", 4))
     profile = TorchProfile()
-    engine.train_mini_batch(data, micro_batch_size=4, objective=objective())
+    engine.train_mini_batch(data, objective(), PassLimits("", 4))
     profile.write(Path(folder, f"actor_rank{rank}.json.gz"))
 
 
@@ -64,7 +65,7 @@ def recorded(path: Path, calls: int) -> int:
 
 def test_the_modules_that_are_recorded_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded(tmp_path / "x.json.gz", 20) == 20
-    monkeypatch.setattr(torch_profile, "MOST_MODULE_CALLS", 7)
+    monkeypatch.setattr(gang, "MOST_MODULE_CALLS", 7)
     assert recorded(tmp_path / "x.json.gz", 20) == 7
     assert recorded(tmp_path / "x.json.gz", 5) == 5, "the next profile counts anew"
     assert not torch.nn.modules.module._global_forward_pre_hooks
