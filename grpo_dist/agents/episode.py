@@ -327,7 +327,7 @@ class Episode:
 
         Args:
             messages: such as {"role": "user", "content": "..."}.
-            calls: of tools, made by the policy's turn, whose results the messages are; as in an assistant's message.
+            calls: the calls of tools, as in a message of the assistant, whose results the messages are.
 
         Raises:
             ValueError: the row has no messages, or the template ends turns with no end token.

@@ -2,7 +2,8 @@
 
 Who asks is told by the token (bearer, `x-api-key`, or `/s/TOKEN` before the path), and which of its agents by
 `/agent/NAME` there. An episode's requests are sampled by the policy in training, with the run's sampling settings and
-the weights of the moment, and recorded (recording.py). Listens on loopback, at a free port; `ROUTES` are all.
+the weights of the moment, and recorded (recording.py). Listens on loopback, at a free port, and knows no other routes
+than `ROUTES`.
 """
 
 from __future__ import annotations

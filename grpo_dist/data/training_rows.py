@@ -269,7 +269,9 @@ def training_batch(examples: Sequence[TrainingExample], marks: str) -> DataProto
 
 
 class Selection(NamedTuple):
-    """Rows of an iteration, some of those before it, and how many of it are left out, as the conversation is known."""
+    """Rows to train on: those of an iteration, some of those before it, and how many of the iteration's are left out
+    since a row before has the same conversation.
+    """
 
     fresh: list[LabelledSteps]
     replayed: list[LabelledSteps]

@@ -65,7 +65,9 @@ class CodeName(NamedTuple):
 
 
 def parse_code(text: str, attribute: str = "") -> CodeName:
-    """Parse `pkg.module:name` or `path/to/file.py:name`, also behind verl's `pkg://` or `file://`; else `attribute`."""
+    """Parse `pkg.module:name` or `path/to/file.py:name`, also with verl's `pkg://` or `file://` before it; `attribute`
+    is the name where the text has none.
+    """
     plain = text.removeprefix("file://").removeprefix("pkg://")
     source, _, name = plain.rpartition(":")
     if not source or not name.isidentifier():

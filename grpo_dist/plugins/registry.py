@@ -51,7 +51,7 @@ class Registry(Generic[F]):
         kind: what the functions are, for messages ("advantage estimator").
         key: the config key that names one, for messages ("algorithm.adv_estimator").
         parameters: the positional arguments that functions of the kind are called with.
-        fault: from what custom code returned, and its arguments, what is wrong (None: nothing); None: no look at it.
+        fault: says from what custom code returned, and its arguments, what is wrong; without it nothing is checked.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Registry(Generic[F]):
         self._custom: dict[tuple[str, str], F] = {}
 
     def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-        """Decorator: register a function under new names; `needs` are its inputs besides those of all of its kind."""
+        """Decorator: register a function under new names; `needs` are inputs that others of its kind do without."""
 
         def add(function: F) -> F:
             for name in names:
@@ -87,7 +87,7 @@ class Registry(Generic[F]):
         return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
 
     def get(self, name: str, key: str | None = None) -> F:
-        """The function called `name`, or the attribute that `module:attr` points to; `key` names it, or the registry's.
+        """The function called `name`, or the attribute that `module:attr` points to; `key` names it in messages.
 
         A custom function raises a ConfigError where it raises anything else, and where what it returns has a fault.
 

@@ -68,7 +68,7 @@ class RewardFunction:
     `components` are those of its values that are rewards of their own, with their weights, if it declares them: its
     module has `declare_components(**reward_kwargs) -> {name: weight}`. `adv_estimator=gdpo` compares them.
 
-    `parts` are the functions of a weighted sum; where one `is_part` it may return None, and then does not apply.
+    `parts` are the functions of a weighted sum; one that `is_part` may return None where it does not apply.
     """
 
     name: str
