@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_check import gpu, hybrid, ipc, kernels, roles, runners
+from benchmarks.gpu_check import gpu, hybrid, ipc, kernels, roles, runners, update
 from benchmarks.gpu_check.gpu import gpu_facts, median_seconds, used_gib
 from benchmarks.gpu_check.model import write_model
 from benchmarks.gpu_check.results import Figure, Findings, Result, write_result
@@ -21,10 +24,12 @@ from benchmarks.gpu_check.work import Work
 from grpo_dist.engines.weights.broadcast import Receipt
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.plan.plan import make_plan
+from grpo_dist.supervisor import process_state
 from tests.messages import refuses, says
 from tests.programs import program
 
 ROOT = Path(__file__).parents[3]
+GIB = 2**30
 
 
 def on_cpu(folder: Path) -> Work:
@@ -93,7 +98,7 @@ def test_make_takes_the_environment_for_gpus_or_the_python_it_is_told(stamp: str
 
 def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     """One GPU for all, or one each: then the weights go by NCCL."""
-    work = Work("cuda", SCALES["full"], tmp_path, Findings(holds=True), 1.0)
+    work = on_gpu(tmp_path)
     work.model.mkdir()
     (work.model / "config.json").write_text(json.dumps(SCALES["full"].model))
     shared, apart = make_plan(roles.run_config(work)).place, make_plan(roles.run_config(work, roles.TWO_GPUS))
@@ -101,6 +106,54 @@ def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     assert (shared.world_sizes, shared.shares_gpu) == (sizes, True)
     assert (apart.place.world_sizes, apart.place.num_gpus("actor")) == (sizes | {"ref": 0}, 1.0)
     assert apart.transport == "broadcast"
+
+
+def on_gpu(folder: Path, used_before: float | None = 1.0) -> Work:
+    return Work("cuda", SCALES["full"], folder, Findings(holds=True), used_before)
+
+
+def test_memory_against_the_plan_and_besides_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of 10 GiB, a peak of 10.5, 12 reserved, and 14.8 of which another process had 1 before."""
+    monkeypatch.setattr(update, "planned_gib", lambda work, tokens: 10.0)
+    for name, gib in (("max_memory_allocated", 10.5), ("max_memory_reserved", 12), ("memory_reserved", 12)):
+        monkeypatch.setattr(torch.cuda, name, lambda gib=gib: gib * GIB)
+    monkeypatch.setattr(update, "used_gib", lambda: 14.8)
+    update._memory(work := on_gpu(tmp_path), 2048)
+    found = by_name(work)
+    assert (found["of the plan"].value, found["of the plan"].met) == (pytest.approx(1.05), True)
+    besides = found["GPU memory besides tensors"]
+    assert (besides.value, besides.expected, besides.met) == (pytest.approx(1.8), "<= 1.5", False)
+    update._memory(unknown := on_gpu(tmp_path, None), 2048)
+    assert by_name(unknown)["GPU memory besides tensors"].value is None
+
+
+@pytest.mark.parametrize(("after", "met"), [(10.0, True), (30.0, False)])
+def test_a_killed_engine_is_waited_for_and_its_memory_counted(
+    after: float, met: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real process with a child; of 80 GiB the engine has 0.35, which is 28."""
+    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
+    engine = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert engine.stdout
+    orphan, used = int(engine.stdout.readline()), iter([38.0])
+    monkeypatch.setattr(roles, "used_gib", lambda: next(used, after))
+    monkeypatch.setattr(roles, "gpu_facts", lambda: {"gpu_mib": str(80 * 1024)})
+    monkeypatch.setattr(roles, "FREED_S", 1.0)
+    config: Any = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(gpu_memory_utilization=0.35))
+    )
+    workers = SimpleNamespace(call=lambda rank, stage, method: SimpleNamespace(pid=engine.pid))
+    started: Any = SimpleNamespace(rollout=SimpleNamespace(workers=workers))
+    try:
+        roles._kill_engine(work := on_gpu(tmp_path), config, started)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+    found = by_name(work)
+    assert process_state(engine.pid) == "gone"
+    left = found["of 2 processes of a killed engine still there"]
+    assert (left.value, left.met) == (1.0, False), "the child outlives its parent, and is seen"
+    freed = found["GPU memory freed, of the engine's share"]
+    assert (freed.value, freed.met) == (pytest.approx((38 - after) / 28), met)
 
 
 # --- hybrid sharding -------------------------------------------------------------------------------------------------
@@ -163,6 +216,22 @@ def test_two_pairs_of_processes_hand_weights_over(tmp_path: Path, monkeypatch: p
         assert found[f"{name}: bytes read before they were written"].met
         assert found[f"{name}: packed, checked and copied"].value
     assert len(found) == 10
+
+
+def test_both_processes_of_a_pair_have_the_setting_of_the_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def run_ranks(function: str, environments: Any, arguments: Any, limit_s: float) -> list[dict[str, Any]]:
+        asked.extend(environments)
+        return [SENDER, RECEIVER] * 2
+
+    monkeypatch.setattr(ipc, "run_ranks", run_ranks)
+    monkeypatch.setattr(ipc, "is_wsl", lambda: False)
+    ipc.ipc(on_cpu(tmp_path))
+    expandable = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    assert asked == [dict.fromkeys(expandable, "")] * 2 + [expandable] * 2
 
 
 def test_linux_under_windows_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
