@@ -75,7 +75,7 @@ class PrintingEngine:
         print("not the loss")
         return contextlib.nullcontext()
 
-    def train_mini_batch(self, data: DataProto, **options: object) -> MiniBatchResult:
+    def train_mini_batch(self, data: DataProto, *options: object) -> MiniBatchResult:
         print("rows", len(data))
         return MiniBatchResult({"actor/loss": Sum(1.0)}, None)
 
