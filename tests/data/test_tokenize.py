@@ -179,4 +179,5 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:
 
 def test_a_message_names_the_first_rows() -> None:
     assert named_rows(["a"]) == "a"
+    assert named_rows(list("abcde")) == "a; b; c; d; e"
     assert named_rows(list("abcdefg")) == "a; b; c; d; e; and 2 more"

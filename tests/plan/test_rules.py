@@ -135,6 +135,10 @@ def test_each_rule(overrides, parts):
         [*GPU8, "cluster.actor_world_size=4", "cluster.rollout_world_size=2", "cluster.ref_world_size=2"],
         ["cluster=node8", "trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=false"],
         ["algorithm.adv_estimator=my.module:single", f"{ROLLOUT}.n=1"],
+        ["data.prompt_template='{question}'", "data.prompt_key=prompt"],
+        [f"{ROLLOUT}.min_tokens=64", "data.max_response_length=64"],
+        ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=64", "data.max_response_length=64"],
+        [f"{ROLLOUT}.max_model_len=96", "data.max_prompt_length=32", "data.max_response_length=64"],
     ],
 )
 def test_legal_settings_pass(overrides):

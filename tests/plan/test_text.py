@@ -206,6 +206,13 @@ def test_plan_of_a_local_model(tmp_path):
         says(text, part)
 
 
+def test_only_a_role_that_runs_has_an_unknown_size():
+    teacher = "actor_rollout_ref.ref.model.path=some/teacher"
+    config, notes = load("recipe=distill", teacher, "trainer.dry_run=config")
+    memory = format_plan(config, notes).partition(MEMORY)[2]
+    assert re.findall(r"(\w+) +unknown: its config.json", memory) == ["ref"]
+
+
 def test_plan_without_the_models_sizes():
     path = "actor_rollout_ref.model.path=someone/something"
     config, notes = load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=config")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.rewards import load_reward_function
-from grpo_dist.rewards.format import accepted_answers, compute_score, contains, tag_contents
+from grpo_dist.rewards.format import accepted_answers, compute_score, contains, last_tag_content, tag_contents
 from tests.messages import refuses
 from tests.rewards.scoring import scored
 
@@ -76,6 +76,11 @@ def test_other_tags_and_bad_tags() -> None:
     for tags in ([], "think", ["a", "a"]):
         with refuses(ValueError, "reward_kwargs.tags"):
             score("<a>4</a>", tags=tags)
+
+
+def test_the_last_complete_tag() -> None:
+    assert last_tag_content("<a>1</a> <a> 2 </a> <a>3", "a") == "2"
+    assert [last_tag_content(text, "a") for text in ("1</a>", "<a>1", "1")] == [None] * 3
 
 
 def test_the_tag_that_the_prompt_opened() -> None:

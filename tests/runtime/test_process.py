@@ -53,6 +53,11 @@ def test_a_folder_that_is_on_another_node(process: Process, tmp_path: Path) -> N
     says(told, "gpu7 (10.0.0.7)", f"actor_rollout_ref.model.path={tmp_path}/mine", "share")
 
 
+def test_the_peak_of_memory_is_in_gib(process: Process) -> None:
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    assert process.peak_memory_gib() == {"resident": pytest.approx(int(lines["VmHWM"].split()[0]) / 2**20, rel=0.1)}
+
+
 def test_a_model_that_the_hub_does_not_give_to_a_node(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, key: str, *, weights: bool) -> str:
         raise ConfigError(f"{key}={name}: 401")

@@ -210,6 +210,15 @@ def test_receivers_learn_at_once_that_the_sender_failed() -> None:
     says(receipt.fault, "sender", "bucket 2", "RuntimeError: all-gather failed")
 
 
+def test_a_receiver_leaves_the_group_in_which_it_failed() -> None:
+    """Else the sender would wait for it in the next bucket's broadcast."""
+    group = mock.Mock(read=mock.Mock(side_effect=WeightSyncError("gone")))
+    receipt = receive(group, version=1, load=lambda part: None)
+    assert receipt.loaded == 0
+    says(receipt.fault, "gone")
+    group.close.assert_called_once_with()
+
+
 def _a_rank_that_does_not_come(rank: int) -> str:
     peer = Peer(rank)
     if peer.store is not None:  # both have come, however late one of them is
