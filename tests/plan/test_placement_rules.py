@@ -5,8 +5,9 @@ import pytest
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.plan.roles import roles_of
+from tests.config.refusals import broken, refused
 from tests.messages import says
-from tests.plan.test_rules import ACTOR, GPU8, ROLLOUT, refused
+from tests.plan.test_rules import ACTOR, GPU8, ROLLOUT
 
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -17,96 +18,78 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (
-            ["data.train_batch_size=48", f"{ACTOR}.ppo_mini_batch_size=32"],
-            ["data.train_batch_size=48", f"{ACTOR}.ppo_mini_batch_size=32", "ppo_mini_batch_size=24"],
+        broken("data.train_batch_size=48", f"{ACTOR}.ppo_mini_batch_size=32", also=["ppo_mini_batch_size=24"]),
+        broken("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=32", also=["ppo_mini_batch_size=16"]),
+        broken(
+            "cluster.actor_world_size=3", also=[f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=8", "32 * 8", "256"]
         ),
-        (
-            ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=32"],
-            ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=32", "ppo_mini_batch_size=16"],
+        broken(f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.rollout_world_size=3", also=["processes"]),
+        broken(f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.rollout_world_size=3", also=["GPUs"], beside=GPU8),
+        broken(
+            "trainer.n_gpus_per_node=6",
+            f"{ROLLOUT}.tensor_model_parallel_size=4",
+            also=["1 or 2 or 3 or 6"],
+            beside=["cluster=multi_node", "trainer.nnodes=8"],
         ),
-        (
-            ["cluster.actor_world_size=3"],
-            [f"{ACTOR}.ppo_mini_batch_size=32", f"{ROLLOUT}.n=8", "cluster.actor_world_size=3", "32 * 8", "256"],
+        broken(
+            "cluster.actor_world_size=4",
+            f"{ULYSSES}=3",
+            also=["1 or 2 or 4"],
+            beside=[f"{ACTOR}.use_kl_loss=false", "data.train_batch_size=48"],
         ),
-        (
-            [f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.rollout_world_size=3"],
-            ["cluster.rollout_world_size=3", f"{ROLLOUT}.tensor_model_parallel_size=2", "processes"],
+        broken(
+            "cluster.actor_world_size=6",
+            f"{ULYSSES}=2",
+            also=[f"{ACTOR}.ppo_mini_batch_size=32", "256", "3 actor groups"],
+            beside=["cluster.ref_world_size=2", f"{ROLLOUT}.n=8"],
         ),
-        (
-            [*GPU8, f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.rollout_world_size=3"],
-            ["cluster.rollout_world_size=3", f"{ROLLOUT}.tensor_model_parallel_size=2", "GPUs"],
+        broken(
+            "cluster.ref_world_size=3",
+            also=["actor_rollout_ref.ref.ulysses_sequence_parallel_size=2", "1 or 3"],
+            beside=["cluster.actor_world_size=4", f"{ULYSSES}=2"],
         ),
-        (
-            [
+        broken(f"{ULYSSES}=2", PADDED, also=["1"], beside=["actor_rollout_ref.ref.ulysses_sequence_parallel_size=1"]),
+        broken(
+            f"{ACTOR}.ppo_max_token_len_per_gpu=63",
+            also=["128", "2 ranks", "64"],
+            beside=[f"{ULYSSES}=2", f"{ACTOR}.use_dynamic_bsz=true"],
+        ),
+        broken(
+            "cluster.actor_world_size=16",
+            f"{FSDP_SIZE}=12",
+            also=["divisor", "-1"],
+            beside=["cluster=multi_node", "trainer.nnodes=3"],
+        ),
+        broken(
+            "trainer.n_gpus_per_node=6",
+            f"{FSDP_SIZE}=8",
+            also=["4", "-1"],
+            beside=["cluster=multi_node", "trainer.nnodes=4", "cluster.actor_world_size=16"],
+        ),
+        broken(
+            "trainer.n_gpus_per_node=4",
+            "cluster.actor_world_size=6",
+            "cluster.rollout_world_size=2",
+            f"{FSDP_SIZE}=3",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            also=["cluster.ref_world_size=null", "rollout", "cluster.*"],
+            beside=[
                 "cluster=multi_node",
-                "trainer.n_gpus_per_node=6",
-                "trainer.nnodes=8",
-                f"{ROLLOUT}.tensor_model_parallel_size=4",
-            ],
-            [f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=6", "1 or 2 or 3 or 6"],
-        ),
-        (
-            ["cluster.actor_world_size=4", f"{ULYSSES}=3", f"{ACTOR}.use_kl_loss=false", "data.train_batch_size=48"],
-            [f"{ULYSSES}=3", "cluster.actor_world_size=4", "1 or 2 or 4"],
-        ),
-        (
-            ["cluster.actor_world_size=6", "cluster.ref_world_size=2", f"{ULYSSES}=2", f"{ROLLOUT}.n=8"],
-            [f"{ULYSSES}=2", f"{ACTOR}.ppo_mini_batch_size=32", "cluster.actor_world_size=6", "256", "3 actor groups"],
-        ),
-        (
-            ["cluster.actor_world_size=4", "cluster.ref_world_size=3", f"{ULYSSES}=2"],
-            ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=2", "cluster.ref_world_size=3", "1 or 3"],
-        ),
-        (
-            [f"{ULYSSES}=2", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1", PADDED],
-            [f"{ULYSSES}=2", PADDED, "1"],
-        ),
-        (
-            [f"{ULYSSES}=2", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=63"],
-            [f"{ACTOR}.ppo_max_token_len_per_gpu=63", "128", "2 ranks", "64"],
-        ),
-        (
-            ["cluster=multi_node", "trainer.nnodes=3", "cluster.actor_world_size=16", f"{FSDP_SIZE}=12"],
-            [f"{FSDP_SIZE}=12", "cluster.actor_world_size=16", "divisor", "-1"],
-        ),
-        (
-            [
-                *("cluster=multi_node", "trainer.n_gpus_per_node=6", "trainer.nnodes=4", f"{FSDP_SIZE}=8"),
-                "cluster.actor_world_size=16",
-            ],
-            [f"{FSDP_SIZE}=8", "trainer.n_gpus_per_node=6", "4", "-1"],
-        ),
-        (
-            [
-                *("cluster=multi_node", "trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ACTOR}.use_kl_loss=false"),
-                *("cluster.actor_world_size=6", "cluster.rollout_world_size=2", f"{FSDP_SIZE}=3"),
-                *(f"{ROLLOUT}.tensor_model_parallel_size=2", "data.train_batch_size=48"),
+                "trainer.nnodes=2",
+                f"{ACTOR}.use_kl_loss=false",
+                "data.train_batch_size=48",
                 f"{ACTOR}.ppo_mini_batch_size=48",
             ],
-            [
-                f"{FSDP_SIZE}=3",
-                f"{ROLLOUT}.tensor_model_parallel_size=2",
-                "cluster.actor_world_size=6",
-                "cluster.rollout_world_size=2",
-                "cluster.ref_world_size=null",
-                "trainer.n_gpus_per_node=4",
-                "rollout",
-                "cluster.*",
-            ],
         ),
-        (
-            ["cluster=single_gpu", f"{ROLLOUT}.checkpoint_engine.backend=broadcast"],
-            [
-                f"{ROLLOUT}.checkpoint_engine.backend=broadcast",
-                "trainer.n_gpus_per_node=1",
-                "NCCL",
-                "null, ipc or object_store",
-            ],
+        broken(
+            f"{ROLLOUT}.checkpoint_engine.backend=broadcast",
+            also=["trainer.n_gpus_per_node=1", "NCCL", "null, ipc or object_store"],
+            beside=["cluster=single_gpu"],
         ),
-        (
-            ["cluster=node8", f"{ROLLOUT}.checkpoint_engine.backend=ipc"],
-            [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.n_gpus_per_node=8", "null"],
+        broken(
+            f"{ROLLOUT}.checkpoint_engine.backend=ipc",
+            also=["trainer.n_gpus_per_node=8", "null"],
+            beside=["cluster=node8"],
         ),
         *(
             (
@@ -122,26 +105,26 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
                 ([f"{ROLLOUT}.checkpoint_engine.backend=ipc"], "ipc"),
             )
         ),
-        (
-            [f"{ROLLOUT}.checkpoint_engine.changes_only=true", f"{ROLLOUT}.name=pkg.engine:Engine"],
-            [f"{ROLLOUT}.checkpoint_engine.changes_only=true", f"{ROLLOUT}.name=pkg.engine:Engine", "false"],
+        broken(f"{ROLLOUT}.checkpoint_engine.changes_only=true", f"{ROLLOUT}.name=pkg.engine:Engine", also=["false"]),
+        broken(
+            f"{ROLLOUT}.checkpoint_engine.backend=ipc",
+            "trainer.nnodes=2",
+            also=["null"],
+            beside=["ray_kwargs.ray_init.address=auto"],
         ),
-        (
-            [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "ray_kwargs.ray_init.address=auto"],
-            [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "null"],
+        broken(
+            f"{ROLLOUT}.free_cache_engine=true",
+            "trainer.max_staleness=1",
+            also=["false", "0"],
+            beside=["cluster=single_gpu"],
         ),
-        (
-            ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true", "trainer.max_staleness=1"],
-            [f"{ROLLOUT}.free_cache_engine=true", "trainer.max_staleness=1", "false", "0"],
+        broken(
+            f"{ROLLOUT}.max_num_batched_tokens=127",
+            f"{ROLLOUT}.max_num_seqs=128",
+            also=["raise", "lower"],
+            beside=["cluster=node8"],
         ),
-        (
-            ["cluster=node8", f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=128"],
-            [f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=128", "raise", "lower"],
-        ),
-        (
-            [f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=129"],
-            [f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=129", "raise", "lower"],
-        ),
+        broken(f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=129", also=["raise", "lower"]),
         *(
             (
                 [*role, f"{model}.enable_activation_offload=true"],
@@ -149,58 +132,38 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
             )
             for role, model in (([], "actor_rollout_ref.model"), (["recipe=ppo"], "critic.model"))
         ),
-        (
-            [f"{ROLLOUT}.max_model_len=127"],
-            [
-                f"{ROLLOUT}.max_model_len=127",
-                "data.max_prompt_length=64",
-                "data.max_response_length=64",
-                "prompt + response = 128",
-            ],
+        broken(
+            f"{ROLLOUT}.max_model_len=127",
+            also=["data.max_prompt_length=64", "data.max_response_length=64", "prompt + response = 128"],
         ),
-        (
-            [f"{ACTOR}.fsdp_config.fsdp_size=3"],
-            [f"{ACTOR}.fsdp_config.fsdp_size=3", "cluster.actor_world_size=null", "2 actor", "divisor", "-1"],
+        broken(f"{ACTOR}.fsdp_config.fsdp_size=3", also=["cluster.actor_world_size=null", "2 actor", "divisor", "-1"]),
+        broken(
+            f"{ACTOR}.ppo_max_token_len_per_gpu=100",
+            also=["data.max_prompt_length=64", "data.max_response_length=64", "prompt + response = 128"],
+            beside=[f"{ACTOR}.use_dynamic_bsz=true"],
         ),
-        (
-            [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=100"],
-            [
-                f"{ACTOR}.ppo_max_token_len_per_gpu=100",
-                "data.max_prompt_length=64",
-                "data.max_response_length=64",
-                "prompt + response = 128",
-            ],
+        broken(
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=127",
+            also=["data.max_prompt_length=64", "data.max_response_length=64", "prompt + response = 128"],
+            beside=["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true"],
         ),
-        (
-            [
-                "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
-                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=127",
-            ],
-            [
-                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=127",
-                "data.max_prompt_length=64",
-                "data.max_response_length=64",
-                "prompt + response = 128",
-            ],
-        ),
-        (
-            ["cluster=node8", "trainer.n_gpus_per_node=2", "cluster.ref_world_size=1"],
-            [
-                "cluster.ref_world_size=1",
+        broken(
+            "trainer.n_gpus_per_node=2",
+            "cluster.ref_world_size=1",
+            also=[
                 "cluster.colocate=null",
                 f"{ROLLOUT}.tensor_model_parallel_size=1",
                 "trainer.nnodes=1",
-                "trainer.n_gpus_per_node=2",
                 "actor 1 + rollout 1 + ref 1 = 3",
                 "cluster.actor_world_size",
                 "cluster.rollout_world_size",
                 "cluster.colocate=all",
             ],
+            beside=["cluster=node8"],
         ),
-        (
-            ["cluster=single_gpu", "cluster.actor_world_size=2"],
-            [
-                "cluster.actor_world_size=2",
+        broken(
+            "cluster.actor_world_size=2",
+            also=[
                 "cluster.rollout_world_size=1",
                 "cluster.ref_world_size=1",
                 "cluster.colocate=null",
@@ -209,66 +172,47 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
                 "trainer.n_gpus_per_node=1",
                 "actor 2 = 2",
             ],
+            beside=["cluster=single_gpu"],
         ),
-        (
-            [*GPU8, "cluster.colocate=all", "cluster.actor_world_size=2", "cluster.rollout_world_size=4"],
-            [
-                "cluster.actor_world_size=2",
-                "cluster.rollout_world_size=4",
+        broken(
+            "cluster.colocate=all",
+            "cluster.actor_world_size=2",
+            "cluster.rollout_world_size=4",
+            also=[
                 "cluster.ref_world_size=null",
-                "cluster.colocate=all",
                 "actor 2, rollout 4, ref 2",
                 "cluster.actor_world_size to 4",
                 "others to 2",
             ],
+            beside=GPU8,
         ),
-        (
-            [*GPU8, "cluster.colocate=actor_ref", "cluster.ref_world_size=2"],
-            ["cluster.ref_world_size=2", "cluster.colocate=actor_ref", "4", "null"],
+        broken("cluster.colocate=actor_ref", "cluster.ref_world_size=2", also=["4", "null"], beside=GPU8),
+        broken("cluster.rollout_world_size=2", "cluster.max_rollout_world_size=1", also=["null"]),
+        broken(
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            "cluster.max_rollout_world_size=5",
+            beside=["cluster.num_cpus_per_worker=1"],
         ),
-        (
-            ["cluster.rollout_world_size=2", "cluster.max_rollout_world_size=1"],
-            ["cluster.max_rollout_world_size=1", "cluster.rollout_world_size=2", "null"],
+        broken("cluster.max_rollout_world_size=2", also=["null", "colocate=actor_ref"], beside=["cluster=single_gpu"]),
+        broken("cluster.max_rollout_world_size=2", also=["cluster.num_cpus_per_worker=null"]),
+        broken(
+            f"{ROLLOUT}.checkpoint_engine.backend=ipc",
+            "cluster.max_rollout_world_size=2",
+            also=["null"],
+            beside=["cluster.num_cpus_per_worker=1"],
         ),
-        (
-            [
-                f"{ROLLOUT}.tensor_model_parallel_size=2",
-                "cluster.max_rollout_world_size=5",
-                "cluster.num_cpus_per_worker=1",
-            ],
-            ["cluster.max_rollout_world_size=5", f"{ROLLOUT}.tensor_model_parallel_size=2"],
-        ),
-        (
-            ["cluster=single_gpu", "cluster.max_rollout_world_size=2"],
-            ["cluster.max_rollout_world_size=2", "null", "colocate=actor_ref"],
-        ),
-        (
-            ["cluster.max_rollout_world_size=2"],
-            ["cluster.max_rollout_world_size=2", "cluster.num_cpus_per_worker=null"],
-        ),
-        (
-            [
-                f"{ROLLOUT}.checkpoint_engine.backend=ipc",
-                "cluster.max_rollout_world_size=2",
-                "cluster.num_cpus_per_worker=1",
-            ],
-            ["cluster.max_rollout_world_size=2", f"{ROLLOUT}.checkpoint_engine.backend=ipc", "null"],
-        ),
-        (
-            [
-                *("cluster=multi_node", "trainer.nnodes=2", "trainer.n_gpus_per_node=6", "data.train_batch_size=36"),
-                *(f"{ACTOR}.ppo_mini_batch_size=36", f"{FSDP_SIZE}=4", "cluster.colocate=all"),
-                *("cluster.actor_world_size=12", f"{ROLLOUT}.tensor_model_parallel_size=2"),
-            ],
-            [
-                f"{FSDP_SIZE}=4",
-                f"{ROLLOUT}.tensor_model_parallel_size=2",
-                "cluster.actor_world_size=12",
-                "cluster.rollout_world_size=null",
-                "cluster.ref_world_size=null",
-                "trainer.n_gpus_per_node=6",
-                "actor, rollout, ref",
-                "cluster.*",
+        broken(
+            "trainer.n_gpus_per_node=6",
+            f"{FSDP_SIZE}=4",
+            "cluster.actor_world_size=12",
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            also=["cluster.rollout_world_size=null", "cluster.ref_world_size=null", "actor, rollout, ref", "cluster.*"],
+            beside=[
+                "cluster=multi_node",
+                "trainer.nnodes=2",
+                "data.train_batch_size=36",
+                f"{ACTOR}.ppo_mini_batch_size=36",
+                "cluster.colocate=all",
             ],
         ),
     ],

@@ -4,6 +4,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
+from tests.config.refusals import broken
 from tests.messages import says
 
 GDPO, KEYS = "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys"
@@ -14,15 +15,17 @@ OVERLONG = "reward.overlong_buffer.enable=true"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (
-            [*NAMED, "algorithm.use_kl_in_reward=true"],
-            ["algorithm.use_kl_in_reward=true", GDPO, "actor_rollout_ref.actor.use_kl_loss=true"],
+        broken(
+            "algorithm.use_kl_in_reward=true", also=[GDPO, "actor_rollout_ref.actor.use_kl_loss=true"], beside=[*NAMED]
         ),
-        ([GDPO], [f"{KEYS}=null", "custom_reward_function.path=null", "grpo_dist.rewards.weighted"]),
-        ([*NAMED, OVERLONG], [f"{KEYS}=[acc,style]", OVERLONG, "overlong_penalty"]),
-        ([GDPO, f"{KEYS}=[]"], [f"{KEYS}=[]", "null"]),
-        ([GDPO, f"{KEYS}=[acc,style,acc]"], [KEYS, "acc twice"]),
-        ([*NAMED, "algorithm.gdpo_reward_weights=[1,2,3]"], ["algorithm.gdpo_reward_weights=[1.0,2.0,3.0]", KEYS]),
+        broken(also=[f"{KEYS}=null", "custom_reward_function.path=null", "grpo_dist.rewards.weighted"], beside=[GDPO]),
+        broken(OVERLONG, also=[f"{KEYS}=[acc,style]", "overlong_penalty"], beside=[*NAMED]),
+        broken(f"{KEYS}=[]", also=["null"], beside=[GDPO]),
+        broken(also=[KEYS, "acc twice"], beside=[GDPO, f"{KEYS}=[acc,style,acc]"]),
+        broken(
+            also=["algorithm.gdpo_reward_weights=[1.0,2.0,3.0]", KEYS],
+            beside=[*NAMED, "algorithm.gdpo_reward_weights=[1,2,3]"],
+        ),
     ],
 )
 def test_refused(overrides: list[str], parts: list[str]) -> None:

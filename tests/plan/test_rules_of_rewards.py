@@ -12,6 +12,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plugins.names import WEIGHTED_FUNCTION
 from tests.config.read_back import read_back
+from tests.config.refusals import broken
 from tests.messages import refuses
 
 PATH, NAME, WEIGHTS, KWARGS = (f"custom_reward_function.{key}" for key in ("path", "name", "weights", "reward_kwargs"))
@@ -64,17 +65,24 @@ def test_an_entry_may_say_more(file: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ([f"{PATH}=rewards.py:correct", f"{NAME}=short"], [f"{PATH}=rewards.py:correct", f"{NAME}=short"]),
-        ([f"{PATH}=rewards.py", f"{WEIGHTS}=[1.0]"], [f"{WEIGHTS}=[1.0]", "path=[...]"]),
-        ([f"{PATH}=[rewards.py:a,rewards.py:b]", f"{WEIGHTS}=[1]"], [f"{WEIGHTS}=[1.0]", "rewards.py:b"]),
-        ([f"{PATH}=[rewards.py]", f"{NAME}=a"], [f"{NAME}=a", "file.py:function"]),
-        ([f"{PATH}=[rewards.py:a]", f"{KWARGS}={{x: 1}}"], [f"{KWARGS}={{x:1}}", "reward_kwargs: {...}"]),
-        ([f"{PATH}=[{{path: rewards.py:a, weight: 1}}]", f"{WEIGHTS}=[2]"], [f"{WEIGHTS}=[2.0]", "weights twice"]),
-        ([f"{PATH}=[]"], [f"{PATH}=[]", "1"]),
-        ([f"{PATH}=[rewards.py:a,rewrads.py:b]"], [f"{PATH}=rewrads.py:", "file"]),
-        ([f"{PATH}=rewrads.py:b"], [f"{PATH}=rewrads.py:", "file"]),
-        ([f"{PATH}=[1]"], [f"{PATH}=1", "text"]),
-        ([f"{PATH}=[grpo_dist.rewards.reward_model:compute_score]"], ["reward_model.enable=false"]),
+        broken(f"{PATH}=rewards.py:correct", f"{NAME}=short"),
+        broken(f"{WEIGHTS}=[1.0]", also=["path=[...]"], beside=[f"{PATH}=rewards.py"]),
+        broken(
+            also=[f"{WEIGHTS}=[1.0]", "rewards.py:b"], beside=[f"{PATH}=[rewards.py:a,rewards.py:b]", f"{WEIGHTS}=[1]"]
+        ),
+        broken(f"{NAME}=a", also=["file.py:function"], beside=[f"{PATH}=[rewards.py]"]),
+        broken(
+            also=[f"{KWARGS}={{x:1}}", "reward_kwargs: {...}"], beside=[f"{PATH}=[rewards.py:a]", f"{KWARGS}={{x: 1}}"]
+        ),
+        broken(
+            also=[f"{WEIGHTS}=[2.0]", "weights twice"],
+            beside=[f"{PATH}=[{{path: rewards.py:a, weight: 1}}]", f"{WEIGHTS}=[2]"],
+        ),
+        broken(f"{PATH}=[]", also=["1"]),
+        broken(also=[f"{PATH}=rewrads.py:", "file"], beside=[f"{PATH}=[rewards.py:a,rewrads.py:b]"]),
+        broken(also=[f"{PATH}=rewrads.py:", "file"], beside=[f"{PATH}=rewrads.py:b"]),
+        broken(also=[f"{PATH}=1", "text"], beside=[f"{PATH}=[1]"]),
+        broken(also=["reward_model.enable=false"], beside=[f"{PATH}=[grpo_dist.rewards.reward_model:compute_score]"]),
     ],
 )
 def test_namings_that_are_refused(overrides: list[str], parts: list[str]) -> None:

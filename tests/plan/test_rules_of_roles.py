@@ -6,7 +6,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
-from tests.config.refusals import refused
+from tests.config.refusals import broken, refused
 from tests.messages import refuses, says
 
 ACTOR, TEACHER = "actor_rollout_ref.actor", "actor_rollout_ref.ref.model.path"
@@ -19,15 +19,18 @@ LORA = "actor_rollout_ref.model.lora_rank=2"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["recipe=distill"], [f"{TEACHER}=null", "algorithm.adv_estimator=distill"]),
-        (["recipe=cispo", BUILTIN], [BUILTIN, f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=false"]),
-        ([BUILTIN, SYNC], [SYNC, BUILTIN, "-1"]),
-        ([SEVERAL, f"{ACTOR}.kl_loss_type=full"], ["builtin:tiny-qwen3", f"{ACTOR}.kl_loss_type=full", "k2"]),
-        ([SEVERAL.replace("builtin:tiny-qwen3}", "./nowhere}")], ["./nowhere", "folder"]),
-        ([f"{TEACHER}=./nowhere"], [f"{TEACHER}=./nowhere", "folder"]),
-        (
-            [BUILTIN, "+actor_rollout_ref.ref.model.override_config.max_position_embeddings=100"],
-            [BUILTIN, "100 positions", "actor_rollout_ref.ref.model.override_config"],
+        broken(also=[f"{TEACHER}=null", "algorithm.adv_estimator=distill"], beside=["recipe=distill"]),
+        broken(
+            BUILTIN, also=[f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=false"], beside=["recipe=cispo"]
+        ),
+        broken(BUILTIN, SYNC, also=["-1"]),
+        broken(f"{ACTOR}.kl_loss_type=full", also=["builtin:tiny-qwen3", "k2"], beside=[SEVERAL]),
+        broken(also=["./nowhere", "folder"], beside=[SEVERAL.replace("builtin:tiny-qwen3}", "./nowhere}")]),
+        broken(f"{TEACHER}=./nowhere", also=["folder"]),
+        broken(
+            BUILTIN,
+            also=["100 positions", "actor_rollout_ref.ref.model.override_config"],
+            beside=["+actor_rollout_ref.ref.model.override_config.max_position_embeddings=100"],
         ),
     ],
 )
@@ -42,16 +45,12 @@ FREQ = "reward_model.retrain.freq=5"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (
-            ["custom_reward_function.path=null"],
-            [FREQ, "custom_reward_function.path=null", "grpo_dist.rewards.weighted"],
+        broken("custom_reward_function.path=null", also=[FREQ, "grpo_dist.rewards.weighted"]),
+        broken("trainer.max_staleness=1", also=[FREQ], beside=[SYNC.replace("=2", "=-1")]),
+        broken(
+            also=[FREQ, "algorithm.adv_estimator=grpo", "grpo_process"], beside=["reward_model.process.enable=true"]
         ),
-        (["trainer.max_staleness=1", SYNC.replace("=2", "=-1")], ["trainer.max_staleness=1", FREQ]),
-        (["reward_model.process.enable=true"], [FREQ, "algorithm.adv_estimator=grpo", "grpo_process"]),
-        (
-            ["algorithm.adv_estimator=grpo_process"],
-            [FREQ, "algorithm.adv_estimator=grpo_process", "reward_model.process.enable=false", "-1"],
-        ),
+        broken("algorithm.adv_estimator=grpo_process", also=[FREQ, "reward_model.process.enable=false", "-1"]),
     ],
 )
 def test_retraining_needs_labels_and_batches_of_one_model(overrides: list[str], parts: list[str]) -> None:
@@ -75,16 +74,16 @@ SHOWN = "algorithm.self_distillation"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ([f"{ACTOR}.use_kl_loss=false"], [f"{SHOWN}.enable=true", f"{ACTOR}.use_kl_loss=false", "true"]),
-        (["algorithm.use_kl_in_reward=true"], [f"{SHOWN}.enable=true", "algorithm.use_kl_in_reward=true", "false"]),
-        (
-            ["actor_rollout_ref.rollout.agent.default_agent_loop=external"],
-            [f"{SHOWN}.enable=true", "default_agent_loop=external", "tool_agent"],
+        broken(f"{ACTOR}.use_kl_loss=false", also=[f"{SHOWN}.enable=true", "true"]),
+        broken("algorithm.use_kl_in_reward=true", also=[f"{SHOWN}.enable=true", "false"]),
+        broken(
+            also=[f"{SHOWN}.enable=true", "default_agent_loop=external", "tool_agent"],
+            beside=["actor_rollout_ref.rollout.agent.default_agent_loop=external"],
         ),
-        ([f"{SHOWN}.success_threshold=null"], [f"{SHOWN}.feedback_name=null", f"{SHOWN}.success_threshold=null"]),
-        (["actor_rollout_ref.rollout.n=1"], [f"{SHOWN}.feedback_name=null", "actor_rollout_ref.rollout.n=1"]),
-        ([f"{SHOWN}.success_template=look"], [f"{SHOWN}.success_template=look", "{text}"]),
-        ([f"{SHOWN}.feedback_template=look"], [f"{SHOWN}.feedback_template=look", "{text}"]),
+        broken(f"{SHOWN}.success_threshold=null", also=[f"{SHOWN}.feedback_name=null"]),
+        broken("actor_rollout_ref.rollout.n=1", also=[f"{SHOWN}.feedback_name=null"]),
+        broken(f"{SHOWN}.success_template=look", also=["{text}"]),
+        broken(f"{SHOWN}.feedback_template=look", also=["{text}"]),
     ],
 )
 def test_a_policy_that_teaches_itself_needs_a_loss_and_something_to_show(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_dist.plan.commands import load_config
-from tests.config.refusals import refused
+from tests.config.refusals import broken, refused
 from tests.messages import says
 from tests.plan.test_rules import ACTOR, ROLLOUT
 
@@ -17,68 +17,33 @@ M2 = f"{CORRECTION}.m2_threshold=0.04"
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (
-            [REINFORCE, f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
-            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        broken(f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true", beside=[REINFORCE]),
+        broken(also=[f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.bypass_mode=false"], beside=[REINFORCE]),
+        broken(
+            f"{ACTOR}.policy_loss.loss_mode=gspo",
+            also=[f"{CORRECTION}.loss_type=reinforce"],
+            beside=[f"{CORRECTION}.bypass_mode=true", REINFORCE, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
         ),
-        (
-            [REINFORCE],
-            [f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.bypass_mode=false"],
-        ),
-        (
-            [
-                f"{CORRECTION}.bypass_mode=true",
-                REINFORCE,
-                f"{ACTOR}.policy_loss.loss_mode=gspo",
-                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-            ],
-            [f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"],
-        ),
-        (
-            [f"{CORRECTION}.rollout_rs=token_k1"],
-            [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=null", "both"],
-        ),
-        (
-            [f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.top_entropy_quantile=0.2"],
-            [f"{ACTOR}.top_entropy_quantile=0.2", f"{CORRECTION}.bypass_mode=true"],
-        ),
-        (
-            [f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=optimal_token_baseline"],
-            ["algorithm.adv_estimator=optimal_token_baseline", f"{CORRECTION}.bypass_mode=true", "false"],
-        ),
-        (
-            [f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=rl_zvp"],
-            ["algorithm.adv_estimator=rl_zvp", f"{CORRECTION}.bypass_mode=true", "false"],
-        ),
-        (
-            ["algorithm.adv_estimator=gae", f"{ACTOR}.loss_agg_mode=prompt-mean"],
-            ["critic.loss_agg_mode=prompt-mean", "token-mean"],
+        broken(f"{CORRECTION}.rollout_rs=token_k1", also=[f"{CORRECTION}.rollout_rs_threshold=null", "both"]),
+        broken(f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.top_entropy_quantile=0.2"),
+        broken(f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=optimal_token_baseline", also=["false"]),
+        broken(f"{CORRECTION}.bypass_mode=true", "algorithm.adv_estimator=rl_zvp", also=["false"]),
+        broken(
+            also=["critic.loss_agg_mode=prompt-mean", "token-mean"],
+            beside=["algorithm.adv_estimator=gae", f"{ACTOR}.loss_agg_mode=prompt-mean"],
         ),
         *(
             ([key, f"algorithm.adv_estimator={estimator}"], [key, f"algorithm.adv_estimator={estimator}", "false"])
             for key in ("algorithm.mask_equal_groups=true",)
             for estimator in ("rl_zvp", "rae", "gae", "reinforce_plus_plus_baseline")
         ),
-        (
-            [f"{ACTOR}.observation_coeff=0.1"],
-            [f"{ACTOR}.observation_coeff=0.1", "default_agent_loop=single_turn_agent", 0],
+        broken(f"{ACTOR}.observation_coeff=0.1", also=["default_agent_loop=single_turn_agent", 0]),
+        broken("trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"),
+        broken("trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"),
+        broken(
+            "trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true", also=[f"{ACTOR}.entropy_coeff=0.0"]
         ),
-        (
-            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
-            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
-        ),
-        (
-            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
-            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
-        ),
-        (
-            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true"],
-            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.entropy_coeff=0.0"],
-        ),
-        (
-            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
-            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
-        ),
+        broken(f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"),
     ],
 )
 def test_corrections_and_selections_that_do_not_go_together(overrides, parts):

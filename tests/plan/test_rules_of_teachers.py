@@ -6,7 +6,7 @@ import pytest
 
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.roles import roles_of
-from tests.config.refusals import refused
+from tests.config.refusals import broken, refused
 from tests.messages import says
 
 ENDPOINT = "actor_rollout_ref.ref.model.endpoint"
@@ -27,16 +27,21 @@ def test_no_ranks_hold_a_teacher_that_runs_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["recipe=distill", URL], [f"{ENDPOINT}.model", "/models"]),
-        ([*TAUGHT, f"{ENDPOINT}.base_url=teacher:8000"], [f"{ENDPOINT}.base_url=teacher:8000", "http://"]),
-        ([*TAUGHT, f"{ACTOR}.kl_loss_type=k2"], [URL, f"{ACTOR}.kl_loss_type=k2", "full"]),
-        ([*TAUGHT, "algorithm.use_kl_in_reward=true"], [URL, "algorithm.use_kl_in_reward=true", "false"]),
-        ([*TAUGHT, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3"], [URL, "ref.model.path", "null"]),
-        ([*TAUGHT, "actor_rollout_ref.ref.ref_model_sync_steps=1"], [URL, "ref_model_sync_steps=1", "-1"]),
-        ([*TAUGHT, "algorithm.self_distillation.enable=true"], [URL, "algorithm.self_distillation.enable=true"]),
-        (
-            [*TAUGHT, "actor_rollout_ref.rollout.agent.default_agent_loop=external"],
-            [URL, "default_agent_loop=external", "tool_agent"],
+        broken(also=[f"{ENDPOINT}.model", "/models"], beside=["recipe=distill", URL]),
+        broken(f"{ENDPOINT}.base_url=teacher:8000", also=["http://"], beside=[*TAUGHT]),
+        broken(f"{ACTOR}.kl_loss_type=k2", also=[URL, "full"], beside=[*TAUGHT]),
+        broken("algorithm.use_kl_in_reward=true", also=[URL, "false"], beside=[*TAUGHT]),
+        broken(
+            also=[URL, "ref.model.path", "null"],
+            beside=[*TAUGHT, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3"],
+        ),
+        broken(
+            also=[URL, "ref_model_sync_steps=1", "-1"], beside=[*TAUGHT, "actor_rollout_ref.ref.ref_model_sync_steps=1"]
+        ),
+        broken("algorithm.self_distillation.enable=true", also=[URL], beside=[*TAUGHT]),
+        broken(
+            also=[URL, "default_agent_loop=external", "tool_agent"],
+            beside=[*TAUGHT, "actor_rollout_ref.rollout.agent.default_agent_loop=external"],
         ),
     ],
 )
