@@ -33,25 +33,62 @@ def notes(*overrides):
         broken(f"{ROLLOUT}.n=1", also=["algorithm.adv_estimator=grpo", "rollout.n to 2"]),
         broken("reward_model.enable=true", also=["reward_model.model.path=null"]),
         broken("reward_model.model.path=./nowhere", also=["folder"], beside=["reward_model.enable=true"]),
-        broken("reward_model.model.path=builtin:none", also=["builtin:tiny-qwen3"], beside=["reward_model.enable=true"]),
+        broken(
+            "reward_model.model.path=builtin:none", also=["builtin:tiny-qwen3"], beside=["reward_model.enable=true"]
+        ),
         broken("reward_model.max_length=100000", also=["max_position_embeddings"], beside=[*BUILTIN_SCORER]),
         broken("reward_model.process.enable=true", also=["reward_model.enable=false"]),
-        broken(also=["reward_model.process.good=+", "reward_model.process.bad=null"], beside=[*BUILTIN_SCORER, "reward_model.process.enable=true", "reward_model.process.good='+'"]),
+        broken(
+            also=["reward_model.process.good=+", "reward_model.process.bad=null"],
+            beside=[*BUILTIN_SCORER, "reward_model.process.enable=true", "reward_model.process.good='+'"],
+        ),
         broken("custom_reward_function.path=grpo_dist.rewards.reward_model", also=["reward_model.enable=false"]),
-        broken(also=["reward_model.enable=false", "grpo_dist.rewards.reward_model"], beside=["custom_reward_function.path=grpo_dist.rewards.weighted", "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}]}"]),
+        broken(
+            also=["reward_model.enable=false", "grpo_dist.rewards.reward_model"],
+            beside=[
+                "custom_reward_function.path=grpo_dist.rewards.weighted",
+                "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}]}",
+            ],
+        ),
         broken("critic.enable=true", also=["algorithm.adv_estimator=grpo", "gae"]),
         broken("critic.model.path=./nowhere", also=["folder"], beside=["recipe=ppo"]),
-        broken(also=["critic.model.path=builtin:tiny-qwen3", "100 positions", "critic.model.override_config"], beside=["recipe=ppo", "+critic.model.override_config.max_position_embeddings=100"]),
-        broken("critic.ppo_mini_batch_size=5", also=["data.train_batch_size=32", "ppo_mini_batch_size=4"], beside=["recipe=ppo"]),
-        broken("cluster.critic_world_size=3", also=["critic.ppo_mini_batch_size=32", "3 critic ranks"], beside=["recipe=ppo"]),
-        broken("critic.model.fsdp_config.fsdp_size=3", also=["cluster.critic_world_size=null", "2 critic ranks"], beside=["recipe=ppo"]),
-        broken("critic.ppo_max_token_len_per_gpu=100", also=["128"], beside=[*DYNAMIC_CRITIC, "critic.forward_max_token_len_per_gpu=200"]),
+        broken(
+            also=["critic.model.path=builtin:tiny-qwen3", "100 positions", "critic.model.override_config"],
+            beside=["recipe=ppo", "+critic.model.override_config.max_position_embeddings=100"],
+        ),
+        broken(
+            "critic.ppo_mini_batch_size=5",
+            also=["data.train_batch_size=32", "ppo_mini_batch_size=4"],
+            beside=["recipe=ppo"],
+        ),
+        broken(
+            "cluster.critic_world_size=3",
+            also=["critic.ppo_mini_batch_size=32", "3 critic ranks"],
+            beside=["recipe=ppo"],
+        ),
+        broken(
+            "critic.model.fsdp_config.fsdp_size=3",
+            also=["cluster.critic_world_size=null", "2 critic ranks"],
+            beside=["recipe=ppo"],
+        ),
+        broken(
+            "critic.ppo_max_token_len_per_gpu=100",
+            also=["128"],
+            beside=[*DYNAMIC_CRITIC, "critic.forward_max_token_len_per_gpu=200"],
+        ),
         broken("critic.forward_max_token_len_per_gpu=100", also=["128"], beside=[*DYNAMIC_CRITIC]),
         broken(f"{ROLLOUT}.min_tokens=65", also=["data.max_response_length=64", "long"]),
-        broken(f"{ROLLOUT}.val_kwargs.do_sample=true", also=[f"{ROLLOUT}.val_kwargs.temperature=0.0", "do_sample=false"], beside=[f"{ROLLOUT}.val_kwargs.temperature=0"]),
-        broken("trainer.resume_mode=resume_path", also=["trainer.resume_from_path=null", "global_step_N", "resume_mode=auto"]),
+        broken(
+            f"{ROLLOUT}.val_kwargs.do_sample=true",
+            also=[f"{ROLLOUT}.val_kwargs.temperature=0.0", "do_sample=false"],
+            beside=[f"{ROLLOUT}.val_kwargs.temperature=0"],
+        ),
+        broken(
+            "trainer.resume_mode=resume_path",
+            also=["trainer.resume_from_path=null", "global_step_N", "resume_mode=auto"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_rule(overrides, parts):
     says(refused(*overrides), *parts)
 
