@@ -17,11 +17,10 @@
 # make format       let ruff format and fix; make clean removes caches and builds
 #
 # DEVICE=cpu or gpu says what is set up; without it, gpu where nvidia-smi finds a GPU. The tests run on CPU: DEVICE=cpu for
-# them on a machine with GPUs. CUDA=12 is for NVIDIA drivers before 580 (default: 13). PYTHON names the interpreter that
-# .venv is made with (3.11 or 3.12), and that runs gpu-check where .venv is not for GPUs. `make constraints` writes
-# constraints/*.txt, the versions of all packages, anew.
+# them on a machine with GPUs. CUDA=12 is for NVIDIA drivers before 580 (the default where one is found). PYTHON names the
+# interpreter that .venv is made with (3.11 or 3.12), and that runs gpu-check where .venv is not for GPUs.
+# `make constraints` writes constraints/*.txt, the versions of all packages, anew.
 
-PYTHON ?= python3
 BIN := .venv/bin
 # Read when it is used, which is after the set-up.
 ONE_MACHINE = $(shell grep -q '^gpu' .venv/.setup && echo single_gpu || echo cpu)
@@ -73,7 +72,7 @@ cluster: setup
 
 # Sets nothing up: a part that lacks something says so.
 gpu-check:
-	$$(grep -qs '^gpu' .venv/.setup && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu_check $(CHECK)
+	$$(grep -qs '^gpu' .venv/.setup && echo $(BIN)/python || echo $(or $(PYTHON),python3)) -m benchmarks.gpu_check $(CHECK)
 
 bench: setup
 	$(BIN)/python -m benchmarks.gpu_counts

@@ -275,11 +275,18 @@ def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
 
 
 def gpu_memory_gib() -> list[float]:
-    """Memory of each GPU that this process may use, GiB."""
+    """Memory of each GPU that this process may use, GiB; a ConfigError if torch cannot use what the driver lists."""
     import torch
 
-    count = torch.cuda.device_count()
-    return [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
+    try:
+        count = torch.cuda.device_count()
+        return [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
+    except RuntimeError as error:
+        raise ConfigError(
+            f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use this machine's GPUs: "
+            f"{str(error).splitlines()[0]} `grpo-dist doctor` compares driver and build (for drivers before 580: "
+            "make setup DEVICE=gpu CUDA=12); trainer.n_gpus_per_node=0 trains on CPU"
+        ) from None
 
 
 def _check_cpus(config: JobConfig, slots: Sequence[Slot]) -> None:

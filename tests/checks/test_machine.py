@@ -55,6 +55,20 @@ def test_the_smallest_gpu_counts_and_the_key_goes_before_it(monkeypatch: pytest.
     assert check(*GPU4, "cluster.gpu_memory_gib=24").gpu_gib == 24
 
 
+def test_a_driver_that_is_older_than_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML counts the GPUs; only a context says that the driver is too old."""
+    import torch
+
+    def refuse(number: int) -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update it")
+
+    gpus(monkeypatch, 80, 80, 80, 80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
+    with refuses(ConfigError, "13.0", "12040", "CUDA=12", "trainer.n_gpus_per_node=0") as caught:
+        check(*GPU4)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_fewer_gpus_than_the_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_checks, "logical_cpus", lambda: 8)
     gpus(monkeypatch, 80, 80, 80)

@@ -28,6 +28,7 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "pyproject.toml", folder)
     program(folder / ".venv/bin/uv", UV)
     program(folder / ".venv/bin/python", "cat > checked; exit ${WRONG_BUILD:-0}")
+    program(folder / ".venv/bin/vllm", 'echo "vllm $*" >> asked')
     return folder
 
 
@@ -41,9 +42,11 @@ def setup(checkout: Path, *arguments: str, **env: str) -> tuple[int, list[str]]:
     return done.returncode, (checkout / "asked").read_text().splitlines() if (checkout / "asked").exists() else []
 
 
-def with_gpus(checkout: Path, *gpus: str) -> None:
-    listed = "\n".join(f"echo 'GPU {number}: {gpu}'" for number, gpu in enumerate(gpus))
-    program(checkout.parent / "bin" / "nvidia-smi", listed)
+def with_gpus(checkout: Path, *gpus: str, driver: str = "580.65.06", capability: str = "9.0") -> None:
+    listed = "; ".join(f"echo 'GPU {number}: {gpu}'" for number, gpu in enumerate(gpus)) or "true"
+    answers = {"-L": listed, "*driver_version*": f"echo {driver}", "*compute_cap*": f"echo {capability}"}
+    cases = "\n".join(f"{asked}) {answer} ;;" for asked, answer in answers.items())
+    program(checkout.parent / "bin" / "nvidia-smi", f'case "$*" in\n{cases}\nesac')
 
 
 def test_a_machine_without_gpus_gets_the_build_for_cpu(checkout: Path) -> None:
@@ -73,6 +76,56 @@ def test_cuda_12_has_its_own_indexes_and_versions_of_cuda(checkout: Path) -> Non
     used = (checkout / "used.txt").read_text().splitlines()
     assert {"torch==2.13.0", "vllm==0.32.0"} <= set(used)
     assert [line for line in used if line.startswith(("cuda-", "nvidia-"))] == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda"),
+    [("550.90.07", 12), ("570.86", 12), ("575.57", 12), ("580.65", 13), ("590.1", 13), ("[N/A]", 13)],
+)
+def test_a_driver_has_the_build_that_it_can_run(checkout: Path, driver: str, cuda: int) -> None:
+    with_gpus(checkout, "NVIDIA A100", driver=driver)
+    code, asked = setup(checkout)
+    assert (code, "cu129" in asked[0]) == (0, cuda == 12)
+    assert (checkout / ".venv" / ".setup").read_text().startswith(f"gpu cuda{cuda} ")
+    code, asked = setup(checkout, CUDA="13")
+    assert (code, [line for line in asked if "cu129" in line]) == (0, []), "whoever says so knows better"
+
+
+@pytest.mark.parametrize(
+    ("capability", "fetched"), [("10.0", True), ("9.0", False), ("8.9\n10.3", True), ("12.0", False)]
+)
+def test_blackwell_gets_the_kernels_that_its_wheel_lacks(checkout: Path, capability: str, fetched: bool) -> None:
+    with_gpus(checkout, "NVIDIA B200", capability=f"'{capability}'")
+    code, asked = setup(checkout)
+    assert (code, "vllm download-kernels" in asked) == (0, fetched)
+
+
+def test_the_interpreter_is_the_first_that_can(checkout: Path) -> None:
+    """What comes first may be too old or too new; a name that is given is the only one tried."""
+    bin_ = checkout.parent / "bin"
+    for name in ("python3", "python3.12"):
+        program(bin_ / name, "[[ $1 == --version ]] && echo Python 3.10.4; exit 1")
+    program(bin_ / "python3.11", f'echo "$*" >> venvs; exec {sys.executable} "$@"')
+    shutil.rmtree(checkout / ".venv")
+    code, _ = setup(checkout, "cpu", PYTHON="", UV_OFFLINE="1", PIP_NO_INDEX="1")
+    assert (code, (checkout / "venvs").read_text().splitlines()[-1]) == (1, "-m venv .venv"), "pip has no index here"
+    done = subprocess.run(
+        ["bash", "scripts/setup.sh"],
+        cwd=checkout,
+        env=os.environ | {"PYTHON": str(bin_ / "python3")},
+        capture_output=True,
+    )
+    assert done.returncode == 2
+    says(done.stderr.decode(), "3.11", "3.12", "3.10.4", "PYTHON=python3.11")
+
+
+def test_a_venv_that_was_cut_off_is_made_whole(checkout: Path) -> None:
+    """As Debian's python3 leaves it where its package of pip is missing: a Python, and no pip."""
+    (checkout / ".venv/bin/uv").unlink()
+    program(checkout.parent / "bin" / "whole", 'echo "$*" >> venvs; exit 1')
+    program(checkout.parent / "bin" / "python3", f'[[ $2 == venv ]] && exec whole "$@"; exec {sys.executable} "$@"')
+    assert setup(checkout, "cpu", PYTHON="python3") == (1, [])
+    assert (checkout / "venvs").read_text() == "-m venv .venv\n"
 
 
 @pytest.mark.parametrize(("arguments", "env"), [(["tpu"], {}), ([], {"DEVICE": "GPU"}), (["gpu"], {"CUDA": "11"})])
