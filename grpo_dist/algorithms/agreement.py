@@ -5,7 +5,8 @@ computation makes each number of each output larger or smaller by one unit in it
 operation takes it. With |.| the 2-norm of a token's output,
 
     difference  d = |sampler - trainer| / |trainer|        of log-probs |sampler - trainer|, in nats
-    rounding    r = |wobbled - trainer| / |trainer|        likewise
+    rounding    r = |wobbled - trainer| / |trainer|        likewise; no operation takes log-probs, so for them it is at
+                                                           least half a unit in their last place
 
 and an operation differs where the mean of d over all tokens is above `SLACK` times that of r. Where the log-probs do
 not differ no operation is named: whatever differs before them has no effect, or is not the same operation.
@@ -48,8 +49,17 @@ def distances(name: str, output: Tensor, trainer: Tensor) -> Tensor:
     return (output.double() - trainer.double()).norm(dim=1) / (1.0 if name == LOG_PROBS else size)
 
 
+def roundings(name: str, wobbled: Tensor, trainer: Tensor) -> Tensor:
+    """Return what rounding does to each token's output, (tokens,) float64, by that of the wobbled computation."""
+    found = distances(name, wobbled, trainer)
+    if name != LOG_PROBS:
+        return found
+    size = trainer[:, 0].abs()
+    return found.maximum((torch.nextafter(size, size.new_tensor(torch.inf)) - size).double() / 2)
+
+
 def operation(name: str, differences: Tensor, wobbles: Tensor, dtype: torch.dtype) -> Operation:
-    """Return an operation from the `distances` of all tokens, of the sampler's outputs and of the wobbled ones."""
+    """Return an operation from all tokens' `distances` of the sampler from the trainer, and their `roundings`."""
     return Operation(name, float(differences.max()), float(differences.mean()), SLACK[dtype] * float(wobbles.mean()))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, first_difference, operation
+from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, first_difference, operation, roundings
 from grpo_dist.algorithms.kl import k3
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import load_tokenizer, some
@@ -172,8 +172,9 @@ async def compare(
             if n < len(output) - 1 or theirs[name].shape[1] != output.shape[1]:  # a last token is no input of a sampler
                 unseen[name] = None
                 continue
-            difference, wobble = (distances(name, other[name][:n], output[:n]) for other in (theirs, wobbled))
-            apart[name].append((difference, wobble))
+            outputs = output[:n]
+            pair = distances(name, theirs[name][:n], outputs), roundings(name, wobbled[name][:n], outputs)
+            apart[name].append(pair)
         places += [(row, position, token) for position, token in enumerate(response.token_ids)]
         log_probs.append((theirs[LOG_PROBS][:, 0], own[LOG_PROBS][:, 0]))
     operations = []

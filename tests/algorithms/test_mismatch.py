@@ -16,6 +16,7 @@ from grpo_dist.algorithms.agreement import (
     first_difference,
     most_apart,
     operation,
+    roundings,
 )
 from grpo_dist.algorithms.correction import compute_rollout_correction, mismatch_by_cause
 
@@ -98,6 +99,10 @@ def test_a_token_is_as_far_away_as_its_difference_is_long() -> None:
     assert distances("q_proj", output, trainer).tolist() == [0.0, 1.0, 0.5]
     assert distances(LOG_PROBS, torch.tensor([[-2.0]]), torch.tensor([[-4.5]])).tolist() == [2.5], "in nats"
     assert torch.isfinite(distances("q_proj", torch.zeros(1, 2), torch.zeros(1, 2))).all()
+    equal = torch.tensor([[-4.5], [-0.75]])
+    assert roundings(LOG_PROBS, equal, equal).tolist() == [2**-22, 2**-25], "of numbers that float32 has"
+    assert roundings("q_proj", equal, equal).tolist() == [0.0, 0.0]
+    assert roundings(LOG_PROBS, equal + 0.25, equal).tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
