@@ -53,8 +53,8 @@ def swapped(name: str, weight: Tensor) -> tuple[str, Tensor]:
 
 
 def older(name: str, factor: Tensor) -> tuple[str, Tensor]:
-    """One factor as it was a step ago."""
-    return name, factor - 1e-3 if name.endswith(f"{LAYER}.self_attn.q_proj.lora_B.weight") else factor
+    """One factor as it was some steps ago."""
+    return name, factor - 1e-2 if name.endswith(f"{LAYER}.self_attn.q_proj.lora_B.weight") else factor
 
 
 def turn(worker: Any, theta: float) -> None:
