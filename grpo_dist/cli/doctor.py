@@ -192,10 +192,8 @@ def ray_cluster(device: str) -> Iterator[Finding]:
     if address == LOCAL:
         yield Finding(OK, "Ray", "no cluster is running: a run starts its own, with a token of its own")
         return
-    needed, file = (
-        os.environ.get("RAY_AUTH_MODE") == "token",
-        os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token"),
-    )
+    needed = os.environ.get("RAY_AUTH_MODE") == "token"
+    file = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
     given = bool(os.environ.get("RAY_AUTH_TOKEN")) or Path(file).expanduser().is_file()
     joined = f"runs join the cluster at {address}, {'with' if given else 'without'} a token"
     fix = "ray get-auth-token --generate, and copy ~/.ray/auth_token to all nodes" if needed and not given else ""

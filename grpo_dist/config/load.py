@@ -220,7 +220,7 @@ def _read(
         example = f"{key}={command.needed.get(key, 'VALUE')}"
         line.problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
     values = {str(key): value for key, value in raw.items()}
-    line.notes += _keep_run_dir(values)
+    _keep_run_dir(values, line)
     return line, values, references
 
 
@@ -304,8 +304,8 @@ def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:
 
 
 # --- what else a config takes from its surroundings ------------------------------------------------------------------
-def _keep_run_dir(raw: dict[str, Any]) -> Iterator[str]:
-    """Put a relative run directory into the home folder if the present one is a job's copy; yields a note then."""
+def _keep_run_dir(raw: dict[str, Any], line: CommandLine) -> None:
+    """Put a relative run directory into the home folder if the present one is a job's copy, and note it."""
     trainer: Any = raw.get("trainer")
     given = trainer.get("default_local_dir") if isinstance(trainer, dict) else None
     if not isinstance(given, str) or not given or expanded(given).is_absolute():
@@ -313,7 +313,7 @@ def _keep_run_dir(raw: dict[str, Any]) -> Iterator[str]:
     here = Path.cwd()
     if WORKING_COPIES in here.parts:
         trainer["default_local_dir"] = str(Path.home() / given)
-        yield (
+        line.notes.append(
             f"trainer.default_local_dir={given}: results go to {trainer['default_local_dir']}, because Ray deletes the "
             f"working copy of this job ({here}); set an absolute path, on several machines one on a disk that they "
             "share"

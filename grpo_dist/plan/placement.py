@@ -418,7 +418,8 @@ def roles_fit_on_the_gpus(config: JobConfig) -> Iterator[str]:
 @between_keys
 def shared_gpus_are_the_actors(config: RunConfig) -> Iterator[str]:
     """Roles that share GPUs share those of the actor."""
-    place, actor = placement(config), placement(config).actor_world_size
+    place = placement(config)
+    actor = place.actor_world_size
     if place.device == "cpu":
         return
     for row in roles_of(config):

@@ -281,7 +281,8 @@ def model_usage(plan: Plan[Any], step: int | None) -> Usage:
     """
     config = plan.config
     if isinstance(config, RunConfig):
-        values = {name: getattr(plan.val_sampling, name) for name in SAMPLING}
+        sampling = plan.val_sampling
+        values = {name: getattr(sampling, name) for name in SAMPLING}
         data, plain = config.data, config.data.apply_chat_template
         return Usage(step, data.system_prompt, data.apply_chat_template_kwargs, values, apply_chat_template=plain)
     if isinstance(config, SFTConfig):
