@@ -85,7 +85,7 @@ if ((nodes > 1)); then
     "${ray[@]}" --address="$head:$port" &
   children+=($!)
 fi
-timeout "${NODES_WITHIN_S:-600}" "$python" examples/cluster/wait_for_nodes.py "$head:$port" "$nodes" &
+"$python" examples/cluster/wait_for_nodes.py "$head:$port" "$nodes" "${NODES_WITHIN_S:-600}" &
 children+=($!)
 result_of $! || { echo "not all of the $nodes nodes came within ${NODES_WITHIN_S:-600} s" >&2; exit 1; }
 

@@ -1,9 +1,15 @@
-"""Returns once a Ray cluster has so many nodes: python wait_for_nodes.py HOST:PORT NODES."""
+"""Returns once a Ray cluster has so many nodes: python wait_for_nodes.py HOST:PORT NODES SECONDS.
 
+When the seconds are over, the system ends it (SIGALRM).
+"""
+
+import signal
 import sys
 import time
 
-import ray
+signal.setitimer(signal.ITIMER_REAL, float(sys.argv[3]))
+
+import ray  # noqa: E402 - importing it takes some of the seconds
 
 address, wanted = sys.argv[1], int(sys.argv[2])
 while True:

@@ -38,7 +38,7 @@ case "$*" in
     exec {sys.executable} -c "import signal, socket; s = socket.create_server(('127.0.0.1', $port)); signal.pause()" ;;
   *"start --block --address="*) exec sleep 600 ;;
   *wait_for_nodes.py*)
-    [[ ${{NODES:-}} != missing ]] || exec sleep 600
+    [[ ${{NODES:-}} != missing ]] || exec {sys.executable} -c "import signal; signal.setitimer(0, $4); signal.pause()"
     until [[ $SLURM_JOB_NUM_NODES == 1 ]] || grep -q -- --address= "$ASKED"; do sleep 0.02; done ;;
   *grpo_dist.main*)
     trap 'echo saved >> "$ASKED"' TERM
@@ -124,7 +124,7 @@ def test_a_run_to_its_end(start: Callable[..., Job]) -> None:
     others = f"{job.python} {ray} --address={address}"
     assert f"srun --relative=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none {others}" in asked
     assert f"python {ray} --address={address}" in asked
-    assert f"python examples/cluster/wait_for_nodes.py {address} 2" in asked
+    assert f"python examples/cluster/wait_for_nodes.py {address} 2 600" in asked
     run = f"python -m grpo_dist.main ray_kwargs.ray_init.address={address} cluster=multi_node trainer.nnodes=2"
     assert [line for line in asked if ray not in line][-2:] == [f"{run} model=qwen3_8b trainer.seed=7", "runs"]
 
@@ -184,6 +184,11 @@ def test_nodes_that_do_not_come_and_a_head_that_does_not_start(start: Callable[.
     code, slurm, said = job.ends()
     assert (code, slurm) == (1, [])
     says(said, f"127.0.0.1:{20000 + int(job.id)}")
+
+
+def test_waiting_for_nodes_has_an_end() -> None:
+    waits = [sys.executable, "examples/cluster/wait_for_nodes.py", "127.0.0.1:1", "2", "0.2"]
+    assert subprocess.run(waits, cwd=ROOT, timeout=60, check=False).returncode == -signal.SIGALRM
 
 
 def test_it_is_for_sbatch_and_has_what_it_relies_on(tmp_path: Path) -> None:
