@@ -142,30 +142,24 @@ def test_a_run_that_fails_is_not_queued_again(start: Callable[..., Job], code: i
     assert start(RUN_ENDS=str(code)).ends()[:2] == (code, [])
 
 
-def running(start: Callable[..., Job]) -> Job:
+def test_the_run_gets_slurms_signal_once_and_the_job_is_queued_again(start: Callable[..., Job]) -> None:
     job = start()
     job.wait_for(lambda: "runs" in job.asked())
-    return job
-
-
-def test_the_run_gets_slurms_signal_once_and_the_job_is_queued_again(start: Callable[..., Job]) -> None:
-    job = running(start)
     job.process.terminate()
     job.wait_for(lambda: "saved" in job.asked())
     job.process.terminate()
     job.asked_of.with_name("asked.enough").touch()
     code, slurm, said = job.ends()
-    assert (code, slurm) == (143, [f"scontrol requeue {job.id}"])
-    assert job.asked().count("saved") == 1
+    assert (code, slurm, job.asked().count("saved")) == (143, [f"scontrol requeue {job.id}"], 1)
     says(said, job.id)
 
 
 def test_sigint_saves_and_ends_the_job_for_good(start: Callable[..., Job]) -> None:
-    job = running(start)
+    job = start()
+    job.wait_for(lambda: "runs" in job.asked())
     job.process.send_signal(signal.SIGINT)
     job.asked_of.with_name("asked.enough").touch()
-    assert job.ends()[:2] == (143, [])
-    assert job.asked().count("saved") == 1
+    assert (job.ends()[:2], job.asked().count("saved")) == ((143, []), 1)
 
 
 def test_a_signal_before_the_run_has_started(start: Callable[..., Job]) -> None:
@@ -180,10 +174,9 @@ def test_nodes_that_do_not_come_and_a_head_that_does_not_start(start: Callable[.
     code, slurm, said = start(NODES="missing", NODES_WITHIN_S="0.1").ends()
     assert (code, slurm) == (1, [])
     says(said, "2 nodes", "0.1 s")
-    job = start(HEAD="broken")
-    code, slurm, said = job.ends()
+    code, slurm, said = start(HEAD="broken").ends()
     assert (code, slurm) == (1, [])
-    says(said, f"127.0.0.1:{20000 + int(job.id)}")
+    says(said, "127.0.0.1:2")
 
 
 def test_waiting_for_nodes_has_an_end() -> None:
