@@ -68,7 +68,6 @@ def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         f"{MODEL}.enable_activation_offload",
     ):
         config = with_value(config, key, True)
-    config = with_value(config, f"{ROLLOUT}.checkpoint_engine.backend", "object_store")
     for share in (0.85, 0.6) if config.num_gpus == 1 else (0.85,):
         yield " (in turns)", with_value(config, f"{ROLLOUT}.gpu_memory_utilization", share)
 

@@ -117,6 +117,9 @@ class EngineWeights(Protocol):
     async def sleep(self) -> None:
         """Release the GPUs' memory until new weights have come."""
 
+    async def wake(self) -> None:
+        """After `sleep` and new weights: take the rest of the memory again, and go on."""
+
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights by those in the buckets.
 

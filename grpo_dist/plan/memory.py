@@ -58,19 +58,21 @@ class RoleMemory:
     Args:
         parts: peak memory on the device, by purpose.
         states: what no smaller pass makes smaller: weights, gradients and optimizer states.
+        beside: peak memory in passes that come while engines sample, where these sleep during all others; {}: none do.
         waiting: what stays on the device while other roles compute.
         context: what the process has on a GPU besides its tensors.
-        syncing: what is on the device while weights go from the actor to an engine that slept, and has no cache yet; 0
-            for an engine that does not sleep, or gets them when the actor has left the GPU (through the object store).
+        syncing: what is on the device while weights go, tensor by tensor, from the actor to an engine that slept, and
+            has no cache yet; 0 for an engine that gets them when the actor has sent all (through the object store).
         host: CPU memory, by purpose; without GPUs this comes on top of `parts`.
         saved: what all processes of the role together write into a checkpoint.
         share: of a GPU, which an engine takes when it starts; 0: it takes what it needs.
-        sleeps: whether an engine gives its share back while a role trains.
+        sleeps: whether an engine gives its share back while another role computes.
     """
 
     role: str
     parts: Mapping[str, float]
     states: Mapping[str, float] = field(default_factory=dict)
+    beside: Mapping[str, float] = field(default_factory=dict)
     waiting: float = 0.0
     context: float = 0.0
     syncing: float = 0.0
@@ -260,7 +262,8 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         saves_on_cpu=layers is not None and layers.enable_activation_offload and config.device == "cuda",
     )
     peaks = [rank.forward(_tokens(config, row, limits)) for limits in passes if not limits.updates]
-    peaks += [] if update is None else [rank.update(_tokens(config, row, update))]
+    scores = peaks if row.name == "reward_model" and row.name in placement(config).in_turns else []
+    peaks = [*peaks] if update is None else [*peaks, rank.update(_tokens(config, row, update))]
     states, optimizer = rank.weights + rank.step["optimizer"], rank.kept["optimizer"]
     waiting = rank.weights * (not fsdp.param_offload) + optimizer
     written = rank.weights + rank.step["optimizer"] * STATE_BYTES["AdamW"] / rank.state
@@ -275,9 +278,10 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         row.name,
         _gib(largest(rank.kept, *peaks)),
         _gib(largest(rank.kept, rank.step)),
+        beside=_gib(largest(*scores)) if scores else {},
         waiting=waiting / GIB,
         context=CUDA_GIB + NCCL_GIB * (ranks > 1),
-        syncing=(rank.weights + optimizer + largest_tensor if sends else waiting) / GIB,
+        syncing=(waiting + largest_tensor * sends) / GIB,
         host=_gib(host),
         saved=0.0 if update is None else written * rank.shards / GIB,
     )
@@ -308,22 +312,23 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
         tokens, sampled = max(rollout.max_num_batched_tokens, whole), rollout.max_num_seqs * shape.vocabulary
         per_token = (4 * shape.hidden + 3 * shape.width / place.tensor_parallel + shape.copies) * size
         parts["pass"] = tokens * per_token + 3 * 4.0 * sampled
-    sleeps = rollout.free_cache_engine and place.shares_gpu
     host = {"process": PROCESS_GIB[config.device] * GIB}
-    if sleeps and rollout_backend(rollout.name).keeps_sleeping_weights(rollout, config.actor_rollout_ref.model):
+    if place.engines_sleep and rollout_backend(rollout.name).keeps_sleeping_weights(
+        rollout, config.actor_rollout_ref.model
+    ):
         host["weights while it sleeps"] = PINNED * weights
-    meets = sleeps and weight_transport(config, shares_gpu=True) != "object_store"
+    meets = place.engines_sleep and weight_transport(config, shares_gpu=True) != "object_store"
     graphs = rollout_backend(rollout.name).keeps_graphs(rollout)
     return RoleMemory(
         "rollout",
         _gib(states | parts),
         _gib(states),
-        waiting=0.0 if sleeps else sum((states | parts).values()) / GIB,
+        waiting=0.0 if place.engines_sleep else sum((states | parts).values()) / GIB,
         context=CUDA_GIB + NCCL_GIB * (place.tensor_parallel > 1) + GRAPHS_GIB * graphs,
         syncing=(weights + 2.0 * rollout.checkpoint_engine.bucket_bytes) / GIB * meets,
         host=_gib(host),
         share=0.0 if cache else rollout.gpu_memory_utilization,
-        sleeps=sleeps,
+        sleeps=place.engines_sleep,
     )
 
 
@@ -400,7 +405,7 @@ def memory_problems(
     """
     roles, model = memory_estimate(config, model_config, num_parameters) or [], models_of(config)[0]
     if certain:
-        roles = [replace(role, parts=role.states, context=0.0, syncing=0.0, host={}) for role in roles]
+        roles = [replace(role, parts=role.states, beside={}, context=0.0, syncing=0.0, host={}) for role in roles]
     remedies = _SUPERVISED_REMEDIES if isinstance(config, SupervisedConfig) else _REMEDIES
     limits = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib)]
     limits += [] if host_gib is None else [_in_a_machine(config, roles, host_gib)]
@@ -446,23 +451,34 @@ def worst_moments(config: JobConfig, roles: list[RoleMemory], gib: float) -> Ite
     sharing = placement(config).sharing
     groups = [[role for role in roles if role.role in sharing], *([role] for role in roles if role.role not in sharing)]
     for group in filter(None, groups):
-        moments = [_moment(role, group, gib) for role in group]
+        moments = [_moment(role, role.parts, group, gib) for role in group]
+        moments += [_moment(role, role.beside, group, gib, engines_sleep=False) for role in group if role.beside]
         if any(role.sleeps and role.syncing for role in group):
             moments.append({f"{role.role} in a sync": role.syncing + role.context for role in group})
         yield " and ".join(role.role for role in group), largest(*moments)
 
 
-def _moment(active: RoleMemory, group: list[RoleMemory], gib: float) -> Parts:
+def _moment(
+    active: RoleMemory,
+    computes: Mapping[str, float],
+    group: list[RoleMemory],
+    gib: float,
+    *,
+    engines_sleep: bool = True,
+) -> Parts:
     """Return the GiB of a GPU that roles have which share it, while one of them computes and the others wait.
 
-    An engine has its share all the time, of which CUDA's is a part, unless it sleeps while a role trains.
+    An engine that is awake has its share, of which CUDA's is a part, or what it needs.
     """
-    parts = {}
+    parts: Parts = {}
     for role in group:
-        if role.share and not (role.sleeps and "optimizer" in active.states):
+        awake = role is active or not (role.sleeps and engines_sleep)
+        if role.share and awake:
             parts[role.role] = role.share * gib
-        elif role is active and not role.share:
-            parts |= {f"{role.role}'s {name}": size for name, size in (*role.parts.items(), ("CUDA", role.context))}
+        elif role is active:
+            parts |= {f"{role.role}'s {name}": size for name, size in (*computes.items(), ("CUDA", role.context))}
+        elif role.sleeps and awake:
+            parts[role.role] = sum(role.parts.values()) + role.context
         else:
             parts[role.role] = role.waiting + role.context
     return parts

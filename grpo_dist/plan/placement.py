@@ -42,6 +42,7 @@ class Placement:
         num_devices: GPUs used by all roles together; on CPU the number of machines.
         num_threads: compute threads of one process on CPU, by role that is started.
         extra_engines: engines beyond those of rollout_world_size, which start when there is room for them.
+        engines_sleep: whether engines on the actor's GPUs give their memory back until they sample again.
     """
 
     device: Device
@@ -52,6 +53,7 @@ class Placement:
     num_cpus_per_worker: float
     num_threads: Mapping[str, int]
     extra_engines: int
+    engines_sleep: bool = False
 
     @property
     def num_engines(self) -> int:
@@ -85,6 +87,11 @@ class Placement:
         roles = tuple(role for role, size in self.world_sizes.items() if size and self.colocate in ROLES[role].shares)
         return roles if len(roles) > 1 else ()
 
+    @property
+    def in_turns(self) -> tuple[str, ...]:
+        """The roles that share GPUs with engines which sleep while one of them computes; () if engines never do."""
+        return self.sharing if self.engines_sleep else ()
+
     def num_gpus(self, role: str) -> float:
         """GPUs that Ray reserves for one rank, or for one engine, of a role; less than 1 if they are shared."""
         if self.device == "cpu":
@@ -97,7 +104,7 @@ class Placement:
 # --- numbers ---------------------------------------------------------------------------------------------------------
 def placement(config: JobConfig) -> Placement:
     """Return the placement of a config: `cluster.*`, with defaults for the keys that are null."""
-    on_cpu, tensor_parallel, most = config.device == "cpu", 1, 0
+    on_cpu, tensor_parallel, most, sleeps = config.device == "cpu", 1, 0, False
     colocate: Colocation = "separate"
     if isinstance(config, SupervisedConfig):  # its ranks have GPUs of their own
         sizes = {config.role: config.world_size}
@@ -107,6 +114,7 @@ def placement(config: JobConfig) -> Placement:
         colocate = _colocate(config, tensor_parallel)
         sizes = _sizes(config, tensor_parallel, colocate)
         most = config.cluster.max_rollout_world_size or 0
+        sleeps = colocate == "all" and config.actor_rollout_ref.rollout.free_cache_engine
     shares = {role: role != "actor" and colocate in row.shares for role, row in table_of(config).items()}
     return Placement(
         device=config.device,
@@ -117,6 +125,7 @@ def placement(config: JobConfig) -> Placement:
         num_cpus_per_worker=config.cluster.num_cpus_per_worker or (CPU_SHARE if on_cpu else 1.0),
         num_threads=_threads(config, {role: size for role, size in sizes.items() if size}),
         extra_engines=max(most - sizes.get("rollout", most), 0) // tensor_parallel,
+        engines_sleep=sleeps,
     )
 
 

@@ -7,7 +7,7 @@ Before the table stands what it says of models, of passes, of what ranks are bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -529,9 +529,12 @@ class ModelPass:
     adds: tuple[str, ...] = ()
     present: Callable[[Any], bool] = lambda config: True
 
-    def waits(self, config: Any) -> bool:
-        """Tell if it comes after the rollout: it needs what comes with the scores, or its model changes meanwhile."""
-        return bool(self.needs(config)) or (ROLES[self.role].trains and config.trainer.samples_during_updates)
+    def waits(self, config: Any, in_turns: Sequence[str] = ()) -> bool:
+        """Tell if it comes after the rollout: it needs what comes with the scores, its model changes meanwhile, or its
+        role takes turns with the engines (`Placement.in_turns`).
+        """
+        changes = ROLES[self.role].trains and config.trainer.samples_during_updates
+        return bool(self.needs(config)) or changes or self.role in in_turns
 
 
 def _shown(config: Any) -> tuple[str, ...]:
@@ -547,9 +550,9 @@ PASSES = [
 ]
 
 
-def passes_of(config: Any, *, waiting: bool) -> list[ModelPass]:
+def passes_of(config: Any, in_turns: Sequence[str], *, waiting: bool) -> list[ModelPass]:
     """Return the passes of a run's steps that wait until the rollout is over, or those that do not."""
-    return [row for row in PASSES if row.present(config) and row.waits(config) == waiting]
+    return [row for row in PASSES if row.present(config) and row.waits(config, in_turns) == waiting]
 
 
 def table_of(config: JobConfig) -> Mapping[str, Role]:

@@ -208,7 +208,7 @@ _WEIGHTS = (  # LoRA's factors, the output layer, and how weights reach the engi
              DIFFERENCES not in rollout_backend(v.rollout.name).capabilities),
          "the engine takes whole weights alone; set the first to false"),
     Rule("rollout.free_cache_engine, trainer.max_staleness",
-         lambda v: v.rollout.free_cache_engine and v.place.shares_gpu and v.trainer.max_staleness,
+         lambda v: v.place.engines_sleep and v.trainer.max_staleness,
          "engines that sample during the update need their memory then; set the first to false, or the second to 0"),
 )
 _PROMPTS = (  # prompts, samples and their lengths

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +99,8 @@ def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False)
         )
         # one that trains cannot replace its processes
         roles.groups[row.name] = _load(row.group)(workers, *(() if row.trains else (roles.restarts,)))
-    take_turns([gang for name, gang in roles.gangs.items() if name in plan.place.sharing])
+    sharing = [gang for name, gang in roles.gangs.items() if name in plan.place.sharing]
+    take_turns(sharing, roles.rollout.begin_update if plan.place.engines_sleep else None)
     return roles
 
 
@@ -122,11 +123,15 @@ async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     if config.trainer.nnodes > 1:
         await _find_models(config, roles)
 
-    def gangs() -> list[Coroutine[Any, Any, None]]:
-        return [roles.gangs[row.name].start(plan.ranks(row.name)) for row in roles_of(config) if row.ranks is not None]
+    async def load(names: Iterable[str]) -> None:
+        for name in names:
+            await roles.gangs[name].start(plan.ranks(name))
 
+    # on shared GPUs one after the other: what is offloaded is there while it loads
+    together = [name for name in roles.gangs if name in place.in_turns]
+    gangs = [together, *([name] for name in roles.gangs if name not in together)]
     if not isinstance(config, RunConfig):
-        await asyncio.gather(*gangs())
+        await asyncio.gather(*map(load, gangs))
         return
     agent, kwargs = workers_agent(config), template_kwargs(config)
     engines = [plan.engine(i, agent, kwargs) for i in range(place.num_engines + place.extra_engines)]
@@ -136,7 +141,7 @@ async def start_roles(plan: Plan[Any], roles: Roles) -> None:
     if place.shares_gpu:  # vLLM would count the memory of roles that load meanwhile as its own
         await starting
     reward = roles.reward.start([RewardSettings.of(plan, kwargs)] * len(roles.reward.workers))
-    footprints, *_ = await asyncio.gather(starting, reward, *gangs())
+    footprints, *_ = await asyncio.gather(starting, reward, *map(load, gangs))
     roles.rollout.note_started(footprints)
     if roles.reference is not None and config.has_teacher and plan.objective.exact_kl:
         await roles.actor.take_reference_head(roles.reference)

@@ -125,7 +125,7 @@ class GRPOTrainer(TrainingLoop):
         plan, config, roles = self.plan, self.config, self.roles
         trainer, self.staleness = config.trainer, config.trainer.max_staleness
         self.order = new_sampler(config, self.data.train)  # from the first batch, also after a restart
-        self.pump = make_pump(config, roles)
+        self.pump = make_pump(plan, roles)
         self.sampler = TrainingSampler(config, self.pump, self.data.train, self.order, plan.sampling)
         self.targets, self.objective = plan.targets, plan.objective
         self.value_objective, self.controllers = plan.value_objective, Controllers.of(config)
@@ -185,12 +185,12 @@ class GRPOTrainer(TrainingLoop):
                     batch = self.update(batch)  # the same on the actor; on policy + old_log_probs
                     self.tell_layout()
                 self.record_validation()  # of the last step, while the engines still hold its weights
-                self.sync_weights()  # the engines now hold the new policy
-                self.sample_ahead()  # and may sample for one more step
                 if self.roles.reference is not None and self.config.actor_rollout_ref.ref.moves_after(self.step + 1):
-                    self.sync_reference()  # iterative GRPO: so does the reference, or some of it
+                    self.sync_reference()  # iterative GRPO: it follows the policy, or takes some of it
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
+                self.sync_weights()  # the engines now hold the new policy
+                self.sample_ahead()  # and may sample for one more step
                 self.timings["step"] = time.perf_counter() - started - self.timings.get("testing", 0.0)
                 run(self.profiler.end())
                 self.step, self.validated = self.step + 1, {}
@@ -332,7 +332,7 @@ class GRPOTrainer(TrainingLoop):
 
     def passes_left(self, batch: DataProtoRef) -> DataProtoRef:
         """What the rollout has left: of models that change meanwhile, and what waits for the scores."""
-        for row in passes_of(self.config, waiting=True):
+        for row in passes_of(self.config, self.plan.place.in_turns, waiting=True):
             needs = row.needs(self.config)
             add = stage(row.name, needs=("responses", *needs), adds=row.adds)(GRPOTrainer._add_columns)
             batch = add(self, batch, row, needs)

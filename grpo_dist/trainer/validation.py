@@ -62,8 +62,7 @@ class Validation:
     @property
     def comes_first(self) -> bool:
         """Tell if it must end before the next update: engines sleep during that, or it may say that there is none."""
-        sleeps = self.config.actor_rollout_ref.rollout.free_cache_engine and self.place.shares_gpu
-        return sleeps or self.config.trainer.stop_at is not None
+        return self.place.engines_sleep or self.config.trainer.stop_at is not None
 
     def begin(self) -> RolloutJob:
         """Send the prompts to the engines once, ahead of those of later steps, for which no sync of weights waits."""

@@ -47,18 +47,18 @@ class ActorWorker(TrainedWorker):
         """Take the reference's present output layer for the exact KL."""
         self.engine.reference_head = ray.get(head[0]).to(self.settings.device)
 
-    @on_device(reads=True)
+    @on_device(weights=False)
     def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
         """Put what rollout engines get into the object store, bucket by bucket; rank 0 returns them."""
         return self._put(self._sent(dtype, "cpu", sends=self.rank == 0))
 
-    @on_device(reads=True)
+    @on_device(weights=False)
     def export_changes(self, dtype: str, whole: bool) -> tuple[list[ray.ObjectRef], float]:
         """The same of what has changed since the last call, unless `whole`; and its bytes by those of all weights."""
         changes = functools.partial(self._last_sent.changes, whole=whole)
         return self._put(self._sent(dtype, "cpu", sends=self.rank == 0), changes), self._last_sent.share
 
-    @on_device(reads=True)
+    @on_device(weights=False)
     def export_parameters(self) -> list[ray.ObjectRef]:
         """Put the whole weights into the object store for a reference, in float32 under the names of the model."""
         return self._put(self.engine.full_parameters("float32"))
@@ -93,7 +93,7 @@ class ActorWorker(TrainedWorker):
         store = self._weight_store if self.rank == SENDER else None
         self._weight_group = WeightGroup(address, self.rank, torch.device(self.settings.device), store)
 
-    @on_device(reads=True)
+    @on_device(weights=False)
     def broadcast_weights(self, dtype: str, version: int) -> None:
         """Send what rollout engines get to the weight group, bucket by bucket."""
         group = self._weight_group

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,10 +62,13 @@ def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
         raise TrainingDiverged(f"{where}{error}") from None
 
 
-def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_device(
+    *, weights: bool = True, optimizer: bool = False, reads: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
 
-    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded. If the
+    One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded. One
+    that needs no more than a tensor at a time there is without `weights`: what is offloaded stays in CPU memory. If the
     device's memory is not enough, the error names a setting that takes less of it.
     """
 
@@ -75,7 +78,7 @@ def on_device(*, optimizer: bool = False, reads: bool = False) -> Callable[[Call
             with (
                 remedied(self.settings.model.room),
                 within_memory(method.__name__),
-                self.engine.on_device(optimizer=optimizer, reads=reads),
+                self.engine.on_device(weights=weights, optimizer=optimizer, reads=reads),
                 torch.profiler.record_function(method.__name__),
             ):
                 return method(self, *args)
@@ -158,7 +161,9 @@ class PolicyWorker(Process):
         with remedied(settings.model.room), within_memory("the weights of the model"):
             self.teachers = [settings.make_engine(model) for model in models]
         self.engine = self.teachers[0]
-        with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
+        with self.engine.on_device():  # after the block weights and states that are offloaded wait on CPU
+            if settings.model.shares_gpu:
+                self.engine.make_states()
             if settings.keeps_output_layer:
                 # before the first step, and before a checkpoint is read, the policy is the reference
                 self.engine.reference_head = self.engine.output_layer(settings.device)
@@ -204,7 +209,7 @@ class PolicyWorker(Process):
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
         return self.engine.forward.report
 
-    @on_device()
+    @on_device(weights=False)
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
         """Move this role's weights towards those in the buckets: w = share * theirs + (1 - share) * w."""
         arrived = ray.get(list(buckets))
@@ -212,7 +217,7 @@ class PolicyWorker(Process):
         for bucket in arrived:
             self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
 
-    @on_device(reads=True)
+    @on_device(weights=False)
     def export_output_layer(self) -> list[ray.ObjectRef]:
         """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
         head = self.engine.output_layer("cpu")
@@ -232,7 +237,7 @@ class PolicyWorker(Process):
         """Bytes of all tensors that the ranks together write into a checkpoint."""
         return self.engine.checkpoint_bytes()
 
-    @on_device(optimizer=True, reads=True)
+    @on_device(weights=False)
     def begin_save(self, folder: str) -> None:
         """Copy this rank's shard of the state to CPU memory, and begin to write it into `folder`."""
         self.engine.begin_save(Path(folder))
@@ -250,7 +255,7 @@ class PolicyWorker(Process):
         """Read the state from `folder`; the number of ranks may differ."""
         self.engine.load_checkpoint(Path(folder))
 
-    @on_device(reads=True)
+    @on_device(weights=False)
     def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
         """Write the model in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
         self.engine.export_hf_model(Path(folder), dtype, usage)
@@ -293,6 +298,33 @@ class TrainedWorker(PolicyWorker):
         return (metrics, label), old
 
 
+class Turn:
+    """Who has the GPUs that roles share: `async with` waits until no other role computes there.
+
+    Args:
+        make_room: has engines on these GPUs sleep, which do so until the next sync; None: none of them sleeps.
+    """
+
+    def __init__(self, make_room: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._lock, self._make_room = asyncio.Lock(), make_room
+
+    def beside_engines(self) -> asyncio.Lock:
+        """For scores, which come while engines sample on: engines keep their memory."""
+        return self._lock
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        try:
+            if self._make_room is not None:
+                await self._make_room()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Gang:
     """Ranks that hold one sharded model: the base of models that train and of those that do not.
 
@@ -304,7 +336,7 @@ class Gang:
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
         self._settings: RankSettings | None = None
-        self._free = asyncio.Lock()  # one pass at a time: a queued pass would use up its time limit while waiting
+        self._turn = Turn()  # one pass at a time: a queued pass would use up its time limit while waiting
 
     async def start(self, settings: RankSettings) -> None:
         """Form the process group and load the model."""
@@ -337,7 +369,7 @@ class Gang:
             by_rank = enumerate(self._to_ranks(parts))
             return [self.workers.submit_for_data(rank, stage, method, part, *arguments) for rank, part in by_rank]
 
-        async with self._free:
+        async with self._turn:
             calls, labels = await self._ask(send)
         handles = [call.handle(label) for call, label in self._of_groups(list(zip(calls, labels, strict=True)))]
         return DataProtoRef.concat(handles).reorder(np.argsort(np.concatenate(rows)))
@@ -387,11 +419,13 @@ class Gang:
 
     async def load_checkpoint(self, folder: str) -> None:
         """Load a checkpoint on all ranks."""
-        await self.workers.ask_all("load_checkpoint", "load_checkpoint", folder)
+        async with self._turn:
+            await self.workers.ask_all("load_checkpoint", "load_checkpoint", folder)
 
     async def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
         """Write the model into `folder` in Hugging Face format, with weights in `dtype`: "fp32" or "bf16"."""
-        await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype, usage)
+        async with self._turn:
+            await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype, usage)
 
 
 class FrozenGroup(Gang):
@@ -437,8 +471,9 @@ class ReferenceGroup(FrozenGroup):
     async def move_towards(self, actor: Gang, share: float) -> None:
         """Move the weights towards the actor's: share * actor + (1 - share) * reference."""
         self.has_moved = True
-        buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
-        await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
+        async with self._turn:
+            buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
+            await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
 
 
 class TrainedGroup(Gang):
@@ -462,7 +497,7 @@ class TrainedGroup(Gang):
             own = np.unique(np.concatenate([share[group] for share in shares]))
             positions = [np.searchsorted(own, share[group]) for share in shares]
             arguments.append((batch.reorder(own), positions, objective, step))
-        async with self._free:
+        async with self._turn:
             stage, by_rank = self.update_stage, enumerate(self._to_ranks(arguments))
             calls = [self.workers.submit_for_data(rank, stage, "update", *a) for rank, a in by_rank]
             results = self._of_groups(await self.workers.answers(calls))
@@ -474,15 +509,15 @@ class TrainedGroup(Gang):
         return batch, averaged(merged)
 
 
-def take_turns(gangs: Sequence[Gang]) -> None:
-    """Have gangs whose ranks are on the same GPUs compute one after another: a pass waits for the update of another.
+def take_turns(gangs: Sequence[Gang], make_room: Callable[[], Awaitable[None]] | None = None) -> None:
+    """Have gangs whose ranks are on the same GPUs compute one after another; see `Turn` for `make_room`.
 
     A GPU gives two processes slices of time, other ones on every GPU, so that the ranks of one gang would wait in a
     collective for those that are not in their slice.
     """
-    lock = asyncio.Lock()
+    turn = Turn(make_room)
     for gang in gangs:
-        gang._free = lock
+        gang._turn = turn
 
 
 async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:

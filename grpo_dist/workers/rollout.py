@@ -67,6 +67,8 @@ class RolloutWorker(Mailbox, Process):
         engine, folder = backend.load(), self.find_model(settings.model.path)
         self.engine = engine(replace(settings, model=settings.model.replaced(path=folder)))
         taken = await self.engine.start()
+        if settings.sleeps:  # other roles load meanwhile, and a sync brings weights in any case
+            await self.engine.weights.sleep()
         if not settings.rollout.agent.is_single_turn:
             watch()  # what agents start ends with this process
             await self._start_agent()
@@ -162,6 +164,10 @@ class RolloutWorker(Mailbox, Process):
     async def sleep(self) -> None:
         """Release the GPUs' memory until new weights have come."""
         await self.engine.weights.sleep()
+
+    async def wake(self) -> None:
+        """Take the rest of the GPUs' memory again, once weights have come and the actor holds none of it."""
+        await self.engine.weights.wake()
 
     async def pause_for_weights(self) -> None:
         """Hold the running requests, or let them end first, until weights have come."""
@@ -487,7 +493,7 @@ class RolloutGroup(Pool):
         if not ranks or self._bring is None:
             return
         before = list(self.workers.handles)
-        for rank, held in (await self._bring(ranks)).items():
+        for rank, held in (await self._woken(await self._bring(ranks))).items():
             if before[rank] is not self.workers.handles[rank]:
                 continue  # replaced meanwhile, because one of its groups failed
             on_its_own = isinstance(held, WeightSyncError) and not self.workers.is_required(rank)
@@ -500,3 +506,10 @@ class RolloutGroup(Pool):
                 raise GrpoDistError(f"rollout worker {rank} {wrong}")
             else:
                 self.members[rank].lacks_weights = False
+
+    async def _woken(self, brought: Outcomes) -> Outcomes:
+        """Have engines that slept go on, now that the actor has left their GPUs: what was brought, or their errors."""
+        held = (rank for rank, version in brought.items() if not isinstance(version, GrpoDistError))
+        asleep = [rank for rank in held if (settings := self.settings[rank]) is not None and settings.sleeps]
+        woken = await outcomes({rank: self.workers.submit(rank, "sync_weights", "wake") for rank in asleep})
+        return brought | {rank: error for rank, error in woken.items() if isinstance(error, GrpoDistError)}

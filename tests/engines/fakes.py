@@ -52,6 +52,9 @@ class FakeWeights:
     async def sleep(self) -> None:
         """There is no memory to release."""
 
+    async def wake(self) -> None:
+        """Nor to take again."""
+
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
         """Check the buckets, if there are any, and take their version."""
         if buckets:
@@ -175,9 +178,14 @@ class FakeTrainEngine:
         self.failure: Exception | None = None
         self._saved: Path | None = None
 
-    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
+    def on_device(
+        self, *, weights: bool = True, optimizer: bool = False, reads: bool = False
+    ) -> AbstractContextManager[None]:
         """Nothing moves."""
         return contextlib.nullcontext()
+
+    def make_states(self) -> None:
+        """There are none."""
 
     def compute_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
         """`LOG_PROB`, entropies of 1, values of 0 and hidden states of four zeros."""

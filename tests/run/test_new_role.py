@@ -121,9 +121,10 @@ def test_it_is_told_of_in_four_files(command: Any) -> None:
     assert len(TOLD_IN) == 4
     config, _ = load_command([*SMALL, "algorithm.use_kl_in_reward=true"], command)
     ahead = config.replaced(trainer=config.trainer.replaced(max_staleness=1))
-    found = [[row.name for row in roles.passes_of(each, waiting=False)] for each in (config, ahead)]
+    found = [[row.name for row in roles.passes_of(each, (), waiting=False)] for each in (config, ahead)]
     assert found == [["ref", "old_log_prob", "echo"], ["ref", "echo"]], "they stand still"
-    assert [row.name for row in roles.passes_of(ahead, waiting=True)] == ["old_log_prob"]
+    assert [row.name for row in roles.passes_of(ahead, (), waiting=True)] == ["old_log_prob"]
+    assert [row.name for row in roles.passes_of(config, ("echo",), waiting=True)] == ["echo"]
 
 
 def test_it_has_its_place_in_plan_and_checks(command: Any) -> None:

@@ -100,13 +100,13 @@ def test_an_engine_whose_machine_comes_later_gets_the_weights_in_force(monkeypat
         await group.begin_update()
         await group.take_weights(bring, 5)
         assert ([member.is_ready for member in group.members], brought) == ([True, False], [[0], [0]])
-        assert workers.asked == [("start", 0), ("sleep", 0)]
+        assert workers.asked == [("start", 0), ("wake", 0), ("sleep", 0), ("wake", 0)]
         there.full.clear()
         while not group.members[1].is_ready:
             await asyncio.sleep(0)
 
     run(start_and_sync())
-    assert workers.asked == [("start", 0), ("sleep", 0), ("respawn", 1), ("start", 1)]
+    assert workers.asked[4:] == [("respawn", 1), ("start", 1), ("wake", 1)]
     assert brought == [[0], [0], [1]]
 
 

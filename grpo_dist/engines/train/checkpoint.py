@@ -58,13 +58,18 @@ def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any)
     """
     if optimizer is None:
         return {"model": _each_once(model, get_model_state_dict(model))}
+    make_states(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": _each_once(model, weights), "optimizer": moments, "schedule": schedule.state_dict()}
+
+
+def make_states(model: nn.Module, optimizer: Optimizer) -> None:
+    """Make the states of an optimizer that has taken no step, where its weights are."""
     if not optimizer.state:
-        # torch makes the states by a step with gradients of 0, and counts it: the first real one would be a smaller one
+        # torch does so by a step with gradients of 0, and counts it: the first real one would be a smaller one
         get_optimizer_state_dict(model, optimizer)
         for state in optimizer.state.values():
             state["step"].zero_()
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": _each_once(model, weights), "optimizer": moments, "schedule": schedule.state_dict()}
 
 
 def _other_names(model: nn.Module) -> dict[str, str]:

@@ -24,7 +24,7 @@ from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import ModelSettings, PassLimits
 from grpo_dist.engines.train import model_loading
-from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, num_bytes, training_state
+from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, make_states, num_bytes, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.forward import PolicyForward, ValueForward
 from grpo_dist.engines.train.fsdp_model import gradient_sync, load_sharded_model
@@ -204,9 +204,11 @@ class FSDPEngine:
         return self._finite_metrics(losses, data, plan, "the model is as before")
 
     # --- weights -----------------------------------------------------------------------------------------------
-    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> AbstractContextManager[None]:
+    def on_device(
+        self, *, weights: bool = True, optimizer: bool = False, reads: bool = False
+    ) -> AbstractContextManager[None]:
         """Within the block the weights, and with `optimizer` its states, are on the device (`Offload.on_device`)."""
-        return self.offload.on_device(optimizer=optimizer, reads=reads)
+        return self.offload.on_device(weights=weights, optimizer=optimizer, reads=reads)
 
     def full_parameters(
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
@@ -217,12 +219,12 @@ class FSDPEngine:
         that drop the tensors leave it out, since it holds some of them for a while.
         """
         head = DTYPES[self.settings.head_dtype] if self.settings.head_dtype else None
-        tensors = full_parameters(self.model, getattr(torch, dtype), device, head_dtype=head)
+        tensors = full_parameters(self.model, getattr(torch, dtype), device, on=self.device, head_dtype=head)
         return model_loading.as_in_files(self.model, tensors, device) if as_in_files else tensors
 
     def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
         """Yield LoRA's whole factors one by one, under the names of adapters in peft's form."""
-        return full_factors(self.model, getattr(torch, dtype), device)
+        return full_factors(self.model, getattr(torch, dtype), device, on=self.device)
 
     @torch.no_grad()
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
@@ -234,15 +236,21 @@ class FSDPEngine:
             other = tensor.to(self.device, parameter.dtype)
             if isinstance(parameter, DTensor):
                 other = distribute_tensor(other, parameter.device_mesh, parameter.placements)
-            parameter.mul_(1 - share).add_(other, alpha=share)
+            parameter.mul_(1 - share).add_(other.to(parameter.device), alpha=share)
 
     def output_layer(self, device: str) -> ReferenceHead:
         """A copy of the output layer in the type that it is multiplied in, for another engine's `reference_head`."""
-        return copy_output_layer(self.model, device, DTYPES[self.settings.head_dtype or self.settings.compute_dtype])
+        dtype = DTYPES[self.settings.head_dtype or self.settings.compute_dtype]
+        return copy_output_layer(self.model, device, dtype, on=self.device)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all tensors that the ranks together write into a checkpoint. Not collective."""
         return num_bytes(self.model, self.optimizer)
+
+    def make_states(self) -> None:
+        """Make the optimizer's states, if it trains: then a save before the first step finds them where they wait."""
+        if self.optimizer is not None:
+            make_states(self.model, self.optimizer)
 
     def begin_save(self, folder: Path) -> None:
         """Copy the weights and, if it trains, optimizer, schedule and random states, and begin to write them."""
@@ -261,8 +269,8 @@ class FSDPEngine:
     def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
         """Write a Hugging Face folder; LoRA's factors come beside it, and first: once it is there, all is written."""
         if self.settings.lora is not None:
-            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype, usage)
-        export_hf_model(self.model, self.settings, folder, dtype, usage)
+            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype, usage, on=self.device)
+        export_hf_model(self.model, self.settings, folder, dtype, usage, on=self.device)
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _accumulate(

@@ -23,7 +23,7 @@ from grpo_dist.assets import POLICY_SECTION, expanded
 from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder, some
 from grpo_dist.config.schema_roles import ALL_LINEAR, LORA_RANK, LoraSection
 from grpo_dist.engines.train.router_replay import routers_of
-from grpo_dist.engines.train.sharded_tensors import free_gathered, replace_tensor, whole
+from grpo_dist.engines.train.sharded_tensors import Device, free_gathered, replace_tensor, whole
 from grpo_dist.errors import ConfigError, DataError
 
 ADAPTER = "default"  # peft's name of the first adapter
@@ -195,11 +195,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def full_parameters(
-    model: Any, dtype: torch.dtype, device: str = "cpu", *, head_dtype: torch.dtype | None = None
+    model: Any, dtype: torch.dtype, device: str = "cpu", *, on: Device = None, head_dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
 
-    LoRA's factors are merged; a `head_dtype` is the output layer's. Collective: all ranks iterate together.
+    LoRA's factors are merged; a `head_dtype` is the output layer's. Collective: all ranks iterate together, and gather
+    `on` a device (see `whole`).
     """
     free_gathered(model)  # or these would be copies in the compute type
     layers, head = lora_layers(model), model.get_output_embeddings()
@@ -209,20 +210,24 @@ def full_parameters(
         owner, base, leaf = name.rpartition(".base_layer.")
         if base and leaf == "weight":
             layer = layers[owner]
-            factors = [whole(factor[ADAPTER].weight.detach().float()) for factor in (layer.lora_B, layer.lora_A)]
+            factors = [
+                whole(factor[ADAPTER].weight.detach(), on, torch.float32) for factor in (layer.lora_B, layer.lora_A)
+            ]
             change = layer.scaling[ADAPTER] * (factors[0] @ factors[1])
             if layer.fan_in_fan_out:  # Conv1D (GPT-2) holds its weight as (in, out), transposed
                 change = change.t()
-            yield plain, (whole(parameter.detach().float()) + change).to(wanted).to(device)
+            yield plain, (whole(parameter.detach(), on, torch.float32) + change).to(wanted).to(device)
         else:
-            yield plain, whole(parameter.detach().to(wanted)).to(device)
+            yield plain, whole(parameter.detach(), on, wanted).to(device)
 
 
-def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+def full_factors(
+    model: nn.Module, dtype: torch.dtype, device: str = "cpu", *, on: Device = None
+) -> Iterator[tuple[str, Tensor]]:
     """As `full_parameters`, LoRA's factors alone, under the names of adapters in peft's form."""
     free_gathered(model)
     for name, parameter in factors(model):
-        yield name, whole(model.get_parameter(parameter).detach().to(dtype)).to(device)
+        yield name, whole(model.get_parameter(parameter).detach(), on, dtype).to(device)
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:

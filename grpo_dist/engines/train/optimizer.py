@@ -147,12 +147,24 @@ class Offload:
         if self.optimizer_states:
             move_states(self.optimizer, torch.device("cpu"), self._homes)
         self._homes = {}
+        self._free()
+
+    def _free(self) -> None:
         if self.device.type == "cuda" and (self.parameters or self.optimizer_states or self.shares_device):
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def on_device(self, *, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
-        """Within the block the weights, and with `optimizer` its states, are on the device; `reads`: none go back."""
+    def on_device(self, *, weights: bool = True, optimizer: bool = False, reads: bool = False) -> Iterator[None]:
+        """Within the block the weights, and with `optimizer` its states, are on the device; `reads`: none go back.
+
+        Without `weights` all stays where it is: the block takes what it reads to the device, tensor by tensor.
+        """
+        if not weights:
+            try:
+                yield
+            finally:
+                self._free()
+            return
         moves = self.device.type != "cpu" and self.parameters
         if moves:
             shards = {name: local_shard(tensor).detach() for name, tensor in self._tensors()}

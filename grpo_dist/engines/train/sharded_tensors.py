@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -9,15 +10,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.engines.settings import ModelSettings
 
+Device = torch.device | str | None
+
 
 def num_shards(settings: ModelSettings) -> int:
     """Ranks that hold one copy of the weights together."""
     return settings.fsdp_config.num_shards(dist.get_world_size())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor gathered from all ranks (collective); one that is not sharded is returned as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor, device: Device = None, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor gathered from all ranks in `dtype` (collective); one that is not sharded has only its type changed.
+
+    Args:
+        device: where ranks gather: the shards of an offloaded model are copied there first. None: they are there.
+    """
+    there = tensor if device is None else tensor.to(device)
+    there = there if dtype is None else there.to(dtype)
+    return there.full_tensor() if isinstance(there, DTensor) else there
 
 
 def local_shard(tensor: Tensor) -> Tensor:

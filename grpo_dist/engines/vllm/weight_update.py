@@ -129,16 +129,26 @@ class WeightUpdater:
         if not fault:
             await self._call(self._llm.update_weight_version(str(version)))
             self.version, self._mixed = version, ""
-        if not self._mixed:
-            if self._asleep:
-                # only now: the sync had its memory for buckets, and vLLM samples on as soon as its cache is there
-                await self._call(self._llm.wake_up(["kv_cache"]))
-                self._asleep = False
-            await self._call(self._llm.resume_generation())
-            self._paused = self.updating = False
+        if not self._mixed and not self._asleep:
+            await self._go_on()
         with self._keeps_weights(version):
             if fault:
                 raise WeightSyncError(fault)
+
+    async def wake(self) -> None:
+        """Have the KV cache again, and go on; nothing if the engine is awake.
+
+        In a call of its own: until the actor has left the GPU the cache's memory may be missing, and vLLM samples on as
+        soon as the cache is there.
+        """
+        if self._asleep and not self._mixed:
+            await self._call(self._llm.wake_up(["kv_cache"]))
+            self._asleep = False
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        await self._call(self._llm.resume_generation())
+        self._paused = self.updating = False
 
     async def install_factors(self, *, complete: bool) -> None:
         """Where LoRA's factors are sent: put those that have arrived in force, if they are `complete`."""

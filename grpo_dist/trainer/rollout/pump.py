@@ -23,6 +23,7 @@ import numpy as np
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import AgentError, RewardError, WorkerLost
+from grpo_dist.plan.plan import Plan
 from grpo_dist.plan.roles import passes_of
 from grpo_dist.protocol.fields import SOURCE, TEACHER
 from grpo_dist.runtime.batch_ref import DataProtoRef
@@ -262,9 +263,10 @@ def _set(event: asyncio.Event, _: object) -> None:
     event.set()
 
 
-def make_pump(config: RunConfig, roles: Roles) -> RolloutPump:
+def make_pump(plan: Plan[RunConfig], roles: Roles) -> RolloutPump:
     """Return the pump of a run on started workers."""
-    rows = passes_of(config, waiting=False)
+    config = plan.config
+    rows = passes_of(config, plan.place.in_turns, waiting=False)
     return RolloutPump(
         roles.rollout,
         roles.reward,

@@ -22,7 +22,7 @@ from grpo_dist.engines.train.optimizer import (
     pinned,
     saved_in_cpu_memory,
 )
-from grpo_dist.engines.train.sharded_tensors import local_shard
+from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.errors import ConfigError
 from tests.messages import refuses
 from tests.models import objective, random_batch, random_model, scheduled, trainable_engine
@@ -198,6 +198,9 @@ def test_weights_and_states_come_and_go() -> None:
     with offload.on_device():
         assert model.sent == ["meta"]
         assert places(optimizer) == {"cpu"}, "only the update needs the states"
+    with offload.on_device(weights=False):  # a block that streams, as `whole` does
+        assert model.sent == ["meta"]
+        assert whole(model.weight.detach(), META, torch.bfloat16).device == META
     move_states(optimizer, META)
     assert places(optimizer) == {"meta"}
 

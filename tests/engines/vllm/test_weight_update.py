@@ -96,16 +96,23 @@ DRAFTS = {"vllm": {"speculative_config": {"method": "draft_model", "model": "sma
 UPDATE = [("wake_up", ["weights"]), ("start_weight_update",), ("update_weights",), ("finish_weight_update",)]
 
 
-async def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -> None:
-    """And is asked to pause no more: it has. The next sync finds it awake."""
+WOKEN = [("wake_up", ["kv_cache"]), ("resume_generation",)]
+
+
+async def test_an_engine_that_sleeps_has_its_cache_again_when_the_actor_has_left_its_memory() -> None:
+    """Which a call of its own says. It is asked to pause no more: it has. The next sync finds it awake."""
     weights, llm = asleep()
     await weights.sleep()
     await weights.pause()
     await weights.receive(0)
+    assert llm.asked == [("sleep", 2, "wait"), *UPDATE, ("update_weight_version", "0")]
+    llm.asked.clear()
+    await weights.wake()
+    assert llm.asked == WOKEN
+    llm.asked.clear()
     await weights.receive(1)
-    first, later = llm.asked[: len(UPDATE) + 4], llm.asked[len(UPDATE) + 4 :]
-    woken = [("update_weight_version", "0"), ("wake_up", ["kv_cache"]), ("resume_generation",)]
-    assert first == [("sleep", 2, "wait"), *UPDATE, *woken]
+    await weights.wake()
+    later = llm.asked
     awake = [("pause_generation", "keep", True), *UPDATE[1:], ("update_weight_version", "1"), ("resume_generation",)]
     assert later == awake
     assert weights.version == 1
@@ -118,7 +125,8 @@ async def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
     with refuses(WeightSyncError, "bucket 0", "damaged", "version -1"):
         await weights.sleep()
         await weights.receive(0)
-    assert llm.asked == [("sleep", 1, "wait"), *UPDATE, ("wake_up", ["kv_cache"]), ("resume_generation",)]
+    await weights.wake()
+    assert llm.asked == [("sleep", 1, "wait"), *UPDATE, *WOKEN]
 
 
 async def test_an_engine_that_dropped_its_weights_samples_nothing_until_whole_ones_come() -> None:
@@ -163,11 +171,12 @@ async def test_an_engine_that_slept_stays_paused_with_mixed_weights() -> None:
     await weights.sleep()
     with refuses(WeightSyncError, "bucket 1", "mixed", "paused"):
         await weights.receive(0)
+    await weights.wake()
     assert llm.asked == [("sleep", 2, "wait"), *UPDATE]
     llm.receipt = {"loaded": 3, "fault": ""}
     await weights.receive(1)
-    woken = [("update_weight_version", "1"), ("wake_up", ["kv_cache"]), ("resume_generation",)]
-    assert llm.asked[1 + len(UPDATE) :] == [*UPDATE, *woken]
+    await weights.wake()
+    assert llm.asked[1 + len(UPDATE) :] == [*UPDATE, ("update_weight_version", "1"), *WOKEN]
 
 
 class Cache:

@@ -1,0 +1,153 @@
+"""Who is on a GPU when: a whole run of real workers, whose engines write down when their tensors would be there."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.checks.all_checks import Ready
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.memory import memory_estimate, worst_moments
+from grpo_dist.plan.placement import Placement, slots
+from grpo_dist.plan.roles import ROLES
+from grpo_dist.run import build
+from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.run_prompts import load_run_prompts
+from grpo_dist.trainer.trainer import GRPOTrainer
+from tests.memory_cells import MODELS, Cell, measured, run_config
+from tests.models import builtin_reward_model, policy_folder
+from tests.run import ledger
+
+pytestmark = pytest.mark.ray
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+AWAKE = "rollout:awake"
+CONTEXT = 1.36  # GiB of a process on H100 and H200, as measured
+TURNS = (
+    *("trainer.n_gpus_per_node=1", "cluster.colocate=all", f"{ROLLOUT}.free_cache_engine=true"),
+    *(f"{section}.fsdp_config.param_offload=true" for section in (ACTOR, REF)),
+    f"{ACTOR}.fsdp_config.optimizer_offload=true",
+)
+IN_TURNS = (
+    *TURNS,
+    f"{ROLLOUT}.checkpoint_engine.backend=object_store",  # the others need a GPU
+    *(f"{section}.fsdp_config.param_offload=true" for section in ("critic.model", "reward_model.model")),
+    *("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2", f"{ROLLOUT}.n=2", "data.val_max_samples=4"),
+    *("trainer.test_freq=1", "trainer.save_freq=1", "trainer.health.agreement.action=off", "trainer.logger=[]"),
+    f"{ROLLOUT}.name={ledger.__file__}:EngineOnLedger",
+)
+EVERY_ROLE = (
+    *("recipe=deepseekmath_iterative", "reward_model.retrain.freq=1", "reward_model.retrain.train_batch_size=4"),
+    "algorithm.adv_estimator=gae",
+)
+
+
+def in_turns(folder: Path, *overrides: str) -> RunConfig:
+    """The config of a run whose model's path tells every process where the ledger is."""
+    paths = (f"actor_rollout_ref.model.path={folder}/model", f"trainer.default_local_dir={folder}/run")
+    return load_config([*IN_TURNS, "cluster.num_cpus_per_worker=0.01", *paths, *overrides])[0]
+
+
+def train(config: RunConfig) -> None:
+    """The training loop from the start of its processes to their end; it goes on where there is a checkpoint."""
+    prompts, _ = load_run_prompts(config, policy_folder(config))
+    steps = config.trainer.total_training_steps
+    assert steps is not None
+    with ExitStack() as stack:
+        trainer = build.start_run(
+            config, Path(config.trainer.default_local_dir), stack, Preemption(), Ready(prompts, steps, [])
+        )
+        assert isinstance(trainer, GRPOTrainer)
+        trainer.fit()
+
+
+def intervals(folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """By what was on the GPU: from when to when; what was there to the end of a run ends with its last line."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    begun: dict[str, float] = {}
+    lines = [line.split() for line in (folder / ledger.LEDGER).read_text().splitlines()]
+    for seconds, what, state in sorted((float(at), what, state) for at, what, state in lines):
+        if state == "begins":
+            assert what not in begun, f"{what} is there already"
+            begun[what] = seconds
+        else:
+            found.setdefault(what, []).append((begun.pop(what), seconds))
+    for what, start in begun.items():
+        found.setdefault(what, []).append((start, float(lines[-1][0])))
+    return found
+
+
+def at(times: list[tuple[float, float]], moment: float) -> bool:
+    """Tell if it is there."""
+    return any(start <= moment < end for start, end in times)
+
+
+def together(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times at which both are there."""
+    shared = ((max(a, c), min(b, d)) for a, b in one for c, d in other)
+    return [(start, end) for start, end in shared if start < end]
+
+
+@pytest.fixture(scope="module")
+def folder(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps and one that goes on, with a policy, a reference, a critic and a reward model."""
+    folder = tmp_path_factory.mktemp("turns")
+    builtin_reward_model(folder / "scorer", template=None)
+    shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        for role, worker in ledger.WORKERS.items():
+            patch.setitem(ROLES, role, replace(ROLES[role], worker=f"{worker.__module__}:{worker.__name__}"))
+        patch.setattr(Placement, "num_gpus", lambda *_: 0.0)
+        patch.setattr(build, "slots", lambda config: [replace(slot, num_gpus=0.0) for slot in slots(config)])
+        for steps in (2, 3):
+            scorer = f"reward_model.model.path={folder}/scorer"
+            train(in_turns(folder, *EVERY_ROLE, scorer, f"trainer.total_training_steps={steps}"))
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_roles_and_engines_that_take_turns_never_meet(folder: Path) -> None:
+    """At the start, in steps with validations and saves, at the end, and in a run that goes on from there."""
+    there = intervals(folder)
+    roles = ("actor", "ref", "critic", "reward_model")
+    meet = {(one, other): together(there[one], there[other]) for one, other in itertools.combinations(there, 2)}
+    met = {pair for pair, times in meet.items() if times and pair[0].partition(":")[0] != pair[1].partition(":")[0]}
+    assert {frozenset(pair) for pair in met} <= {
+        frozenset({AWAKE, f"reward_model:{what}"}) for what in ("weights", "pass")
+    }
+    assert len(there[AWAKE]) == 2 * 1 + 3 + 2, "from a start to the first sleep; from a sync to the next update"
+    assert {what.partition(":")[0] for what in there if what.endswith(":update")} == {"actor", "critic", "reward_model"}
+    assert {what.partition(":")[0] for what in there if what.endswith(":pass")} == set(roles)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_the_plan_has_room_for_all_that_is_there_at_once(folder: Path, tmp_path: Path) -> None:
+    """Peaks are those that torch's memory tracker sees of a model of 0.6B, and the engine has its share of the GPU."""
+    gib, cells = 12.0, {role: Cell("Qwen3-0.6B", 1, TURNS, role) for role in ("actor", "ref")}
+    config = run_config(cells["actor"], tmp_path)
+    update, its_pass = (measured(cell, config) for cell in cells.values())
+    sizes = {
+        AWAKE: config.actor_rollout_ref.rollout.gpu_memory_utilization * gib - CONTEXT,  # which is in its share
+        "actor:update": update["Total"],
+        "actor:weights": update["Sharded Param"],
+        "ref:pass": its_pass["Total"],
+        "ref:weights": its_pass["Parameter"],
+    }
+    there = intervals(folder)
+    held = []
+    for moment in (start for what in sizes for start, _ in there[what]):
+        now = sorted((sizes[what], what.partition(":")[0]) for what in sizes if at(there[what], moment))
+        held.append({role: size for size, role in now})  # of a role the most
+    roles = memory_estimate(config, MODELS["Qwen3-0.6B"])
+    assert roles is not None
+    ((_, planned),) = worst_moments(config, roles, gib)
+    assert {role for moment in held for role in moment} == {"actor", "ref", "rollout"}
+    assert max(sum(moment.values()) for moment in held) + 3 * CONTEXT <= sum(planned.values())
