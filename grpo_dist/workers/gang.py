@@ -207,7 +207,8 @@ class PolicyWorker(Process):
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
-        return self.engine.forward.report
+        compiler = self.engine.forward.compiler
+        return self.engine.forward.report + (f"; {compiler.variants}" if compiler is not None and compiler.on else "")
 
     @on_device(weights=False)
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:

@@ -170,7 +170,7 @@ class FakeTrainEngine:
     ) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.reference_head: Any = None
-        self.forward = SimpleNamespace(report="no model")
+        self.forward = SimpleNamespace(report="no model", compiler=None)
         self.weights = torch.zeros(4)
         self.steps: list[list[str]] = []
         self.shares: list[float] = []

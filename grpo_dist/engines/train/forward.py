@@ -277,8 +277,8 @@ class PolicyForward:
     def _compiler_fault(self, data: DataProto, agree: Callable[[float], float]) -> str:
         """Compare compiled layers with their own code; return why all ranks turn it off, "" if they do not."""
         compiler = self.compiler
-        if compiler is None:
-            return ""
+        if compiler is None or compiler.unfit:
+            return "" if compiler is None else compiler.unfit
         micro_batch, fault, results = self.micro_batch(data.slice(0, max(len(data) - 1, 0)), ()), "", []
         for compiler.on in (False, True):
             try:

@@ -25,9 +25,11 @@ from grpo_dist.engines.train.lm_head import Compiler, ResponseHead, head_modules
 from grpo_dist.engines.train.lora import add_lora, draw_factors, load_factors, lora_hidden
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.optimizer import saved_in_cpu_memory
-from grpo_dist.engines.train.router_replay import RouterReplay
+from grpo_dist.engines.train.router_replay import RouterReplay, routers_of
 from grpo_dist.engines.train.sharded_tensors import num_shards
 from grpo_dist.errors import ConfigError
+
+_BREAKS = "experts computed in float32 would break every layer into pieces (fsdp_config.dtype=bf16 does not)"
 
 
 def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = False) -> Any:
@@ -71,7 +73,8 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     layers, model.compiler, compiles = settings.layers, None, settings.fsdp_config.use_torch_compile
     if compiles or (compiles is None and device == "cuda"):
-        model.compiler = Compiler()
+        float32_experts = routers_of(model) and DTYPES[settings.compute_dtype] == torch.float32
+        model.compiler = Compiler(_BREAKS if float32_experts else "")
         for layer in transformer_layers(model):
             layer.forward = model.compiler(layer.forward)
         if head is not None:

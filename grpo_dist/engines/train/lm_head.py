@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from grpo_dist.assets import POLICY_SECTION
 from grpo_dist.engines.float32_products import float32_products
@@ -33,6 +34,8 @@ from grpo_dist.engines.train.sharded_tensors import Device, whole
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CHUNK_LOGITS
 
+# Graphs of one function; torch's own limit, 8, would leave some of LoRA's layers uncompiled. All layers share them.
+MOST_VARIANTS = 64
 # Config entries with which a model does more to its hidden states than one matrix product.
 CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -42,11 +45,15 @@ class Compiler:
 
     What it compiles is that of the layers between the points where FSDP2 gathers their weights, so the hooks that do
     this stay outside. All layers of a model share one graph for each of training, passes without gradients, and
-    recomputation.
+    recomputation, and of these for each kind of sizes.
+
+    Attributes:
+        unfit: why nothing of the model is compiled; "": nothing is known against it.
     """
 
-    def __init__(self) -> None:
-        self.on = True
+    def __init__(self, unfit: str = "") -> None:
+        self.on, self.unfit = not unfit, unfit
+        self._codes: set[Any] = set()
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does as `function`, whose tensors may have other sizes in each call.
@@ -54,13 +61,21 @@ class Compiler:
         What changes is found out when it changes: told that everything may, the compiler would take the numbers in
         modules that FSDP2 manages, such as the size of a head, for changing ones, and FlexAttention needs to know them.
         """
-        compiled = torch.compile(function)
+        compiled = torch.compile(function, recompile_limit=MOST_VARIANTS)  # type: ignore[call-overload] # not in its stubs
+        self._codes.add(getattr(function, "__func__", function).__code__)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             return (compiled if self.on else function)(*args, **kwargs)
 
         return run
+
+    @property
+    def variants(self) -> str:
+        """How many graphs there are of the function that has most of them, and whether it wanted more."""
+        most = max((len(_debug_get_cache_entry_list(code)) for code in self._codes), default=0)
+        refused = most >= MOST_VARIANTS
+        return f"compiled in {most} variants" + (", and no more: other sizes run uncompiled" if refused else "")
 
 
 @dataclass(frozen=True)

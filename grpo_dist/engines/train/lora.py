@@ -65,6 +65,10 @@ def add_lora(model: Any, lora: LoraSection, section: str = POLICY_SECTION, dtype
             raise ConfigError(f"{setting}: {name} is of class {kind}, and LoRA is for linear layers")
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(dtype)
+    # the first layer's input is then of the kind of all others', and its compiled graphs are theirs
+    model.get_input_embeddings().register_forward_hook(
+        lambda _module, _args, output: output.requires_grad_() if torch.is_grad_enabled() else None
+    )
 
 
 def _target_names(model: Any, lora: LoraSection, setting: str, section: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,15 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from grpo_dist.engines.settings import PassLimits
+from grpo_dist.engines.train import lm_head
 from grpo_dist.engines.train.attention import compiled_whole
 from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import metric_values
 from tests.messages import refuses, says
-from tests.models import model_settings, objective, random_batch, trainable_engine
+from tests.models import EXPERTS, model_settings, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
+from tests.worker_settings import lora
 
 
 def test_a_kernel_that_is_compiled_too_often_is_an_error_with_advice() -> None:
@@ -106,3 +109,31 @@ def test_a_compiler_that_does_not_fit_is_left_off(random_models: dict[str, str],
     says(found["report"], "torch.compile", why)
     for name in ("log_probs", "weights"):
         np.testing.assert_array_equal(found[name], own[name])
+
+
+def lora_variants(rank: int, path: str, most: int) -> str:
+    """What is told after the passes of a run with LoRA, of one row and of several, on rows of many lengths."""
+    with mock.patch.object(lm_head, "MOST_VARIANTS", most), mock.patch.object(torch, "compile", COMPILERS["compiled"]):
+        engine = trainable_engine(path, layout="padded", use_torch_compile=True, lora=lora())
+        for rows in (8, 1, 5):
+            data, limits = random_batch(num_groups=4, n=2, seed=rows).slice(0, rows), PassLimits("", 3)
+            engine.compute_log_probs(data, limits)
+            engine.compute_reference_columns(data, ("log_probs",), limits)
+            engine.train_mini_batch(data, objective(), limits)
+        return str(engine.forward.compiler.variants)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("most", "refused"), [(lm_head.MOST_VARIANTS, False), (3, True)])
+def test_layers_with_factors_stay_compiled(random_models: dict[str, str], most: int, refused: bool) -> None:
+    """Their graphs are of passes that train, do not, and leave the factors out, each for one size, all, and one row:
+    fewer than torch takes by itself, 8, since the first layer's input has a gradient like all others'.
+    """
+    (told,) = run_ranks(1, lora_variants, random_models["tied"], most)
+    assert (int(told.split()[2]) < 8, "no more" in told) == (True, refused), told
+
+
+def test_experts_in_float32_are_not_compiled(tmp_path: Path) -> None:
+    """Their backward pass asks the GPU for a number in every layer, which breaks the layers' graphs."""
+    (found,) = run_ranks(1, steps, random_model("Qwen3Moe", tmp_path, **EXPERTS), "compiled", "padded")
+    says(found["report"], "torch.compile", "fsdp_config.dtype=bf16")
