@@ -313,11 +313,15 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
         per_token = (4 * shape.hidden + 3 * shape.width / place.tensor_parallel + shape.copies) * size
         parts["pass"] = tokens * per_token + 3 * 4.0 * sampled
     host = {"process": PROCESS_GIB[config.device] * GIB}
+    by_ray = weight_transport(config, shares_gpu=place.shares_gpu) == "object_store"
+    if by_ray:  # in each machine's object store and, for an engine of several processes, in a file
+        has_file = config.device == "cuda" or place.tensor_parallel > 1
+        host["weights on their way"] = weights * (has_file + config.trainer.nnodes / place.num_engines)
     if place.engines_sleep and rollout_backend(rollout.name).keeps_sleeping_weights(
         rollout, config.actor_rollout_ref.model
     ):
         host["weights while it sleeps"] = PINNED * weights
-    meets = place.engines_sleep and weight_transport(config, shares_gpu=True) != "object_store"
+    meets = place.engines_sleep and not by_ray
     graphs = rollout_backend(rollout.name).keeps_graphs(rollout)
     return RoleMemory(
         "rollout",
@@ -367,7 +371,7 @@ _REMEDIES = (
     "fsdp_config.param_offload=true of a role that waits",
     "actor_rollout_ref.actor.fsdp_config.defer_grad_sync=false",
     "actor_rollout_ref.rollout.free_cache_engine=true",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=null",
     "actor_rollout_ref.rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "actor_rollout_ref.model.lora_rank=32",

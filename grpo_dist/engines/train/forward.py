@@ -5,6 +5,7 @@ Methods that run the model are collective.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ from grpo_dist.errors import in_a_line
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import columns_for
 from grpo_dist.protocol.sequences import PROMPT_ROUTES
+
+logger = logging.getLogger(__name__)
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
@@ -290,6 +293,7 @@ class PolicyForward:
                 raise
             except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of many kinds
                 fault = in_a_line(error)
+                logger.warning("torch.compile: %s", fault)  # now: ranks that have none may wait for this one in a pass
                 break
             finally:
                 self.model.zero_grad(set_to_none=True)

@@ -236,6 +236,8 @@ def pinned(tensor: Tensor) -> Tensor:
     What torch pins itself lies in blocks of a power of two, which takes 1.4 times the memory.
     """
     shard = local_shard(tensor)
+    if hasattr(shard, "codes"):  # of 8-bit states, where the rest is small
+        pinned(shard.codes)
     if not torch.cuda.is_available() or type(shard) is not Tensor or shard.device.type != "cpu":
         return tensor
     if shard.nbytes >= PINNED_BYTES and not shard.is_pinned():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from grpo_dist.config.schema_roles import OptimConfig
 from grpo_dist.engines.settings import PassLimits
@@ -396,6 +397,10 @@ def test_what_is_offloaded_is_pinned_in_place_until_it_is_gone(monkeypatch: pyte
     runtime.cudaHostUnregister.assert_not_called()
     del large
     runtime.cudaHostUnregister.assert_called_once_with(start)
+    runtime.cudaHostRegister.reset_mock()
+    states = OptimState8bit.zeros((4, PINNED_BYTES // 4))
+    assert pinned(states) is states
+    runtime.cudaHostRegister.assert_called_once_with(states.codes.data_ptr(), PINNED_BYTES, 0)
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
