@@ -37,7 +37,7 @@ from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run_prompts import template_kwargs, workers_agent
-from grpo_dist.workers.gang import PolicyWorker, find_model, take_turns
+from grpo_dist.workers.gang import PolicyWorker, Turn, find_model
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.scorer import RewardSettings
 
@@ -99,8 +99,9 @@ def spawn_roles(plan: Plan[JobConfig], stack: ExitStack, *, again: bool = False)
         )
         # one that trains cannot replace its processes
         roles.groups[row.name] = _load(row.group)(workers, *(() if row.trains else (roles.restarts,)))
-    sharing = [gang for name, gang in roles.gangs.items() if name in plan.place.sharing]
-    take_turns(sharing, roles.rollout.begin_update if plan.place.engines_sleep else None)
+    turn = Turn(roles.rollout.begin_update if plan.place.engines_sleep else None)
+    for name in set(roles.gangs).intersection(plan.place.sharing):
+        roles.gangs[name].turn = turn
     return roles
 
 

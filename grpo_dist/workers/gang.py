@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -300,30 +300,25 @@ class TrainedWorker(PolicyWorker):
 
 
 class Turn:
-    """Who has the GPUs that roles share: `async with` waits until no other role computes there.
+    """Who has the GPUs that gangs share: `alone` or, for scores that come while engines sample, `beside_engines`.
+
+    A GPU gives two processes slices of time, other ones on every GPU, so that the ranks of one gang would wait in a
+    collective for those that are not in their slice.
 
     Args:
         make_room: has engines on these GPUs sleep, which do so until the next sync; None: none of them sleeps.
     """
 
     def __init__(self, make_room: Callable[[], Awaitable[None]] | None = None) -> None:
-        self._lock, self._make_room = asyncio.Lock(), make_room
+        self.beside_engines, self._make_room = asyncio.Lock(), make_room
 
-    def beside_engines(self) -> asyncio.Lock:
-        """For scores, which come while engines sample on: engines keep their memory."""
-        return self._lock
-
-    async def __aenter__(self) -> None:
-        await self._lock.acquire()
-        try:
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Within the block neither another gang computes nor engines have their memory."""
+        async with self.beside_engines:
             if self._make_room is not None:
                 await self._make_room()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+            yield
 
 
 class Gang:
@@ -337,7 +332,7 @@ class Gang:
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
         self._settings: RankSettings | None = None
-        self._turn = Turn()  # one pass at a time: a queued pass would use up its time limit while waiting
+        self.turn = Turn()  # one pass at a time: a queued pass would use up its time limit while waiting
 
     async def start(self, settings: RankSettings) -> None:
         """Form the process group and load the model."""
@@ -370,7 +365,7 @@ class Gang:
             by_rank = enumerate(self._to_ranks(parts))
             return [self.workers.submit_for_data(rank, stage, method, part, *arguments) for rank, part in by_rank]
 
-        async with self._turn:
+        async with self.turn.alone():
             calls, labels = await self._ask(send)
         handles = [call.handle(label) for call, label in self._of_groups(list(zip(calls, labels, strict=True)))]
         return DataProtoRef.concat(handles).reorder(np.argsort(np.concatenate(rows)))
@@ -420,12 +415,12 @@ class Gang:
 
     async def load_checkpoint(self, folder: str) -> None:
         """Load a checkpoint on all ranks."""
-        async with self._turn:
+        async with self.turn.alone():
             await self.workers.ask_all("load_checkpoint", "load_checkpoint", folder)
 
     async def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
         """Write the model into `folder` in Hugging Face format, with weights in `dtype`: "fp32" or "bf16"."""
-        async with self._turn:
+        async with self.turn.alone():
             await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype, usage)
 
 
@@ -472,7 +467,7 @@ class ReferenceGroup(FrozenGroup):
     async def move_towards(self, actor: Gang, share: float) -> None:
         """Move the weights towards the actor's: share * actor + (1 - share) * reference."""
         self.has_moved = True
-        async with self._turn:
+        async with self.turn.alone():
             buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
             await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
 
@@ -498,7 +493,7 @@ class TrainedGroup(Gang):
             own = np.unique(np.concatenate([share[group] for share in shares]))
             positions = [np.searchsorted(own, share[group]) for share in shares]
             arguments.append((batch.reorder(own), positions, objective, step))
-        async with self._turn:
+        async with self.turn.alone():
             stage, by_rank = self.update_stage, enumerate(self._to_ranks(arguments))
             calls = [self.workers.submit_for_data(rank, stage, "update", *a) for rank, a in by_rank]
             results = self._of_groups(await self.workers.answers(calls))
@@ -508,17 +503,6 @@ class TrainedGroup(Gang):
             old = DataProtoRef.concat([c.handle(la) for c, la in zip(self._of_groups(calls), labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, averaged(merged)
-
-
-def take_turns(gangs: Sequence[Gang], make_room: Callable[[], Awaitable[None]] | None = None) -> None:
-    """Have gangs whose ranks are on the same GPUs compute one after another; see `Turn` for `make_room`.
-
-    A GPU gives two processes slices of time, other ones on every GPU, so that the ranks of one gang would wait in a
-    collective for those that are not in their slice.
-    """
-    turn = Turn(make_room)
-    for gang in gangs:
-        gang._turn = turn
 
 
 async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:

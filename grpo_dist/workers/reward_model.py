@@ -189,7 +189,7 @@ class RewardModelGroup(FrozenGroup, SupervisedGroup):
             calls = enumerate(zip(parts, asked, strict=True))
             return [self.workers.submit(rank, "reward_model", "score", *arguments) for rank, arguments in calls]
 
-        async with self._turn.beside_engines():
+        async with self.turn.beside_engines:
             _, scores = await self._ask(send)
         order = np.argsort(np.concatenate(rows))
         return {name: np.concatenate([columns[name] for columns in scores])[order] for name in scores[0]}
@@ -197,5 +197,5 @@ class RewardModelGroup(FrozenGroup, SupervisedGroup):
     async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Take one optimizer step. From then on only a checkpoint has the weights; see `SupervisedGroup.train`."""
         self.has_moved = True
-        async with self._turn:
+        async with self.turn.alone():
             return await super().train(parts, objective, step)

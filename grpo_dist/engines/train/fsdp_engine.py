@@ -219,12 +219,12 @@ class FSDPEngine:
         that drop the tensors leave it out, since it holds some of them for a while.
         """
         head = DTYPES[self.settings.head_dtype] if self.settings.head_dtype else None
-        tensors = full_parameters(self.model, getattr(torch, dtype), device, on=self.device, head_dtype=head)
+        tensors = full_parameters(self.model, getattr(torch, dtype), device, head_dtype=head)
         return model_loading.as_in_files(self.model, tensors, device) if as_in_files else tensors
 
     def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
         """Yield LoRA's whole factors one by one, under the names of adapters in peft's form."""
-        return full_factors(self.model, getattr(torch, dtype), device, on=self.device)
+        return full_factors(self.model, getattr(torch, dtype), device)
 
     @torch.no_grad()
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
@@ -240,8 +240,7 @@ class FSDPEngine:
 
     def output_layer(self, device: str) -> ReferenceHead:
         """A copy of the output layer in the type that it is multiplied in, for another engine's `reference_head`."""
-        dtype = DTYPES[self.settings.head_dtype or self.settings.compute_dtype]
-        return copy_output_layer(self.model, device, dtype, on=self.device)
+        return copy_output_layer(self.model, device, DTYPES[self.settings.head_dtype or self.settings.compute_dtype])
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all tensors that the ranks together write into a checkpoint. Not collective."""
@@ -269,8 +268,8 @@ class FSDPEngine:
     def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
         """Write a Hugging Face folder; LoRA's factors come beside it, and first: once it is there, all is written."""
         if self.settings.lora is not None:
-            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype, usage, on=self.device)
-        export_hf_model(self.model, self.settings, folder, dtype, usage, on=self.device)
+            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype, usage)
+        export_hf_model(self.model, self.settings, folder, dtype, usage)
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _accumulate(

@@ -26,7 +26,6 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
 from grpo_dist.engines.train.lora import full_factors, full_parameters, lora_layers
 from grpo_dist.engines.train.model_loading import DTYPES, as_in_files
-from grpo_dist.engines.train.sharded_tensors import Device
 from grpo_dist.errors import CheckpointError
 from grpo_dist.sizes import EXPORT_FILE_BYTES
 
@@ -35,16 +34,14 @@ WEIGHTS = "model.safetensors"
 logger = logging.getLogger(__name__)
 
 
-def export_hf_model(
-    model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None, *, on: Device = None
-) -> None:
+def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
     LoRA factors are merged. A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at
     the last token that is not `pad_token_id` of config.json: where it was trained, since that is kept (see
     `_set_padding`). Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor.
     """
-    tensors, parts = full_parameters(model, DTYPES[dtype], on=on), []
+    tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
         tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.model.trust_remote_code, key=settings.key)
         config = copy.deepcopy(model.config)
@@ -171,11 +168,9 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
     yield part
 
 
-def export_adapter(
-    model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None, *, on: Device = None
-) -> None:
+def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
     """Write adapter_config.json and adapter_model.safetensors. Collective; takes the arguments of `export_hf_model`."""
-    factors = full_factors(model, DTYPES[dtype], on=on)
+    factors = full_factors(model, DTYPES[dtype])
 
     def write(temporary: Path) -> None:
         _config(model, settings).save_pretrained(str(temporary))

@@ -30,7 +30,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from grpo_dist.assets import POLICY_SECTION
 from grpo_dist.engines.float32_products import float32_products
-from grpo_dist.engines.train.sharded_tensors import Device, whole
+from grpo_dist.engines.train.sharded_tensors import gathered_on, whole
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CHUNK_LOGITS
 
@@ -446,13 +446,13 @@ def exact_kl_error(why: str) -> ConfigError:
     )
 
 
-def copy_output_layer(model: Any, device: str, dtype: torch.dtype, *, on: Device = None) -> ReferenceHead:
-    """A copy of a model's output layer, gathered from its shards `on` a device. Collective if the model is sharded."""
+def copy_output_layer(model: Any, device: str, dtype: torch.dtype) -> ReferenceHead:
+    """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded."""
     if why := why_not_linear(model):
         raise exact_kl_error(why)
     head = model.get_output_embeddings()
     weight, bias = (
-        None if parameter is None else whole(parameter.detach(), on).clone().to(device, dtype)
+        None if parameter is None else whole(parameter.detach(), gathered_on(model)).clone().to(device, dtype)
         for parameter in (head.weight, getattr(head, "bias", None))
     )
     assert weight is not None

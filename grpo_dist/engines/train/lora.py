@@ -23,7 +23,7 @@ from grpo_dist.assets import POLICY_SECTION, expanded
 from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder, some
 from grpo_dist.config.schema_roles import ALL_LINEAR, LORA_RANK, LoraSection
 from grpo_dist.engines.train.router_replay import routers_of
-from grpo_dist.engines.train.sharded_tensors import Device, free_gathered, replace_tensor, whole
+from grpo_dist.engines.train.sharded_tensors import free_gathered, gathered_on, replace_tensor, whole
 from grpo_dist.errors import ConfigError, DataError
 
 ADAPTER = "default"  # peft's name of the first adapter
@@ -199,15 +199,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def full_parameters(
-    model: Any, dtype: torch.dtype, device: str = "cpu", *, on: Device = None, head_dtype: torch.dtype | None = None
+    model: Any, dtype: torch.dtype, device: str = "cpu", *, head_dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
 
-    LoRA's factors are merged; a `head_dtype` is the output layer's. Collective: all ranks iterate together, and gather
-    `on` a device (see `whole`).
+    LoRA's factors are merged; a `head_dtype` is the output layer's. Collective: all ranks iterate together.
     """
     free_gathered(model)  # or these would be copies in the compute type
-    layers, head = lora_layers(model), model.get_output_embeddings()
+    layers, head, on = lora_layers(model), model.get_output_embeddings(), gathered_on(model)
     of_head = set() if head is None else {id(parameter) for parameter in head.parameters()}
     for name, parameter, plain in merged(model):
         wanted = head_dtype if head_dtype is not None and id(parameter) in of_head else dtype
@@ -225,13 +224,11 @@ def full_parameters(
             yield plain, whole(parameter.detach(), on, wanted).to(device)
 
 
-def full_factors(
-    model: nn.Module, dtype: torch.dtype, device: str = "cpu", *, on: Device = None
-) -> Iterator[tuple[str, Tensor]]:
+def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """As `full_parameters`, LoRA's factors alone, under the names of adapters in peft's form."""
     free_gathered(model)
     for name, parameter in factors(model):
-        yield name, whole(model.get_parameter(parameter).detach(), on, dtype).to(device)
+        yield name, whole(model.get_parameter(parameter).detach(), gathered_on(model), dtype).to(device)
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:

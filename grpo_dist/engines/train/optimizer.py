@@ -159,13 +159,7 @@ class Offload:
 
         Without `weights` all stays where it is: the block takes what it reads to the device, tensor by tensor.
         """
-        if not weights:
-            try:
-                yield
-            finally:
-                self._free()
-            return
-        moves = self.device.type != "cpu" and self.parameters
+        moves = weights and self.device.type != "cpu" and self.parameters
         if moves:
             shards = {name: local_shard(tensor).detach() for name, tensor in self._tensors()}
             self._homes = {name: shard for name, shard in shards.items() if shard.device.type == "cpu"}
@@ -176,7 +170,7 @@ class Offload:
                 self._homes |= move_states(self.optimizer, self.device)
             yield
         finally:
-            self.away(reads=reads)
+            self.away(reads=reads) if weights else self._free()
 
     def _send_home(self, *, reads: bool) -> None:
         """Have the weights be on CPU again; those that were only read are still there."""

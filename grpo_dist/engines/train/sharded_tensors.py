@@ -10,15 +10,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.engines.settings import ModelSettings
 
-Device = torch.device | str | None
-
 
 def num_shards(settings: ModelSettings) -> int:
     """Ranks that hold one copy of the weights together."""
     return settings.fsdp_config.num_shards(dist.get_world_size())
 
 
-def whole(tensor: Tensor, device: Device = None, dtype: torch.dtype | None = None) -> Tensor:
+def gathered_on(model: nn.Module) -> str | None:
+    """The device on which ranks gather a model's tensors, wherever these wait; None: none is sharded."""
+    return next((each.device_mesh.device_type for each in model.parameters() if isinstance(each, DTensor)), None)
+
+
+def whole(tensor: Tensor, device: str | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor gathered from all ranks in `dtype` (collective); one that is not sharded has only its type changed.
 
     Args:
