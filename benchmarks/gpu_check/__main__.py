@@ -1,6 +1,6 @@
 """What a machine with one NVIDIA GPU shows, part by part: `python -m benchmarks.gpu_check` prints a table, writes JSON.
 
-The engine layer needs torch >= 2.11, transformers, safetensors and pydantic; the whole one what `DEVICE=gpu make setup`
+The engine layer needs torch >= 2.11, transformers, safetensors and pydantic; the others what `DEVICE=gpu make setup`
 installs. A check that was cut off goes on where it was; what was skipped or has failed is tried again. Exit codes: 0
 all is as expected, 1 something failed or missed what is expected of it, 2 nothing could run.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_check.parts import PARTS, Part
+from benchmarks.gpu_check.parts import NEEDED, PARTS, Part
 from benchmarks.gpu_check.results import Result, all_well, table
 from benchmarks.gpu_check.runner import Check, find_setup
 from benchmarks.gpu_check.scale import SCALES
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "parts: " + "; ".join(f"{part.name} ({part.layer}): {part.measures}" for part in PARTS)
-    parser.add_argument("--layer", choices=("engine", "whole"), help="only the parts of one layer")
+    parser.add_argument("--layer", choices=tuple(NEEDED), help="only the parts of one layer")
     parser.add_argument("--parts", type=_named, help="only these, separated by commas")
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_check"), help="folder of the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

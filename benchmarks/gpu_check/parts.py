@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-Layer = Literal["engine", "whole"]
-NEEDED: dict[Layer, tuple[str, ...]] = {
-    "engine": ("torch", "transformers", "safetensors", "pydantic"),
-    "whole": ("torch", "transformers", "safetensors", "pydantic", "ray", "vllm", "hydra"),
-}
+Layer = Literal["engine", "whole", "runs"]
+_ENGINE = ("torch", "transformers", "safetensors", "pydantic")
+_WHOLE = (*_ENGINE, "ray", "vllm", "hydra")
+NEEDED: dict[Layer, tuple[str, ...]] = {"engine": _ENGINE, "whole": _WHOLE, "runs": _WHOLE}
 # A part that takes this many times what it should is ended, and none sooner than after so many seconds.
 PATIENCE, LEAST_LIMIT_S = 3, 120
 
@@ -90,4 +89,13 @@ PARTS = (
         *("vllm_alone", "whole", "runners:vllm_alone", 60, "tokens/s of vLLM without us, with both model runners"),
         needs_model=True,
     ),
+    Part("in_turns", "runs", "main_job:in_turns", 60, "a run whose engine and actor take turns", asks_gpu=True),
+    Part("factors", "runs", "main_job:factors", 60, "LoRA's factors go to an engine that sleeps", asks_gpu=True),
+    Part("seeds", "runs", "main_job:seeds", 100, "seeded samples, twice"),
+    Part("seeds_v1", "runs", "main_job:seeds_v1", 100, "the same with vLLM's older model runner", asks_gpu=True),
+    Part("routes", "runs", "main_job:routes", 60, "routes of experts, recorded and replayed"),
+    Part("float32_head", "runs", "main_job:head", 50, "an output layer in float32"),
+    Part("changes", "runs", "main_job:changes", 50, "syncs of changed weights through the object store"),
+    Part("eight_bit", "runs", "main_job:eight_bit", 60, "8-bit optimizer states and bf16 weights"),
+    Part("float32", "runs", "main_job:float32", 60, "trainer and engine in float32", asks_gpu=True),
 )

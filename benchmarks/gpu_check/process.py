@@ -66,7 +66,7 @@ def _is_full(error: Exception) -> bool:
 def why_not(part: Part, device: str) -> str:
     """Why a part cannot run here; "" if it can."""
     if missing := part.not_installed():
-        remedy = "`make setup DEVICE=gpu` installs it" if part.layer == "whole" else "pip installs it"
+        remedy = "`make setup DEVICE=gpu` installs it" if part.layer != "engine" else "pip installs it"
         return f"{', '.join(missing)} not installed in {sys.prefix}; {remedy}"
     if device == "cpu":
         return "it asks about a GPU" if part.asks_gpu or part.gpus > 1 else ""

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "triton", "vllm", "ray")
 # A part that is told to end gets so long to end what it has started.
 GRACE_S = 20.0
 # Folders in which parts leave what is too large to keep.
-LARGE = ("model", "model.tmp", "export", "export.tmp", "run")
+LARGE = ("model", "model.tmp", "experts", "export", "export.tmp", "run")
 LAST_LINES = 5  # of the log of a part that ended without a word
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.memory_cells import MODELS, Cell, measured, run_config
 from tests.models import builtin_reward_model, policy_folder
 from tests.run import ledger
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.deep, pytest.mark.timeout(300)]
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 AWAKE = "rollout:awake"
@@ -95,40 +96,52 @@ def together(one: list[tuple[float, float]], other: list[tuple[float, float]]) -
     return [(start, end) for start, end in shared if start < end]
 
 
-@pytest.fixture(scope="module")
-def folder(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps and one that goes on, with a policy, a reference, a critic and a reward model."""
-    folder = tmp_path_factory.mktemp("turns")
-    builtin_reward_model(folder / "scorer", template=None)
-    shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder / "model")
+@pytest.fixture(scope="module", autouse=True)
+def on_ledger(local_ray: None) -> Iterator[None]:
+    """Workers that write down what is on a GPU, on a machine without one."""
     with pytest.MonkeyPatch.context() as patch:
         for role, worker in ledger.WORKERS.items():
             patch.setitem(ROLES, role, replace(ROLES[role], worker=f"{worker.__module__}:{worker.__name__}"))
         patch.setattr(Placement, "num_gpus", lambda *_: 0.0)
         patch.setattr(build, "slots", lambda config: [replace(slot, num_gpus=0.0) for slot in slots(config)])
-        for steps in (2, 3):
-            scorer = f"reward_model.model.path={folder}/scorer"
-            train(in_turns(folder, *EVERY_ROLE, scorer, f"trainer.total_training_steps={steps}"))
+        yield
+
+
+def new_run(folder: Path) -> Path:
+    """A folder with a policy, and with a reward model."""
+    builtin_reward_model(folder / "scorer", template=None)
+    shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder / "model")
     return folder
 
 
-@pytest.mark.timeout(300)
+def train_every_role(folder: Path, *overrides: str, steps: int) -> None:
+    """A run with a policy, a reference, a critic and a reward model."""
+    scorer = f"reward_model.model.path={folder}/scorer"
+    train(in_turns(folder, *EVERY_ROLE, scorer, f"trainer.total_training_steps={steps}", *overrides))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps in turns, and one that goes on from there."""
+    folder = new_run(tmp_path_factory.mktemp("turns"))
+    for steps in (2, 3):
+        train_every_role(folder, steps=steps)
+    return folder
+
+
 def test_roles_and_engines_that_take_turns_never_meet(folder: Path) -> None:
     """At the start, in steps with validations and saves, at the end, and in a run that goes on from there."""
     there = intervals(folder)
     roles = ("actor", "ref", "critic", "reward_model")
     meet = {(one, other): together(there[one], there[other]) for one, other in itertools.combinations(there, 2)}
     met = {pair for pair, times in meet.items() if times and pair[0].partition(":")[0] != pair[1].partition(":")[0]}
-    assert {frozenset(pair) for pair in met} <= {
-        frozenset({AWAKE, f"reward_model:{what}"}) for what in ("weights", "pass")
-    }
+    scores = {frozenset({AWAKE, f"reward_model:{what}"}) for what in ("weights", "pass")}
+    assert {frozenset(pair) for pair in met} <= scores
     assert len(there[AWAKE]) == 2 * 1 + 3 + 2, "from a start to the first sleep; from a sync to the next update"
     assert {what.partition(":")[0] for what in there if what.endswith(":update")} == {"actor", "critic", "reward_model"}
     assert {what.partition(":")[0] for what in there if what.endswith(":pass")} == set(roles)
 
 
-@pytest.mark.deep
-@pytest.mark.timeout(300)
 def test_the_plan_has_room_for_all_that_is_there_at_once(folder: Path, tmp_path: Path) -> None:
     """Peaks are those that torch's memory tracker sees of a model of 0.6B, and the engine has its share of the GPU."""
     gib, cells = 12.0, {role: Cell("Qwen3-0.6B", 1, TURNS, role) for role in ("actor", "ref")}
@@ -151,3 +164,17 @@ def test_the_plan_has_room_for_all_that_is_there_at_once(folder: Path, tmp_path:
     ((_, planned),) = worst_moments(config, roles, gib)
     assert {role for moment in held for role in moment} == {"actor", "ref", "rollout"}
     assert max(sum(moment.values()) for moment in held) + 3 * CONTEXT <= sum(planned.values())
+
+
+@pytest.mark.parametrize("colocate", ["actor_ref", "separate"])
+def test_engines_with_gpus_of_their_own_stay_awake(colocate: str, tmp_path: Path) -> None:
+    """And the roles that share the others compute one after the other."""
+    gpus = {"actor_ref": 2, "separate": 5}[colocate]
+    placed = (f"cluster.colocate={colocate}", f"trainer.n_gpus_per_node={gpus}", "cluster.actor_world_size=1")
+    train_every_role(new_run(tmp_path), *placed, steps=1)
+    there = intervals(tmp_path)
+    assert len(there[AWAKE]) == 1
+    computes = {what: times for what, times in there.items() if what.endswith((":pass", ":update"))}
+    assert len(computes) == 7
+    meet = [pair for pair in itertools.combinations(computes, 2) if together(*(computes[what] for what in pair))]
+    assert colocate == "separate" or meet == []

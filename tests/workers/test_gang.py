@@ -28,7 +28,7 @@ from grpo_dist.runtime.process import Address, Process
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.actor import ActorGroup
-from grpo_dist.workers.gang import Gang, ReferenceGroup, find_model
+from grpo_dist.workers.gang import Gang, ReferenceGroup, Turn, find_model
 from grpo_dist.workers.reward import RewardPool
 from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
 from grpo_dist.workers.scorer import Task
@@ -289,6 +289,19 @@ class Busy(Gang):
         await asyncio.sleep(0)
         self.events.append(f"{self.name} ends")
         raise TimeoutError  # what comes after does not matter here
+
+
+async def test_engines_make_room_for_a_gang_that_is_to_be_alone() -> None:
+    asked: list[str] = []
+
+    async def make_room() -> None:
+        asked.append("sleep")
+
+    turn = Turn(make_room)
+    async with turn.beside_engines:
+        assert asked == []
+    async with turn.alone():
+        assert (asked, turn.beside_engines.locked()) == (["sleep"], True)
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -85,7 +85,7 @@ def test_the_plan_is_that_of_a_run(tmp_path: Path) -> None:
     assert update.planned_gib(work, sizes.tokens) == pytest.approx(sum(actor.parts.values()))
 
 
-@pytest.mark.parametrize(("layers", "minutes"), [(("engine", "whole"), 10), (("engine",), 7)])
+@pytest.mark.parametrize(("layers", "minutes"), [(("engine", "whole"), 10), (("engine",), 7), (("runs",), 11)])
 def test_how_long_the_check_takes_where_all_goes_well(layers: tuple[str, ...], minutes: int) -> None:
     assert sum(part.seconds for part in PARTS if part.gpus == 1 and part.layer in layers) < minutes * 60
 
@@ -133,3 +133,18 @@ def test_the_whole_layer_runs_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert any(what.startswith("weight sync, object_store, ") for what in found["roles"])
     ours, alone = found["roles"]["our rollout group: tokens"], found["vllm_alone"]["vLLM alone: tokens"]
     assert found["vllm_alone"]["our rollout group, of vLLM alone"] == pytest.approx(ours / alone)
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_whole_runs_with_other_settings_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Part, "limit_s", 900)
+    assert main(["--device", "cpu", "--scale", "small", "--layer", "runs", "--out", str(tmp_path)]) == 0
+    parts = {part["part"]: part for part in json.loads((tmp_path / "results.json").read_text())["parts"]}
+    done = {name for name, part in parts.items() if part["status"] == "done"}
+    assert done == {"seeds", "routes", "float32_head", "changes", "eight_bit"}
+    assert [figure["value"] for figure in parts["seeds"]["figures"] if "differ in a second run" in figure["what"]] == [
+        0
+    ]
