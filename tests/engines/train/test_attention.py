@@ -94,18 +94,14 @@ def test_gradients_of_flex_attention_are_compared(factor: float, fault: str, mon
     assert re.fullmatch(fault, found)
 
 
-def test_varlen_by_hand() -> None:
-    found = varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
-    assert found["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
-    assert found["max_length_q"] == 3
-
-
 def test_inputs_of_each_kernel() -> None:
+    lengths = varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
+    assert (lengths["cu_seq_lens_q"].tolist(), lengths["max_length_q"]) == ([0, 3, 4, 6], 3)
     positions = torch.arange(11).repeat(2, 1)
     assert attention_inputs(None, positions, "sdpa") == {}
-    assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].dtype == torch.bool
+    mask = attention_inputs(ROWS, positions, "sdpa")["attention_mask"]
+    assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 11, 11))
     assert isinstance(attention_inputs(ROWS, positions, FLEX)["attention_mask"], BlockMask)
-    assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].shape == (2, 1, 11, 11)
     alone = [attention_inputs(ROWS, positions, SEGMENTS, limit)["segments"].alone for limit in (3, 2, 0)]
     assert [len(each) for each in alone] == [0, 1, 6]
     assert "cu_seq_lens_k" in attention_inputs(ROWS, positions[:1], FLASH)

@@ -20,9 +20,7 @@ from tests.engines.train.test_attention import ROWS
 from tests.tensor_sizes import largest_tensor
 from tests.tiers import covering
 
-MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-GROUPED: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-VISIBLE = ROWS[0] >= 0
+MODULE: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 SINKS = (1.0, -1.0, 6.0, 0.0)
 
 
@@ -51,9 +49,6 @@ def test_runs_by_hand() -> None:
     found = [(run.start, run.length, run.seen) for run in segment_runs(ROWS)]
     starts, lengths = (0, 3, 5, 6, 8, 9, 11, 12), (3, 2, 1, 2, 1, 2, 1, 10)
     assert found == list(zip(starts, lengths, ((), (0,), (0,), (), (3,), None, (), None), strict=True))
-
-
-def test_runs_of_a_tree_see_all_that_they_follow() -> None:
     assert [run.seen for run in segment_runs(TREE)] == [(), (0,), (0, 1), (0, 1), (0, 1, 3), (0, 1, 3), (0,)]
 
 
@@ -68,9 +63,6 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert responses.real.tolist() == [[True, True], [True, False]]
     assert (responses.masks[0][0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
     assert prompts.queries.tolist() == prompts.keys.tolist() == [[0, 1, 2]]
-
-
-def test_a_long_segment_is_alone() -> None:
     plan = plan_segments(ROWS[:, :1, :6], batched_tokens=1)
     assert [batch.queries.tolist() for batch in plan.batches] == [[[5]]]
     assert plan.alone == [0, 1], "the prompt and the response of 2 tokens"
@@ -165,7 +157,7 @@ def test_sinks_and_windows(
         mask = mask & (at.unsqueeze(2) - at.unsqueeze(1) < window).unsqueeze(1)
     options: Any = {"scaling": 0.3, "s_aux": own, "sliding_window": window or None}
     plan = plan_segments(segments, batched_tokens, [window] if window else [])
-    found, _ = segment_attention_forward(GROUPED, *leaves, None, segments=plan, **options)
+    found, _ = segment_attention_forward(MODULE, *leaves, None, segments=plan, **options)
     expected = by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own)
     wanted = [*leaves, *([] if own is None else [own])]
     torch.testing.assert_close(found[visible], expected[visible], atol=1e-5, rtol=1e-5)
@@ -181,7 +173,7 @@ def test_sinks_and_windows_of_flex_attention() -> None:
     at, sinks = positions_of(TREE), torch.tensor(SINKS)
     options: Any = {"scaling": 0.3, "s_aux": sinks, "windows": {5: block_mask(TREE, at, 5)}}
     for window in (None, 5):
-        found, _ = flex_attention_forward(GROUPED, *flat, block_mask(TREE), sliding_window=window, **options)
+        found, _ = flex_attention_forward(MODULE, *flat, block_mask(TREE), sliding_window=window, **options)
         near = at.unsqueeze(2) - at.unsqueeze(1) < (window or 1000)
         expected = by_hand(flat, dense_mask(TREE) & near.unsqueeze(1), 0.3, sinks)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -194,7 +186,7 @@ def test_sinks_of_padded_sequences(masked: bool) -> None:
     leaves = [torch.randn(2, n, 9, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
     sinks = torch.tensor(SINKS, requires_grad=True)
     seen = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
-    found, _ = padded_attention_forward(GROUPED, *leaves, seen if masked else None, scaling=0.3, s_aux=sinks)
+    found, _ = padded_attention_forward(MODULE, *leaves, seen if masked else None, scaling=0.3, s_aux=sinks)
     expected = by_hand(leaves, seen, 0.3, sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     results = (torch.autograd.grad(out.square().sum(), [*leaves, sinks]) for out in (found, expected))
