@@ -95,34 +95,6 @@ MIXED = rows_of([(30, [40, 38, 7, 1]), (3, [12]), (9, []), (28, [3, 37])])
 SEGMENTS = {"rows": ROWS, "mixed": MIXED, "tree": TREE}
 
 
-@pytest.mark.parametrize(
-    ("kind", "key_heads", "lengths"),
-    covering(SEGMENTS, (4, 2, 1), ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512))),
-)
-def test_it_equals_the_dense_mask(
-    kind: str, key_heads: int, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 to rounding, values and gradients, with heads of values that are wider than those of keys."""
-    segments, (batched_tokens, queries) = SEGMENTS[kind], lengths
-    monkeypatch.setattr(segment_attention, "QUERIES", queries)
-    generator = torch.Generator().manual_seed(0)
-    _, rows, width = segments.shape
-    visible = segments[0] >= 0
-    inputs = [
-        torch.randn(rows, heads, width, size, generator=generator, requires_grad=True)
-        for heads, size in ((4, 8), (key_heads, 8), (key_heads, 6))
-    ]
-    weights = torch.randn(rows, width, 4, 6, generator=generator) * visible[..., None, None]  # padding is not looked at
-    results = []
-    for mask, plan in ((None, plan_segments(segments, batched_tokens)), (dense_mask(segments), None)):
-        module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
-        out, _ = segment_attention_forward(module, *inputs, mask, scaling=0.3, segments=plan)  # type: ignore[arg-type]
-        assert plan is None or not out[~visible].any()
-        results.append([out[visible], *torch.autograd.grad((out * weights).sum(), inputs)])
-    for mine, dense in zip(*results, strict=True):
-        torch.testing.assert_close(mine, dense, atol=1e-5, rtol=1e-5)
-
-
 def positions_of(segments: torch.Tensor) -> torch.Tensor:
     """(B, L): as many tokens as each one sees before it."""
     return dense_mask(segments)[:, 0].sum(-1) - 1
@@ -138,32 +110,48 @@ def by_hand(inputs: list[torch.Tensor], mask: torch.Tensor, scale: float, sinks:
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("batched_tokens", "queries"), [(0, 7), (20, 7), (100, 512)])
-@pytest.mark.parametrize(("window", "sinks"), [(5, None), (0, SINKS), (1, SINKS), (33, SINKS)])
-@pytest.mark.parametrize("segments", [MIXED, TREE], ids=["mixed", "tree"])
-def test_sinks_and_windows(
-    segments: torch.Tensor, sinks: Any, window: int, batched_tokens: int, queries: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "key_heads", "lengths", "extras"),
+    covering(
+        SEGMENTS,
+        (4, 2, 1),
+        ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512)),
+        ((0, None), (5, None), (0, SINKS), (1, SINKS), (33, SINKS)),
+    ),
+)
+def test_it_equals_attention_by_hand(
+    kind: str, key_heads: int, lengths: tuple[int, int], extras: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients, those of the sinks too, are those of attention by hand; small sinks hide little."""
+    """Values and gradients, those of the sinks too; heads of values are narrower than those of keys."""
+    segments, (batched_tokens, queries), (window, sinks) = SEGMENTS[kind], lengths, extras
     monkeypatch.setattr(segment_attention, "QUERIES", queries)
     generator = torch.Generator().manual_seed(0)
     _, rows, width = segments.shape
     visible = segments[0] >= 0
-    leaves = [torch.randn(rows, n, width, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
+    leaves = [
+        torch.randn(rows, heads, width, size, generator=generator, requires_grad=True)
+        for heads, size in ((4, 8), (key_heads, 8), (key_heads, 6))
+    ]
     own = None if sinks is None else torch.tensor(sinks, requires_grad=True)
-    weights = torch.randn(rows, width, 4, 8, generator=generator) * visible[..., None, None]
+    weights = torch.randn(rows, width, 4, 6, generator=generator) * visible[..., None, None]  # padding is not looked at
     mask, at = dense_mask(segments), positions_of(segments)
     if window:
         mask = mask & (at.unsqueeze(2) - at.unsqueeze(1) < window).unsqueeze(1)
+    module: Any = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
     options: Any = {"scaling": 0.3, "s_aux": own, "sliding_window": window or None}
     plan = plan_segments(segments, batched_tokens, [window] if window else [])
-    found, _ = segment_attention_forward(MODULE, *leaves, None, segments=plan, **options)
-    expected = by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own)
+    outs = [
+        by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own),
+        segment_attention_forward(module, *leaves, None, segments=plan, **options)[0],
+    ]
+    assert not outs[1][~visible].any()
+    if extras == (0, None):
+        outs.append(segment_attention_forward(module, *leaves, mask, scaling=0.3, segments=None)[0])
     wanted = [*leaves, *([] if own is None else [own])]
-    torch.testing.assert_close(found[visible], expected[visible], atol=1e-5, rtol=1e-5)
-    found_gradients, gradients = (torch.autograd.grad((out * weights).sum(), wanted) for out in (found, expected))
-    for mine, other in zip(found_gradients, gradients, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    expected, *others = ([out[visible], *torch.autograd.grad((out * weights).sum(), wanted)] for out in outs)
+    for found in others:
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
 def test_sinks_and_windows_of_flex_attention() -> None:
