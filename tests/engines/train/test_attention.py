@@ -19,9 +19,7 @@ from grpo_dist.engines.train.attention import (
     SEGMENTS,
     attention_implementation,
     attention_inputs,
-    block_mask,
     dense_mask,
-    flex_attention_forward,
     sees,
     varlen_inputs,
     why_padded,
@@ -52,20 +50,6 @@ def test_both_masks_are_the_rule() -> None:
                 assert dense[row, 0, q, k].item() == expected
                 index = [torch.tensor(i) for i in (row, 0, q, k)]
                 assert mask_mod(*index).item() == expected
-
-
-def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_one() -> None:
-    """Forward only: its backward pass needs a GPU. Four query heads over two key heads."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 11, 8, generator=generator) for heads in (4, 2, 2))
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    mask = block_mask(ROWS)
-    assert isinstance(mask, BlockMask)
-    with torch.no_grad():
-        flex, _ = flex_attention_forward(module, query, key, value, mask, scaling=0.3)  # type: ignore[arg-type]
-        dense, _ = flex_attention_forward(module, query, key, value, dense_mask(ROWS), scaling=0.3)  # type: ignore[arg-type]
-    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=0)
-    assert flex.shape == (2, 11, 4, 8)
 
 
 def sdpa_in_its_place(factor: float) -> Callable[..., tuple[torch.Tensor, None]]:

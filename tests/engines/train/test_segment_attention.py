@@ -154,17 +154,19 @@ def test_it_equals_attention_by_hand(
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
-def test_sinks_and_windows_of_flex_attention() -> None:
-    """Forward only, as it is on CPU."""
+def test_flex_attention_under_block_masks() -> None:
+    """With sinks and windows, and without; forward only, as it is on CPU. The dense mask gives the same by SDPA."""
     generator = torch.Generator().manual_seed(0)
     flat = [torch.randn(1, n, TREE.shape[2], 8, generator=generator) for n in (4, 2, 2)]
-    at, sinks = positions_of(TREE), torch.tensor(SINKS)
-    options: Any = {"scaling": 0.3, "s_aux": sinks, "windows": {5: block_mask(TREE, at, 5)}}
-    for window in (None, 5):
-        found, _ = flex_attention_forward(MODULE, *flat, block_mask(TREE), sliding_window=window, **options)
+    at = positions_of(TREE)
+    options: Any = {"scaling": 0.3, "windows": {5: block_mask(TREE, at, 5)}}
+    for window, sinks in ((None, None), (None, SINKS), (5, SINKS)):
+        own = None if sinks is None else torch.tensor(sinks)
         near = at.unsqueeze(2) - at.unsqueeze(1) < (window or 1000)
-        expected = by_hand(flat, dense_mask(TREE) & near.unsqueeze(1), 0.3, sinks)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        expected = by_hand(flat, dense_mask(TREE) & near.unsqueeze(1), 0.3, own)
+        for mask in (block_mask(TREE), *([dense_mask(TREE)] if own is None else [])):
+            found, _ = flex_attention_forward(MODULE, *flat, mask, sliding_window=window, s_aux=own, **options)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -115,13 +115,13 @@ def test_a_damaged_difference_is_found_before_anything_is_loaded(fault: str) -> 
     engine.take(list(sent.changes(packed(weights))))
     weights["a"][0] += 1
     arrived = list(sent.changes(packed(weights)))
-    change = arrived[0]
-    if fault == "missing":
-        arrived.pop()
-    elif fault == "word":
-        arrived[0] = replace(change, words=change.words ^ 1)
-    else:
-        arrived[0] = replace(change, places=change.places + (1 if fault == "place" else 1000))
+    first, second = arrived
+    arrived = {
+        "missing": [first],
+        "word": [replace(first, words=first.words ^ 1), second],
+        "place": [replace(first, places=first.places + 1), second],
+        "outside": [replace(first, places=first.places + 1000), second],
+    }[fault]
     with refuses(WeightSyncError, "missing" if fault == "missing" else "damaged"):
         engine.take(arrived)
     with refuses(WeightSyncError, "not held"):
