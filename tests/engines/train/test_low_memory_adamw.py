@@ -122,6 +122,18 @@ def test_without_torchao_it_is_told_what_to_install(
     built(weight(), "AdamW")
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+def test_the_second_moment_beside_bf16_weights_decays(name: str) -> None:
+    """A bf16 number has 8 bits, and times 0.999 it is rounded to itself: states in bf16 would stay for good."""
+    parameter = weight(torch.bfloat16)
+    optimizer = built(parameter, name)
+    for count in range(101):
+        take(optimizer, parameter, torch.full((SIZE, SIZE), float(count == 0)))
+    square = in_numbers(optimizer.state[parameter]["exp_avg_sq"])
+    torch.testing.assert_close(square, torch.full((SIZE, SIZE), 1e-3 * 0.999**100), rtol=1e-4, atol=0)
+
+
 # --- rounding ------------------------------------------------------------------------------------------------------
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
