@@ -529,17 +529,9 @@ class ModelPass:
     adds: tuple[str, ...] = ()
     present: Callable[[Any], bool] = lambda config: True
 
-    def waits(self, config: Any, in_turns: Sequence[str] = ()) -> bool:
-        """Tell if it comes after the rollout: it needs what comes with the scores, its model changes meanwhile, or its
-        role takes turns with the engines (`Placement.in_turns`).
-        """
-        changes = ROLES[self.role].trains and config.trainer.samples_during_updates
-        return bool(self.needs(config)) or changes or self.role in in_turns
-
-
-def _shown(config: Any) -> tuple[str, ...]:
-    """What the reference reads in place of the prompt, where the policy teaches itself."""
-    return ("teacher_prompts",) if config.algorithm.self_distillation.enable else ()
+    def waits(self, config: Any) -> bool:
+        """Tell if it comes after the rollout: it needs what comes with the scores, or its model changes meanwhile."""
+        return bool(self.needs(config)) or (ROLES[self.role].trains and config.trainer.samples_during_updates)
 
 
 PASSES = [
@@ -551,8 +543,8 @@ PASSES = [
 
 
 def passes_of(config: Any, in_turns: Sequence[str], *, waiting: bool) -> list[ModelPass]:
-    """Return the passes of a run's steps that wait until the rollout is over, or those that do not."""
-    return [row for row in PASSES if row.present(config) and row.waits(config, in_turns) == waiting]
+    """Return the passes of a run's steps that wait for the end of the rollout, as do those of `Placement.in_turns`."""
+    return [row for row in PASSES if row.present(config) and (row.role in in_turns or row.waits(config)) == waiting]
 
 
 def table_of(config: JobConfig) -> Mapping[str, Role]:

@@ -275,14 +275,6 @@ class GRPOTrainer(TrainingLoop):
             self.controllers.entropy.update(self.metrics["actor/entropy"])
         return batch
 
-    @stage("update_weights")
-    async def sync_weights(self) -> None:
-        """Send the actor's weights to the engines, with the next version number."""
-        dtype = str(self.config.actor_rollout_ref.rollout.dtype)
-        actor, version = self.roles.actor.workers, self.weight_version + 1
-        await self.roles.rollout.sync_weights(actor, self.transport, version=version, dtype=dtype)
-        self.weight_version = version
-
     @stage("sync_reference")
     async def sync_reference(self) -> None:
         """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
@@ -297,6 +289,14 @@ class GRPOTrainer(TrainingLoop):
         """Keep the judged responses; at the end of an iteration train the reward model on them."""
         assert self.retraining is not None
         self.metrics |= await self.retraining.end_step(self.step + 1, batch, self._requests)
+
+    @stage("update_weights")
+    async def sync_weights(self) -> None:
+        """Send the actor's weights to the engines, with the next version number."""
+        dtype = str(self.config.actor_rollout_ref.rollout.dtype)
+        actor, version = self.roles.actor.workers, self.weight_version + 1
+        await self.roles.rollout.sync_weights(actor, self.transport, version=version, dtype=dtype)
+        self.weight_version = version
 
     @stage("testing", counted=True)
     async def end_validation(self) -> dict[str, float]:

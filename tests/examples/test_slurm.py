@@ -174,9 +174,10 @@ def test_nodes_that_do_not_come_and_a_head_that_does_not_start(start: Callable[.
     code, slurm, said = start(NODES="missing", NODES_WITHIN_S="0.1").ends()
     assert (code, slurm) == (1, [])
     says(said, "2 nodes", "0.1 s")
-    code, slurm, said = start(HEAD="broken").ends()
+    job = start(HEAD="broken")
+    code, slurm, said = job.ends()
     assert (code, slurm) == (1, [])
-    says(said, "127.0.0.1:2")
+    says(said, f"127.0.0.1:{20000 + int(job.id)}")
 
 
 def test_waiting_for_nodes_has_an_end() -> None:
