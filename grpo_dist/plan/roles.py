@@ -534,6 +534,11 @@ class ModelPass:
         return bool(self.needs(config)) or (ROLES[self.role].trains and config.trainer.samples_during_updates)
 
 
+def _shown(config: Any) -> tuple[str, ...]:
+    """What the reference reads in place of the prompt, where the policy teaches itself."""
+    return ("teacher_prompts",) if config.algorithm.self_distillation.enable else ()
+
+
 PASSES = [
     ModelPass("ref", "ref", "ref_log_prob", needs=_shown, present=ROLES["ref"].present),
     ModelPass("ref", "actor", "ref_log_prob", "compute_reference", _shown, present=attrgetter("actor_is_reference")),
