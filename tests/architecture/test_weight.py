@@ -36,7 +36,7 @@ MOST = {
     "lines of cli": 2349,
     "lines of config": 3215,
     "lines of data": 2275,
-    "lines of engines": 8763,
+    "lines of engines": 8768,
     "lines of plan": 3192,
     "lines of plugins": 400,
     "lines of protocol": 725,
