@@ -1,5 +1,3 @@
-import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +8,20 @@ import torch
 
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.tracking import base
-from grpo_dist.tracking.base import RunInfo, Tracker, Trackers, build_trackers, check_metrics, check_trackers
+from grpo_dist.tracking.base import (
+    RunInfo,
+    Tracker,
+    Trackers,
+    as_html,
+    as_markdown,
+    build_trackers,
+    check_metrics,
+    check_trackers,
+    format_samples,
+)
+from grpo_dist.tracking.jsonl import read_metrics
 from tests.messages import refuses, says
+from tests.tracking.runs import SAMPLE
 
 RUN = {"project_name": "p", "experiment_name": "e", "config": {"hf_token": "t", "lr": 1e-6}, "resumed_step": None}
 
@@ -30,68 +40,48 @@ class Recorder(Tracker):
         self.closed += 1
 
 
-class FailsAt(Recorder):
-    def __init__(self, step):
-        super().__init__()
-        self.step, self.calls = step, 0
-
-    def log(self, metrics, step):
-        self.calls += 1
-        if step == self.step:
-            raise OSError("quota exceeded")
-
-
 class CannotStart:
     def __init__(self, run):
         raise PermissionError("read-only file system")
 
 
-def test_jsonl_is_always_on_and_console_is_no_tracker(tmp_path):
-    with build_trackers(["console"], RunInfo(run_dir=tmp_path / "new" / "run", **RUN)) as trackers:
-        assert trackers.notes == [f"metrics: {tmp_path / 'new' / 'run' / 'metrics.jsonl'}"]
-        trackers.log({"a": 1}, 0)
-    assert json.loads((tmp_path / "new" / "run" / "metrics.jsonl").read_text()) == {"step": 0, "a": 1}
-
-
-def test_every_tracker_gets_every_step_and_the_config_without_secrets(tmp_path, monkeypatch):
+def test_every_tracker_and_always_jsonl_gets_every_step_and_the_config_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
-    with build_trackers(["mine", "jsonl", "mine"], RunInfo(run_dir=tmp_path, **RUN)) as trackers:
-        assert trackers.notes == [f"metrics: {tmp_path / 'metrics.jsonl'}", "recorder"]
+    run_dir = tmp_path / "new" / "run"
+    with build_trackers(["console", "mine", "jsonl", "mine"], RunInfo(run_dir=run_dir, **RUN)) as trackers:
+        assert trackers.notes == [f"metrics: {run_dir / 'metrics.jsonl'}", "recorder"]
         trackers.log({"a": 0.5}, 1)
         trackers.log({"a": 0.25, "b": 2}, 2)
     recorder = Recorder.latest
+    assert recorder.rows == [(row.pop("step"), row) for row in read_metrics(run_dir / "metrics.jsonl")]
     assert recorder.rows == [(1, {"a": 0.5}), (2, {"a": 0.25, "b": 2})]
     assert recorder.closed == 1
     assert recorder.run.config == {"hf_token": "***", "lr": 1e-6}
     assert recorder.run.run_dir.is_absolute()
 
 
-def test_tracker_that_fails_later_warns_once_and_is_dropped(caplog):
-    bad, good = FailsAt(2), Recorder()
-    trackers = Trackers({"bad": bad, "good": good}, resumed_step=None)
-    with caplog.at_level(logging.WARNING):
-        for step in (1, 2, 3, 4):
-            trackers.log({"a": step}, step)
-        trackers.close()
-    assert bad.calls == 2
-    assert bad.closed == 1
-    assert [step for step, _ in good.rows] == [1, 2, 3, 4]
-    assert len(caplog.records) == 1
-    message = caplog.records[0].getMessage()
-    says(message, "'bad'", "step 2", "OSError: quota exceeded")
+def test_tracker_that_fails_later_warns_once_and_is_dropped_and_the_others_go_on_and_are_closed(caplog):
+    class FailsAtTwo(Recorder):
+        def log(self, metrics, step):
+            super().log(metrics, step)
+            if step == 2:
+                raise OSError("quota exceeded")
 
-
-def test_failing_close_does_not_keep_the_others_open(caplog):
     class BadClose(Recorder):
         def close(self):
             raise OSError("gone")
 
-    good = Recorder()
-    trackers = Trackers({"bad": BadClose(), "good": good}, resumed_step=None)
+    bad, good = FailsAtTwo(), Recorder()
+    trackers = Trackers({"bad": bad, "unclosed": BadClose(), "good": good}, resumed_step=None)
+    for step in (1, 2, 3, 4):
+        trackers.log({"a": step}, step)
     trackers.close()
     trackers.close()
-    assert good.closed == 1
-    assert len(caplog.records) == 1
+    assert ([step for step, _ in bad.rows], bad.closed) == ([1, 2], 1)
+    assert ([step for step, _ in good.rows], good.closed) == ([1, 2, 3, 4], 1)
+    failed, unclosed = (record.getMessage() for record in caplog.records)
+    says(failed, "'bad'", "step 2", "OSError: quota exceeded")
+    says(unclosed, "'unclosed'", "OSError: gone")
 
 
 def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path, monkeypatch):
@@ -106,12 +96,7 @@ OWN = """
 from grpo_dist.tracking.base import Tracker
 
 class Mine(Tracker):
-    def __init__(self, run):
-        self.note = f"mine of {run.experiment_name}"
-        (run.folder("mine") / "config").write_text(str(run.config))
-
-    def log(self, metrics, step):
-        raise ConnectionError("away")
+    def log(self, metrics, step): ...
 
 class Broken(Mine):
     def __init__(self, run):
@@ -121,18 +106,6 @@ class Mute(Tracker): ...
 
 class Other: ...
 """
-
-
-def test_a_tracker_of_ones_own_is_a_class_of_a_file(tmp_path, caplog):
-    (tmp_path / "own.py").write_text(OWN)
-    name = f"{tmp_path}/own.py:Mine"
-    check_trackers(["console", name], "sums")
-    assert not (tmp_path / "mine").exists(), "it is not started by the checks"
-    with build_trackers([name], RunInfo(run_dir=tmp_path, **RUN)) as trackers:
-        assert trackers.notes == [f"metrics: {tmp_path / 'metrics.jsonl'}", "mine of e"]
-        assert (tmp_path / "mine/config").read_text() == "{'hf_token': '***', 'lr': 1e-06}"
-        trackers.log({"a": 1}, 1)
-    says([record.getMessage() for record in caplog.records], "own.py:Mine", "step 1", "ConnectionError: away")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +124,7 @@ def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path, name, sai
 
 def test_a_tracker_of_ones_own_that_cannot_start_shows_where(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    with refuses(ConfigError, "trainer.logger", "own.py:Broken", "LookupError", "line 14"):
+    with refuses(ConfigError, "trainer.logger", "own.py:Broken", "LookupError", "line 9"):
         build_trackers([f"{tmp_path}/own.py:Broken"], RunInfo(run_dir=tmp_path, **RUN))
 
 
@@ -206,13 +179,39 @@ def test_trackers_not_asked_for_are_not_imported(tmp_path):
         "from grpo_dist.tracking import summary\n"
         "from grpo_dist.tracking.base import RunInfo, build_trackers\n"
         "run = dict(project_name='p', experiment_name='e', config={}, resumed_step=None)\n"
-        "build_trackers(['console'], RunInfo(run_dir=pathlib.Path(sys.argv[1]), **run)).close()\n"
-        "print([m for m in ('wandb', 'tensorboard', 'mlflow', 'trackio', 'torch', 'ray') if m in sys.modules])\n"
-        "build_trackers(['tensorboard'], RunInfo(run_dir=pathlib.Path(sys.argv[1]), **run)).close()\n"
-        "print([m for m in ('wandb', 'tensorflow', 'mlflow', 'trackio', 'torch', 'ray') if m in sys.modules])\n"
+        "for logger, other in ('console', 'tensorboard'), ('tensorboard', 'tensorflow'):\n"
+        "    build_trackers([logger], RunInfo(run_dir=pathlib.Path(sys.argv[1]), **run)).close()\n"
+        "    print([m for m in (other, 'wandb', 'mlflow', 'trackio', 'torch', 'ray') if m in sys.modules])\n"
     )
+    command = [sys.executable, "-c", code, str(tmp_path)]
     root = Path(base.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=root, check=True, timeout=60
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True, timeout=60)
+    assert done.stdout.split() == ["[]", "[]"]
+
+
+# --- responses as people read them
+def test_on_the_terminal():
+    other = SAMPLE | {"uid": "val-8", "output": "one\ntwo", "score": 0.25}
+    assert format_samples([SAMPLE, other]) == (
+        "validation, step 0, val-7: score 1, gts 2\n  input:\n    1+1=?\n  output:\n    #### 2\n"
+        "validation, step 0, val-8: score 0.25, gts 2\n  input:\n    1+1=?\n  output:\n    one\n    two"
     )
-    assert done.stdout.split("\n")[:2] == ["[]", "[]"]
+    assert "val-7: score none, gts 2" in format_samples([SAMPLE | {"score": None, "failure": "it raised"}])
+    assert "\x1b" not in format_samples([SAMPLE | {"output": "\x1b[2J", "gts": "\x1b[0m"}])
+    assert "é\t両" in format_samples([SAMPLE | {"output": "é\t両"}])
+
+
+def test_markdown_of_the_text_stays_text():
+    assert as_markdown(SAMPLE) == "val-7: score 1, gts `2`\n\ninput\n\n    1+1=?\n\noutput\n\n    #### 2\n"
+
+
+def test_as_a_table():
+    """A model cannot write markup into it, and a row without a field has an empty cell."""
+    table = as_html([SAMPLE | {"output": "<script>", "gts": [1]}, {"step": 0, "uid": "val-8", "acc": 0.5}])
+    header, first, second = (part.partition("</tr>")[0] for part in table.split("<tr>")[1:])
+    cells = [part.replace("</th>", "</td>").replace("<th>", "<td>") for part in (header, first, second)]
+    assert [part[4:-5].split("</td><td>") for part in cells] == [
+        ["step", "uid", "input", "output", "gts", "score", "acc"],
+        ["0", "val-7", "1+1=?", "&lt;script&gt;", "[1]", "1.0", ""],
+        ["0", "val-8", "", "", "", "", "0.5"],
+    ]

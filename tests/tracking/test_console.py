@@ -60,23 +60,44 @@ def test_no_time_is_left_before_the_first_step_and_after_the_last():
     assert stream.getvalue() == "step 2/4  val 0.25\nstep 4/4  reward 0.5\n"
 
 
-def test_what_keeps_a_run_from_learning_is_in_its_line():
-    """Answers that do not fit, and groups that teach nothing; not where that is usual."""
-    stuck = METRICS | {
-        "response_length/clip_ratio": 0.45,
-        "critic/zero_variance_groups": 0.75,
-        "val-aux/arithmetic/truncated/mean": 1.0,
-        "val-aux/other/truncated/mean": 0.0,
-    }
-    usual = METRICS | {
-        "response_length/clip_ratio": 0.1,
-        "critic/zero_variance_groups": 0.6,
-        "val-aux/arithmetic/truncated/mean": 0.05,
-    }
-    line = "step 3/40  reward 0.41  zero-variance 75%  kl 0.0012  val 0.35  val clipped 100%  length 31.2  clipped 45%"
-    assert format_line(3, 40, stuck) == f"{line}  1834 tok/s  4.1 s (gen 1.9, update 1.6)"
-    assert format_line(3, 40, usual) == LINE
-    assert format_line(0, 40, {"val-aux/a/truncated/mean": 0.5}) == "step 0/40 (before training)  val clipped 50%"
+STUCK = METRICS | {
+    "response_length/clip_ratio": 0.45,
+    "critic/zero_variance_groups": 0.75,
+    "val-aux/arithmetic/truncated/mean": 1.0,
+    "val-aux/other/truncated/mean": 0.0,
+}
+USUAL = METRICS | {
+    "response_length/clip_ratio": 0.1,
+    "critic/zero_variance_groups": 0.6,
+    "val-aux/arithmetic/truncated/mean": 0.05,
+}
+TOLD = "reward 0.41  zero-variance 75%  kl 0.0012  val 0.35  val clipped 100%  length 31.2  clipped 45%"
+SOURCES = {
+    "val-core/a/acc/mean@4": 0.2,
+    "val-core/b/acc/mean@4": 0.6,
+    "val-core/a/acc/best@4": 1.0,
+    "val-core/a/reward/mean@4": -5.0,
+    "val-aux/a/acc/mean@4": 9.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "metrics", "line"),
+    [
+        (3, STUCK, f"step 3/40  {TOLD}  1834 tok/s  4.1 s (gen 1.9, update 1.6)"),
+        (3, USUAL, LINE),
+        (0, {"val-aux/a/truncated/mean": 0.5}, "step 0/40 (before training)  val clipped 50%"),
+        (0, {"val-core/a/acc/mean@1": 0.123456}, "step 0/40 (before training)  val 0.123"),
+        (1, {"actor/ppo_kl": 0.00021}, "step 1/40  ppo_kl 0.00021"),
+        (1, {"timing_s/step": 2.0}, "step 1/40  2.0 s"),
+        (1, {"critic/score/mean": float("nan")}, "step 1/40  reward nan"),
+        (1, SOURCES, "step 1/40  val 0.4"),
+        (1, {"val-core/a/reward/mean@1": -5.0}, "step 1/40  val -5"),
+    ],
+)
+def test_the_line_has_what_there_is_and_what_keeps_a_run_from_learning(step, metrics, line):
+    """Answers that do not fit, and groups that teach nothing, where that is unusual; the mean accuracy of sources."""
+    assert format_line(step, 40, metrics) == line
 
 
 def test_the_bar_forgets_what_no_longer_matters():
@@ -93,64 +114,32 @@ def test_the_bar_forgets_what_no_longer_matters():
     progress.close()
 
 
-def test_line_holds_what_there_is():
-    assert format_line(0, 40, {"val-core/a/acc/mean@1": 0.123456}) == "step 0/40 (before training)  val 0.123"
-    assert format_line(1, 40, {"actor/ppo_kl": 0.00021}) == "step 1/40  ppo_kl 0.00021"
-    assert format_line(1, 40, {"timing_s/step": 2.0}) == "step 1/40  2.0 s"
-    assert format_line(1, 40, {"critic/score/mean": float("nan")}) == "step 1/40  reward nan"
-
-
-def test_validation_is_the_mean_of_the_accuracies_over_sources():
-    metrics = {
-        "val-core/a/acc/mean@4": 0.2,
-        "val-core/b/acc/mean@4": 0.6,
-        "val-core/a/acc/best@4": 1.0,
-        "val-core/a/reward/mean@4": -5.0,
-        "val-aux/a/acc/mean@4": 9.0,
-    }
-    assert format_line(1, 2, metrics) == "step 1/2  val 0.4"
-    assert format_line(1, 2, {"val-core/a/reward/mean@1": -5.0}) == "step 1/2  val -5"
-
-
-def test_terminal_gets_a_bar_with_phase_and_numbers():
+def test_terminal_gets_a_bar_with_phase_and_numbers_and_messages_above_it():
     stream = Terminal()
-    progress = Progress(40, 2, stream)
+    progress = Progress(40, 0, stream)
+
+    def last():
+        return stream.getvalue().split("\r")[-1]
+
+    progress.step(0, {"val-core/a/acc/mean@1": 0.25})
+    assert "0/40" in last()
+    assert "val 0.25" in last()
     progress.phase("ref_log_prob")
-    assert "2/40" in stream.getvalue()
     assert "ref_log_prob" in stream.getvalue()
     progress.step(3, METRICS)
-    last = stream.getvalue().split("\r")[-1]
-    assert "3/40" in last
-    assert "reward 0.41  val 0.35  kl 0.0012  1834 tok/s" in last
+    assert "3/40" in last()
+    assert "reward 0.41  val 0.35  kl 0.0012  1834 tok/s" in last()
     # Not validated at step 4: the last accuracy stays.
     progress.step(4, {"critic/score/mean": 0.5})
-    last = stream.getvalue().split("\r")[-1]
-    assert "4/40" in last
-    assert "reward 0.5  val 0.35" in last
+    assert "4/40" in last()
+    assert "reward 0.5  val 0.35" in last()
     assert "\n" not in stream.getvalue()
+    progress.message("checkpoint written")
+    assert "4/40" in stream.getvalue().split("checkpoint written\n")[1], "the bar is drawn again below the message"
     progress.close()
     progress.close()
     assert stream.getvalue().endswith("\n")
     assert "step 3/40" not in stream.getvalue()
-
-
-def test_step_zero_moves_nothing_but_shows_the_accuracy():
-    stream = Terminal()
-    with Progress(40, 0, stream) as progress:
-        progress.step(0, {"val-core/a/acc/mean@1": 0.25})
-        last = stream.getvalue().split("\r")[-1]
-    assert "0/40" in last
-    assert "val 0.25" in last
-
-
-def test_message_goes_above_the_bar():
-    stream = Terminal()
-    with Progress(40, 0, stream) as progress:
-        progress.phase("generate")
-        progress.message("checkpoint written")
-        assert "checkpoint written\n" in stream.getvalue()
-        # the bar is drawn again below the message
-        assert "0/40" in stream.getvalue().split("checkpoint written\n")[1]
 
 
 def test_dumb_terminal_gets_lines(monkeypatch):

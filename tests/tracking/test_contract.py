@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grpo_dist.plugins.names import LOGGERS
-from grpo_dist.tracking.base import TRACKERS, RunInfo, Tracker, Trackers, build_trackers, check_trackers, tracker_ids
-from tests.messages import says
-from tests.tracking.test_samples import SAMPLE
+from grpo_dist.tracking.base import TRACKERS, check_trackers, tracker_ids
+from tests.tracking.runs import SAMPLE, Start, starter
 from tests.trainer.metrics_page import PAGE, documented_names
 
 OWN = """
@@ -35,8 +34,6 @@ class Lines(Tracker):
 # Trackers whose service has runs, by the name under which they keep the id of theirs.
 WITH_RUNS = {"wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "own": "lines"}
 NAMES = [*TRACKERS, "own"]
-
-Start = Callable[..., Trackers]
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.ray) if name == "prometheus" else name for name in NAMES])
@@ -61,18 +58,8 @@ def name(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def start(name: str, tmp_path: Path) -> Start:
-    def started(resumed_step: int | None = None) -> Trackers:
-        names: dict[str, Any] = {"project_name": f"contract-{os.getpid()}", "experiment_name": "first"}
-        config = {"lr": 0.125, "hf_token": "do-not-keep-this"}
-        return build_trackers(
-            [name], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
-        )
-
-    return started
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    config = {"lr": 0.125, "hf_token": "do-not-keep-this"}
+    return functools.partial(starter(name, tmp_path / "run", f"contract-{os.getpid()}"), **config)
 
 
 def test_the_names_of_the_config_are_those_of_the_table() -> None:
@@ -97,7 +84,7 @@ def test_it_takes_all_that_a_run_logs_and_finishes(
         trackers.log({"val-core/gsm8k/reward/mean@1": 0.5}, 2)  # of a validation that ended later
         trackers.log({"critic/score/mean": 0.5}, 3)
         assert len(trackers._active) == (1 if name == "jsonl" else 2), "none was dropped"
-    assert warnings(caplog) == []
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert capfd.readouterr().out == ""
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(b"do-not-keep-this" in content for content in written), "no secret of the config is kept"
@@ -114,32 +101,3 @@ def test_a_resumed_run_is_continued_and_a_fresh_one_is_another(name: str, start:
     assert [list(each) for each in ids] == [[] if kept is None else [kept]] * 3
     assert ids[0] == ids[1]
     assert kept is None or ids[2] != ids[1]
-
-
-def test_one_that_fails_does_not_end_the_run(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with start() as trackers:
-        failing, tracker = list(trackers._active.items())[-1]
-        assert isinstance(tracker, Tracker)
-
-        def fail(*_: object) -> None:
-            raise ConnectionError("the service is away")
-
-        monkeypatch.setattr(tracker, "log", fail)
-        trackers.log({"critic/score/mean": 0.5}, 1)
-        assert failing not in trackers._active
-        trackers.log({"critic/score/mean": 0.5}, 2)
-    says(warnings(caplog), failing, "step 1", "ConnectionError")
-    assert len(warnings(caplog)) == 1
-
-
-def test_it_finishes_also_while_the_run_fails(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
-        with start() as trackers:
-            trackers.log({"critic/score/mean": 0.5}, 1)
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        fail()
-    assert warnings(caplog) == []

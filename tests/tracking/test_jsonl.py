@@ -1,4 +1,4 @@
-"""What becomes of the record of an earlier run in a folder."""
+"""The record in a run's folder: metrics and rollouts, and what becomes of those of an earlier run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
 
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, DiskError
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.fields import FIELDS
+from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.base import RunInfo, build_trackers
 from grpo_dist.tracking.jsonl import (
     JsonlTracker,
@@ -19,7 +23,7 @@ from grpo_dist.tracking.jsonl import (
     set_aside,
     truncate_after,
 )
-from grpo_dist.tracking.rollouts import recorded_steps
+from grpo_dist.tracking.rollouts import is_recorded, make_room, recorded_steps, write_tokens
 from tests.messages import refuses, says
 
 
@@ -31,12 +35,15 @@ def write_steps(path, steps):
     path.write_text("".join(json.dumps({"step": step, "loss": step / 2}) + "\n" for step in steps))
 
 
-def test_each_line_is_on_disk_at_once(tmp_path):
+def test_each_line_is_on_disk_at_once_where_numbers_that_are_not_finite_are_null(tmp_path):
     tracker = JsonlTracker(run_info(tmp_path))
-    tracker.log({"loss": 0.5, "n": 3}, 1)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5, "n": 3}\n'
+    tracker.log({"loss": 0.5, "n": 3, "a": math.nan, "b": math.inf, "c": -math.inf}, 1)
+    line = '{"step": 1, "loss": 0.5, "n": 3, "a": null, "b": null, "c": null}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == line
     tracker.log({"loss": 0.25}, 2)
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert (second, first["loss"]) == ({"step": 2, "loss": 0.25}, 0.5)
+    assert all(math.isnan(first[name]) for name in "abc")
     tracker.close()
 
 
@@ -59,18 +66,6 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, caplog):
     tracker.close()
 
 
-def test_non_finite_numbers_are_null_on_disk_and_nan_when_read(tmp_path):
-    tracker = JsonlTracker(run_info(tmp_path))
-    tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}, 1)
-    tracker.close()
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"step": 1, "a": null, "b": null, "c": null, "d": 1.0}\n'
-    (row,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert math.isnan(row["a"])
-    assert math.isnan(row["b"])
-    assert row["d"] == 1.0
-
-
 def test_truncate_after_keeps_steps_up_to_the_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [0, 1, 2, 3, 4, 5])
@@ -81,24 +76,25 @@ def test_truncate_after_keeps_steps_up_to_the_checkpoint(tmp_path):
     assert not (tmp_path / "absent.jsonl").exists()
 
 
+WHOLE = '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
+
+
 @pytest.mark.parametrize(
-    "tail", [b'{"step": 3, "lo', b'{"step": 3, "name": "\xc3', b"\x00\x00\x00", b'{"step": 3, "loss": 1.5']
+    "written",
+    [
+        *(
+            WHOLE.encode() + tail
+            for tail in (b'{"step": 3, "lo', b'{"name": "\xc3', b"\x00\x00", b'{"step": 3, "loss": 1.5')
+        ),
+        WHOLE.encode()[:-1],  # its last line is whole
+    ],
 )
-def test_half_written_last_line_is_removed(tmp_path, tail):
+def test_half_written_last_line_is_removed(tmp_path, written):
     path = tmp_path / "metrics.jsonl"
-    write_steps(path, [1, 2])
-    with path.open("ab") as file:
-        file.write(tail)
+    path.write_bytes(written)
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
     truncate_after(path, 10)
-    assert path.read_text() == '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.0}\n'
-
-
-def test_whole_last_line_without_newline_is_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}')
-    truncate_after(path, 10)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert path.read_text() == WHOLE
 
 
 @pytest.mark.parametrize("bad", ["not json", "[1]", '{"loss": 1}', '{"step": "2"}'])
@@ -112,17 +108,12 @@ def test_bad_line_in_the_middle_is_not_dropped_silently(tmp_path, bad):
 
 
 def test_resumed_run_has_each_step_once(tmp_path):
-    names = {"project_name": "p", "experiment_name": "e", "config": {}}
-    first = build_trackers([], RunInfo(run_dir=tmp_path, resumed_step=None, **names))
-    for step in range(6):
-        first.log({"loss": 1.0}, step)
-    first.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
-    second = build_trackers([], RunInfo(run_dir=tmp_path, resumed_step=3, **names))
-    for step in range(4, 8):
-        second.log({"loss": 2.0}, step)
-    second.close()
+    for resumed_step, steps, loss in ((None, range(6), 1.0), (3, range(4, 8), 2.0)):
+        with build_trackers([], run_info(tmp_path, resumed_step)) as trackers:
+            for step in steps:
+                trackers.log({"loss": loss}, step)
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 8, "lo')
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
     assert [row["loss"] for row in rows] == [1.0] * 4 + [2.0] * 4
@@ -141,15 +132,6 @@ def test_lines_of_one_step_are_read_as_one_row(tmp_path):
     tracker.log({"val": 0.5}, 1)  # the validation is made again
     tracker.close()
     assert read_metrics(path) == [{"step": 1, "a": 1, "val": 0.5}]
-
-
-def test_fresh_start_keeps_the_old_file_aside(tmp_path):
-    for value in (1, 2, 3):
-        tracker = JsonlTracker(run_info(tmp_path))
-        tracker.log({"run": value}, 0)
-        tracker.close()
-    content = {file.name: json.loads(file.read_text())["run"] for file in tmp_path.iterdir()}
-    assert content == {"metrics.jsonl": 3, "metrics.old-1.jsonl": 1, "metrics.old-2.jsonl": 2}
 
 
 def write(run_dir: Path, *names: str) -> None:
@@ -172,11 +154,13 @@ def test_a_run_that_starts_anew_has_none_of_the_steps_of_the_one_before(tmp_path
     old = ["metrics.old-1.jsonl", "rollouts.old-1/3.jsonl", "rollouts.old-1/3.parquet", "tokenizer.old-1/t.json"]
     assert files(tmp_path) == [*old, "validation.old-1/0.jsonl"]
     write(tmp_path, "rollouts/1.jsonl")  # one that was killed in its first step
-    set_aside(tmp_path)
-    write(tmp_path, "metrics.jsonl")
-    set_aside(tmp_path)
+    for value in (2, 3):
+        tracker = JsonlTracker(run_info(tmp_path))
+        tracker.log({"run": value}, 0)
+        tracker.close()
     assert (tmp_path / "rollouts.old-2/1.jsonl").is_file()
-    assert (tmp_path / "metrics.old-2.jsonl").is_file()
+    found = [json.loads((tmp_path / f"metrics{end}.jsonl").read_text())["run"] for end in ("", ".old-2")]
+    assert found == [3, 2]
 
 
 def test_a_run_that_goes_back_drops_the_steps_after(tmp_path: Path) -> None:
@@ -184,3 +168,61 @@ def test_a_run_that_goes_back_drops_the_steps_after(tmp_path: Path) -> None:
     write(tmp_path, "validation/11.jsonl", "rollouts/notes.txt")
     drop_rollouts_after(tmp_path, 9)
     assert files(tmp_path) == ["rollouts/9.jsonl", "rollouts/9.parquet", "rollouts/notes.txt"]
+
+
+# --- the files of rollouts: what is recorded, the tokenizer beside them, and the limit of their size
+DATA = DataProto.from_dict({"responses": Ragged.from_rows([[1, 2]], torch.int32)})
+
+
+class Tokenizer:
+    saved = 0
+
+    def save_pretrained(self, folder: str) -> None:
+        Tokenizer.saved += 1
+        Path(folder).mkdir()
+        Path(folder, "tokenizer.json").write_text(json.dumps({"saved": Tokenizer.saved}))
+
+
+def test_all_columns_but_the_large_ones_are_recorded() -> None:
+    large = {"ref_hidden_states", "prompt_routes", "routes", "ref_top_ids", "ref_top_log_probs"}
+    assert {name for name in FIELDS if not is_recorded(name)} == large
+    assert is_recorded("reward_extra/acc")
+    assert not is_recorded("mine")
+
+
+def test_tokens_and_once_the_tokenizer(tmp_path: Path) -> None:
+    Tokenizer.saved = 0
+    for step in (1, 2):
+        write_tokens(DATA, tmp_path / "rollouts" / f"{step}.parquet", Tokenizer().save_pretrained)
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")) == [
+        "rollouts/1.parquet",
+        "rollouts/2.parquet",
+        "tokenizer/tokenizer.json",
+    ]
+    assert Tokenizer.saved == 1
+    assert read_parquet(tmp_path / "rollouts" / "2.parquet")["responses"].values.tolist() == [1, 2]
+
+
+def test_a_disk_that_refuses_is_told_with_the_keys_that_help(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("no folder")
+    with refuses(DiskError, tmp_path / "rollouts" / "1.parquet", "trainer.log_rollouts=false"):
+        write_tokens(DATA, tmp_path / "rollouts" / "1.parquet", Tokenizer().save_pretrained)
+
+
+def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
+    """30 bytes a step: with 65 the newest two stay, in the order of numbers, not of names."""
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for step in (2, 9, 10, 11):
+        (folder / f"{step}.jsonl").write_bytes(b"0" * 10)
+        (folder / f"{step}.parquet").write_bytes(b"0" * 20)
+    (folder / "notes.txt").write_text("mine")
+    assert recorded_steps(tmp_path) == [2, 9, 10, 11]
+    assert make_room(folder, 120) == []
+    assert make_room(folder, 65) == [2, 9]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "10.jsonl", "10.parquet", "11.jsonl", "11.parquet", "notes.txt",
+    ]  # fmt: skip
+    assert make_room(folder, 1) == [10], "the newest step stays"
+    (folder / "12.tmp").touch()
+    assert recorded_steps(tmp_path) == [11]

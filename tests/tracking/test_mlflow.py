@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from grpo_dist.errors import ConfigError, Interrupted
 from grpo_dist.tracking import base, mlflow
-from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, check_trackers
+from grpo_dist.tracking.base import check_trackers
 from tests.messages import refuses, says
 from tests.mlflow_server import TOKEN, MlflowServer
 from tests.no_network import no_network
-from tests.tracking.test_samples import SAMPLE
-
-SCORE = "critic/score/mean"
+from tests.tracking.runs import SAMPLE, SCORE, Start, eighths, log, starter
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +26,8 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., Trackers]:
-    def started(resumed_step: int | None = None, **config: Any) -> Trackers:
-        names = {"project_name": "sums", "experiment_name": "first"}
-        return build_trackers(
-            ["mlflow"], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
-        )
-
-    return started
+def start(tmp_path: Path) -> Start:
+    return starter("mlflow", tmp_path / "run")
 
 
 @pytest.fixture
@@ -47,12 +38,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowSe
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
         yield server
-
-
-def log(trackers: Trackers, *steps: int) -> None:
-    for step in steps:
-        trackers.log({SCORE: step / 8}, step)
-    assert len(trackers.notes) == 2, "none was dropped"
 
 
 class Stored:
@@ -74,10 +59,6 @@ def in_folder(tmp_path: Path) -> Stored:
 
 def on_server(server: MlflowServer) -> Stored:
     return Stored(server.store.root_directory)
-
-
-def eighths(*steps: int) -> list[tuple[int, float]]:
-    return [(step, step / 8) for step in steps]
 
 
 def test_without_a_server_it_is_in_the_run_directory(tmp_path, start, monkeypatch, capfd):
@@ -204,8 +185,8 @@ def test_with_a_server_that_is_away_at_the_start_the_run_is_in_its_directory(ser
     assert on_server(server).values(SCORE) == eighths(3), "a run that the server does not know is a new one there"
 
 
-def test_one_that_goes_away_is_waited_for_and_training_is_not(server, start):
-    with start() as trackers:
+def test_one_that_goes_away_is_waited_for_and_training_is_not_and_no_secret_is_sent(server, start):
+    with start(service="https://me:do-not-send@example.org/score", hf_token="do-not-send") as trackers:
         log(trackers, 1)
         server.wait_for(lambda: on_server(server).values(SCORE), 30)
         server.away = True
@@ -214,6 +195,8 @@ def test_one_that_goes_away_is_waited_for_and_training_is_not(server, start):
         server.away = False
         log(trackers, 4)
     assert on_server(server).values(SCORE) == eighths(1, 2, 3, 4)
+    assert b"https://***@example.org/score" in server.sent
+    assert b"do-not-send" not in server.sent
 
 
 def test_without_a_server_at_the_end_the_run_ends_and_says_so(server, start, monkeypatch, caplog):
@@ -232,19 +215,15 @@ def test_what_the_folder_does_not_take_is_named_at_the_end(start, tmp_path, capl
     says([record.getMessage() for record in caplog.records], "MLflow", folder, "metrics.jsonl")
 
 
-def test_a_server_that_refuses_stops_the_run(server, start, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "another")
-    with refuses(ConfigError, "trainer.logger", "'mlflow'", "UNAUTHENTICATED", "remove 'mlflow'"):
-        start()
-
-
-def test_one_that_refuses_later_is_told_and_the_run_goes_on(server, start, monkeypatch, caplog):
+def test_a_server_that_refuses_stops_the_run_and_one_that_refuses_later_does_not(server, start, monkeypatch, caplog):
     with start() as trackers:
         log(trackers, 1)
         server.wait_for(lambda: on_server(server).values(SCORE), 30)
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "another")
         log(trackers, 2)
     says([record.getMessage() for record in caplog.records], "'mlflow'", "UNAUTHENTICATED")
+    with refuses(ConfigError, "trainer.logger", "'mlflow'", "UNAUTHENTICATED", "remove 'mlflow'"):
+        start()
 
 
 def test_a_uri_that_the_client_cannot_use(start, monkeypatch):
@@ -252,13 +231,6 @@ def test_a_uri_that_the_client_cannot_use(start, monkeypatch):
     with refuses(ConfigError, "trainer.logger", "'mlflow'", "gopher://***@host/x") as caught:
         start()
     assert "secret" not in str(caught.value)
-
-
-def test_no_secret_is_sent(server, start):
-    with start(service="https://me:do-not-send@example.org/score", hf_token="do-not-send") as trackers:
-        log(trackers, 1)
-    assert b"https://***@example.org/score" in server.sent
-    assert b"do-not-send" not in server.sent
 
 
 @pytest.mark.parametrize("name", ["mlflow", "trackio"])

@@ -36,8 +36,16 @@ def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None, job=Non
     return format_summary(history, run_dir=tmp_path, seconds=seconds, why=why, **more)
 
 
-def test_why_a_run_ended_early_stands_in_its_first_line(tmp_path):
-    says(summary([row(1, 0.5)], tmp_path, why="acc is 0.95").splitlines()[0], "1 training step", "acc is 0.95")
+def test_the_first_line_says_how_far_it_came_and_why_it_ended(tmp_path):
+    history = [row(step, 0.1 * step) for step in range(1, 7)]
+    says(summary(history, tmp_path, why="acc is 0.95").splitlines()[0], "6 training steps", "acc is 0.95")
+    resumed = summary(history, tmp_path, first_step=5)
+    says(resumed.splitlines()[0], "6 training steps", "2 of them")
+    assert entry(resumed, "reward")[:3] == ["0.1", "->", "0.6"], "it is of the whole run"
+    assert "of them" not in summary(history, tmp_path, first_step=1)
+    finished, metrics = summary([], tmp_path, seconds=8.31).splitlines()
+    says(finished, "0 training steps", "8.3 s")
+    assert metrics == f"  metrics               {tmp_path / 'metrics.jsonl'}"
 
 
 def test_parts_of_the_reward_and_one_that_stood_still(tmp_path):
@@ -63,14 +71,6 @@ def test_groups_of_equal_scores_train_nothing(tmp_path):
     assert not told()
 
 
-def test_after_a_resume_it_is_of_the_whole_run(tmp_path):
-    history = [row(step, 0.1 * step) for step in range(1, 7)]
-    text = summary(history, tmp_path, first_step=5)
-    says(text.splitlines()[0], "6 training steps", "2 of them")
-    assert entry(text, "reward")[:3] == ["0.1", "->", "0.6"]
-    assert "of them" not in summary(history, tmp_path, first_step=1)
-
-
 def test_before_after_and_best(tmp_path):
     history = [{"step": 0, VAL: 0.31}, row(1, 0.3, 31.25), row(2, 0.5, **{VAL: 0.84}), row(3, 0.8, 24.0, **{VAL: 0.82})]
     text = summary(history, tmp_path, Path("/models/final"))
@@ -86,7 +86,9 @@ def test_before_after_and_best(tmp_path):
 
 def test_it_ends_with_what_to_do_next(tmp_path):
     folder = tmp_path / "my run"
+    (folder / "tensorboard").mkdir(parents=True)
     text = summary([row(1, 0.3)], folder, Path("/models/final"))
+    says(text, "1 training step", f"tensorboard --logdir '{folder}/tensorboard'")
     assert [line.strip().split("  ")[-1].strip() for line in text.splitlines()[-4:]] == [
         f"{as_typed('grpo-dist')} {command}"
         for command in (f"report '{folder}'", f"eval '{folder}' --base", f"generate '{folder}'", f"serve '{folder}'")
@@ -121,13 +123,10 @@ def test_time_table_has_mean_seconds_shares_and_the_rest(tmp_path):
     assert order == sorted(order)
 
 
-def test_overlapping_phases_are_said_to_overlap(tmp_path):
+def test_phases_that_overlap_and_tokens_per_second_by_the_time_of_steps(tmp_path):
     text = summary([row(1, 0.3, **{"timing_s/ref": 1.5})], tmp_path)
     says(text, "per step", "overlap)")
     assert "other" not in text
-
-
-def test_tokens_per_second_weighs_steps_by_their_time(tmp_path):
     history = [row(1, 0.1, **{"timing_s/step": 1.0}), row(2, 0.1, **{"timing_s/step": 9.0, "perf/tokens_per_s": 200.0})]
     assert entry(summary(history, tmp_path), "tokens/s") == ["190"]
 
@@ -143,40 +142,32 @@ def test_several_validation_sources_get_a_line_each(tmp_path):
     assert "best@8" not in text
 
 
-def test_run_without_a_step(tmp_path):
-    text = summary([], tmp_path, seconds=8.31)
-    finished, metrics = text.splitlines()
-    says(finished, "0 training steps", "8.3 s")
-    assert metrics == f"  metrics               {tmp_path / 'metrics.jsonl'}"
-
-
-def test_tensorboard_command_is_quoted(tmp_path):
-    run_dir = tmp_path / "my run"
-    (run_dir / "tensorboard").mkdir(parents=True)
-    text = summary([row(1, 0.3)], run_dir)
-    assert f"tensorboard --logdir '{run_dir}/tensorboard'" in text
-    says(text, "1 training step")
-
-
-def test_sparkline():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 40) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 10, 10], 2) == "▁█"
-    assert sparkline([3, 3, 3], 40) == "▁▁▁"
-    assert sparkline([0, math.nan, 7], 40) == "▁ █"
-    assert sparkline([], 40) == ""
-    assert sparkline([math.nan], 40) == ""
-    assert len(sparkline(list(range(1000)), 40)) == 40
+@pytest.mark.parametrize(
+    ("values", "width", "line"),
+    [
+        (range(8), 40, "▁▂▃▄▅▆▇█"),
+        ([0, 0, 10, 10], 2, "▁█"),
+        ([3, 3, 3], 40, "▁▁▁"),
+        ([0, math.nan, 7], 40, "▁ █"),
+        ([], 40, ""),
+        ([math.nan], 40, ""),
+        (range(8000), 8, "▁▂▃▄▅▆▇█"),
+    ],
+)
+def test_sparkline(values, width, line):
+    assert sparkline(list(values), width) == line
 
 
 def test_format_seconds():
-    assert [format_seconds(s) for s in (8.31, 59.99, 60, 192, 3599.7, 7500)] == [
-        "8.3 s",
-        "60.0 s",
-        "1 min 00 s",
-        "3 min 12 s",
-        "1 h 00 min",
-        "2 h 05 min",
-    ]
+    told = {
+        8.31: "8.3 s",
+        59.99: "60.0 s",
+        60: "1 min 00 s",
+        192: "3 min 12 s",
+        3599.7: "1 h 00 min",
+        7500: "2 h 05 min",
+    }
+    assert {seconds: format_seconds(seconds) for seconds in told} == told
 
 
 def test_it_says_which_role_waited(tmp_path):
@@ -223,13 +214,10 @@ def test_roles_with_gpus_of_their_own(
     says(text, "step 3", *parts)
 
 
-def test_a_role_beside_the_actor_keeps_its_gpus_busy() -> None:
+def test_roles_that_share_gpus() -> None:
     """Of the GPUs of actor and reference, 50 % and 30 % of the time are used: 20 % are idle."""
     text = sentence(steps(actor=0.5, ref=0.7, rollout=0.05), "cluster=node8")
     says(text, "ref 20%", "engines 5%", "balanced")
-
-
-def test_where_all_roles_share_there_is_no_split() -> None:
     rows = steps(actor=0.5, rollout=0.45)
     says(sentence(rows, "cluster=single_gpu"), "cluster.colocate=all", "no split")
     text = sentence(rows)
@@ -237,14 +225,10 @@ def test_where_all_roles_share_there_is_no_split() -> None:
     assert "cluster." not in text
 
 
-def test_steps_count_by_their_seconds() -> None:
+def test_steps_count_by_their_seconds_and_the_first_two_do_not() -> None:
     rows = steps(count=2, actor=0.5, rollout=0.5)
+    assert sentence(rows) == sentence([{"step": 0, "val-core/x": 0.5}, *rows]) == ""
     for step, seconds, share in ((3, 3.0, 0.2), (4, 1.0, 0.6)):
         rows.append({"step": step, "timing_s/step": seconds, "perf/idle/actor": share, "perf/idle/rollout": 0.3})
     says(sentence(rows), "ranks 30%", "engines 30%")
-
-
-def test_nothing_is_said_of_the_first_two_steps() -> None:
-    assert sentence(steps(count=2, actor=0.03, rollout=0.45)) == ""
-    assert sentence([{"step": 0, "val-core/x": 0.5}, *steps(count=2, actor=0.03, rollout=0.45)]) == ""
     assert sentence([{"step": step, "timing_s/step": 1.0} for step in range(1, 9)]) == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,15 +13,12 @@ import pytest
 import wandb
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import SAMPLES, RunInfo, Trackers, build_trackers, check_trackers
+from grpo_dist.tracking.base import SAMPLES, check_trackers
 from tests.chaos.driver import Fault
 from tests.chaos.runs import train
 from tests.messages import refuses, says
-from tests.tracking.test_samples import SAMPLE
+from tests.tracking.runs import SAMPLE, SCORE, Start, eighths, log, starter
 from tests.wandb_server import KEY, WandbServer
-
-SCORE = "critic/score/mean"
-
 
 DRIVER = """
 import pathlib, sys, time
@@ -50,24 +47,8 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
 
 
 @pytest.fixture
-def start(server: WandbServer, tmp_path: Path) -> Callable[..., Trackers]:
-    def started(resumed_step: int | None = None, **config: object) -> Trackers:
-        names = {"project_name": "sums", "experiment_name": "first"}
-        return build_trackers(
-            ["wandb"], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
-        )
-
-    return started
-
-
-def log(trackers: Trackers, *steps: int, of: int = 8) -> None:
-    for step in steps:
-        trackers.log({SCORE: step / of}, step)
-    assert len(trackers.notes) == 2, "none was dropped"
-
-
-def eighths(*steps: int) -> list[tuple[int, float]]:
-    return [(step, step / 8) for step in steps]
+def start(server: WandbServer, tmp_path: Path) -> Start:
+    return starter("wandb", tmp_path / "run")
 
 
 def test_metrics_arrive_with_their_steps(server, start):
@@ -109,23 +90,18 @@ def test_a_validation_that_ends_later_is_in_the_row_of_its_step(server, start):
     assert [row["_step"] for row in server.run.history()] == [1, 2, 3, 4, 5]
 
 
-def test_other_metrics_of_a_step_whose_row_is_sent_have_a_row_of_their_own(server, start):
-    with start() as trackers:
-        log(trackers, 1)
-        trackers.log({VALIDATED: 0.5}, 1)
-        log(trackers, 2)
-    assert server.run.values(SCORE) == eighths(1, 2)
-    assert server.run.values(VALIDATED) == [(1, 0.5)]
-
-
-def test_a_run_that_fails_is_marked(server, start):
+def test_other_metrics_of_a_sent_step_have_a_row_of_their_own_and_a_run_that_fails_is_marked(server, start):
     def fail() -> None:
         with start() as trackers:
             log(trackers, 1)
+            trackers.log({VALIDATED: 0.5}, 1)
+            log(trackers, 2)
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
         fail()
+    assert server.run.values(SCORE) == eighths(1, 2)
+    assert server.run.values(VALIDATED) == [(1, 0.5)]
     assert server.run.exit_code == 1
 
 

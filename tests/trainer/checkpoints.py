@@ -20,7 +20,7 @@ from grpo_dist.trainer.checkpoint.folder import (
     prune_checkpoints,
     publish_checkpoint,
 )
-from grpo_dist.trainer.checkpoint.manifest import MANIFEST, write_manifest
+from grpo_dist.trainer.checkpoint.manifest import write_manifest
 from grpo_dist.trainer.loop import exported_usage
 from grpo_dist.trainer.record import EXPORTED, make_run_dir, write_config
 
@@ -78,10 +78,3 @@ def save(
 def names(run_dir: Path) -> list[str]:
     """What lies in a run directory."""
     return sorted(path.name for path in run_dir.iterdir())
-
-
-def reseal(folder: Path) -> None:
-    """Give a checkpoint that a test has changed a manifest that fits again."""
-    (folder / MANIFEST).unlink()
-    step = json.loads((folder / "state.json").read_text())["step"]
-    write_manifest(folder, step, {})

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.data import Prompt
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError
@@ -96,32 +97,17 @@ async def open_steps(sampler: TrainingSampler, first: int, last: int) -> None:
     await asyncio.gather(*(each.filling for each in sampler.open.values() if each.filling is not None))
 
 
+def tokenized(*indices: int) -> list[Any]:
+    """Prompts with these numbers, each of one token."""
+    prompts = (Prompt(i, "d", [], "", {"index": i}, "") for i in indices)
+    return [SimpleNamespace(token_ids=np.array([prompt.index]), prompt=prompt) for prompt in prompts]
+
+
 def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
     """2 prompts a step, in order."""
-    config, _ = load_config(
-        [
-            "data.train_batch_size=2",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            f"actor_rollout_ref.rollout.n={N}",
-            *overrides,
-        ]
-    )
-    prompts = [
-        SimpleNamespace(
-            token_ids=np.array([i]),
-            prompt=SimpleNamespace(
-                index=i,
-                data_source="d",
-                ground_truth="",
-                extra_info={"index": i},
-                messages=[],
-                columns={},
-                is_text=False,
-                is_plain=False,
-            ),
-        )
-        for i in scores
-    ]
+    sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    config, _ = load_config([*sizes, f"actor_rollout_ref.rollout.n={N}", *overrides])
+    prompts = tokenized(*scores)
     order = PromptSampler(len(prompts), 2, shuffle=False, seed=0)
     sampling = SamplingSettings(N, 1.0, 1.0, -1, 8, 0)
     return TrainingSampler(config, InstantPump(scores), prompts, order, sampling)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 """Writes checkpoints of a small state, each round in a process of its own that is killed at a random moment; after each
-kill looks at what a run would find. Run by test_checkpoint_killed.py: python -m tests.trainer.save_until_killed DIR N
+kill looks at what a run would find. Run by checkpoint/test_folder.py: python -m tests.trainer.save_until_killed DIR N
 """
 
 from __future__ import annotations

@@ -46,26 +46,24 @@ def warmed_up(
 
 
 @pytest.mark.deep
-def test_a_critic_has_mini_batches_of_its_own(warmed_up: tuple) -> None:
+def test_a_critic_has_mini_batches_of_its_own_and_while_it_warms_up_the_policy_stands_still(warmed_up: tuple) -> None:
     """4 prompts x 4 responses, twice over, a prompt at a time; every response once on one of two ranks."""
-    _, seen, _ = warmed_up
+    trainer, seen, actor = warmed_up
     for step in range(3):
         assert [rank[step][0] for rank in seen] == [step + 1] * 2
         mini_batches = [[uid for rank in seen for uid in rank[step][1][i]] for i in range(8)]
         assert [len(uids) for uids in mini_batches] == [4] * 8
         assert all(len(set(uids)) == 1 for uids in mini_batches), "of one prompt"
         assert len({uids[0] for uids in mini_batches[:4]}) == len({uids[0] for uids in mini_batches[4:]}) == 4
-
-
-@pytest.mark.deep
-def test_while_the_critic_warms_up_the_policy_stands_still(warmed_up: tuple) -> None:
-    trainer, _, actor = warmed_up
     assert [len(rank) for rank in actor] == [2, 2], "of three steps"
     rows = history(trainer)[1:]
     assert ["actor/loss" in row for row in rows] == [False, True, True]
     assert ["timing_s/update_actor" in row for row in rows] == [False, True, True]
     assert [row["critic/vf_loss"] for row in rows] == [4, 4, 4], "summed over ranks, averaged over mini-batches"
     assert [row["training/weight_version"] for row in rows] == [1, 2, 3]
+    names = {name for row in history(trainer) for name in row} - {"step"}
+    assert {"critic/vf_loss", "perf/idle/critic", "timing_s/update_critic"} <= names
+    assert undocumented(names, PAGE.read_text()) == []
 
 
 def test_a_response_is_compared_with_the_critics_values(warmed_up: tuple) -> None:
@@ -80,14 +78,6 @@ def test_a_response_is_compared_with_the_critics_values(warmed_up: tuple) -> Non
 
 
 @pytest.mark.deep
-def test_the_page_of_metrics_has_those_of_a_critic(warmed_up: tuple) -> None:
-    trainer, _, _ = warmed_up
-    names = {name for row in history(trainer) for name in row} - {"step"}
-    assert {"critic/vf_loss", "perf/idle/critic", "timing_s/update_critic"} <= names
-    assert undocumented(names, PAGE.read_text()) == []
-
-
-@pytest.mark.deep
 def test_on_policy_nothing_is_missing_while_the_policy_stands_still(
     with_critic: dict[str, WorkerGroup], tmp_path: Path
 ) -> None:
@@ -98,14 +88,6 @@ def test_on_policy_nothing_is_missing_while_the_policy_stands_still(
     trainer.fit()
     measured = ["training/rollout_probs_diff_mean" in row for row in history(trainer)[1:]]
     assert measured == [False, True, True]
-
-
-@pytest.mark.deep
-def test_ahead_the_values_are_those_before_the_update(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, with_critic, *PPO, "trainer.max_staleness=1")
-    trainer.fit()
-    assert all(row["critic/values/mean"] == -1.25 for row in history(trainer)[1:])
-    assert "values" not in trainer.pump.sources
 
 
 def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
@@ -126,9 +108,11 @@ def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tm
 
 
 @pytest.mark.deep
-def test_an_error_names_the_stage(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
+def test_ahead_the_values_are_those_before_the_update_and_errors_name_the_stage(
+    with_critic: dict[str, WorkerGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The critic's own time limit counts, not the actor's."""
-    trainer = make_trainer(tmp_path, with_critic, *PPO)
+    trainer = make_trainer(tmp_path, with_critic, *PPO, "trainer.max_staleness=1")
     assert trainer.roles.critic is not None
     stages: list[str] = []
     workers, submit = trainer.roles.critic.workers, trainer.roles.critic.workers.submit_for_data
@@ -137,9 +121,8 @@ def test_an_error_names_the_stage(with_critic: dict[str, WorkerGroup], tmp_path:
         stages.append(stage)
         return submit(rank, stage, *args, **kwargs)
 
-    workers.submit_for_data = note  # type: ignore[method-assign]
-    try:
-        trainer.fit()
-    finally:
-        del workers.submit_for_data  # type: ignore[method-assign]
+    monkeypatch.setattr(workers, "submit_for_data", note)
+    trainer.fit()
     assert set(stages) == {"values", "update_critic"}
+    assert all(row["critic/values/mean"] == -1.25 for row in history(trainer)[1:])
+    assert "values" not in trainer.pump.sources

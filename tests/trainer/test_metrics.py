@@ -4,13 +4,14 @@ import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import grpo_dist
 from grpo_dist.config.schema_health import RULES
-from grpo_dist.errors import WorkerLost
+from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.placement import placement
 from grpo_dist.runtime.batch_ref import DataProtoRef, Frame
@@ -21,6 +22,7 @@ from grpo_dist.trainer.metrics import (
     mismatch_causes,
     num_devices,
     performance_metrics,
+    staleness_metrics,
     zero_variance_share,
 )
 from tests.sources import parsed
@@ -89,34 +91,28 @@ def trained(uids: list[str]) -> DataProtoRef:
     return DataProtoRef((frame,), {"uid": np.array(uids)}, len(uids))
 
 
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "newest", "filtered"),
+    ("overrides", "unknown", "causes"),
     [
-        (["trainer.max_staleness=1"], [5, 5, 5, 5], False),
-        (["actor_rollout_ref.rollout.top_p=0.9"], None, True),
-        (["actor_rollout_ref.rollout.min_tokens=2", "trainer.max_staleness=2"], [5, 5, 5, 5], True),
+        (["trainer.max_staleness=1"], None, ([5, 5, 5], None, False)),
+        (["actor_rollout_ref.rollout.top_p=0.9"], None, (None, None, True)),
+        (["actor_rollout_ref.rollout.min_tokens=2", "trainer.max_staleness=2"], None, ([5, 5, 5], None, True)),
+        ([], [0, 3, 0], (None, [False, True, False], False)),
+        ([], None, None),  # one reason is not split
+        (["trainer.max_staleness=1", BYPASS], None, None),  # nothing was measured
     ],
 )
-def test_why_sampler_and_trainer_may_differ(overrides: list[str], newest: list[int] | None, filtered: bool) -> None:
-    """By weights of version 5."""
-    batch = trained(["a", "a", "b", "b"])
-    config = load_config(["data.train_batch_size=16", *overrides])[0]
-    versions, lacking, cut = mismatch_causes(config, batch, 5) or (None, None, None)
-    assert (None if versions is None else versions.tolist(), lacking, cut) == (newest, None, filtered)
-
-
-def test_rows_with_tokens_without_recorded_experts() -> None:
+def test_why_sampler_and_trainer_may_differ(overrides: list[str], unknown: list[int] | None, causes: Any) -> None:
+    """By weights of version 5; with tokens without recorded experts."""
     batch = trained(["a", "a", "b"])
-    batch.small["unknown_routes"] = np.array([0, 3, 0])
-    newest, lacking, filtered = mismatch_causes(load_config([])[0], batch, 5) or ("", np.array([]), "")
-    assert (newest, lacking.tolist(), filtered) == (None, [False, True, False], False)  # type: ignore[union-attr]
-
-
-def test_one_reason_is_not_split() -> None:
-    batch = trained(["a"])
-    assert mismatch_causes(load_config([])[0], batch, 5) is None
-    bypass = load_config(["trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true"])[0]
-    assert mismatch_causes(bypass, batch, 5) is None, "nothing was measured"
+    if unknown is not None:
+        batch.small["unknown_routes"] = np.array(unknown)
+    found = mismatch_causes(load_config(["data.train_batch_size=16", *overrides])[0], batch, 5)
+    assert found is None or len(found) == 3
+    assert causes == (found and tuple(each.tolist() if isinstance(each, np.ndarray) else each for each in found))
 
 
 class Asked:
@@ -221,3 +217,21 @@ def test_engines_that_have_joined_are_devices_too() -> None:
     started = place.num_devices
     assert [num_devices(place, engines) - started for engines in (1, 3, 5)] == [0, 0, 4]
     assert num_devices(placement(load_config([])[0]), 5) == 1
+
+
+def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
+    batch = DataProtoRef(
+        small={"weight_version": np.array([3, 5]), "last_weight_version": np.array([4, 5])}, num_rows=2
+    )
+    assert staleness_metrics(batch, 5, 2) == {
+        "staleness/mean": 1,
+        "staleness/max": 2,
+        "staleness/share/0": 0.5,
+        "staleness/share/1": 0,
+        "staleness/share/2": 0.5,
+        "staleness/spanning": 0.5,
+    }
+    with pytest.raises(GrpoDistError, match=r"0 to 2 updates old, and at most 1"):
+        staleness_metrics(batch, 5, 1)
+    with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):
+        staleness_metrics(batch, 4, 2)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import Interrupted, Terminated, WorkerLost
+from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.preemption import Preemption
@@ -27,77 +28,68 @@ SIGNALS = pytest.mark.parametrize(
 
 
 @SIGNALS
-def test_it_ends_the_run_at_once_where_the_state_is_a_finished_steps(
-    number: signal.Signals, ends: type[Interrupted]
-) -> None:
-    preemption = Preemption()
-    with pytest.raises(ends) as caught:
-        preemption.handle(number, None)
-    assert preemption.asked
-    assert type(caught.value) is ends
-
-
-@SIGNALS
-def test_it_waits_while_the_run_is_held_and_says_so(
+def test_it_waits_while_the_run_is_held_and_says_so_but_not_the_second_one(
     number: signal.Signals, ends: type[Interrupted], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    preemption = Preemption()
+    at_once, preemption = Preemption(), Preemption()
+    with pytest.raises(ends):
+        at_once.handle(number, None)
+    assert at_once.asked
+    for _ in range(2):
+        preemption.held = True
+        preemption.release()
+    assert not preemption.asked, "without it nothing happens"
     preemption.held = True
     preemption.handle(number, None)
     assert preemption.asked
     says(capfd.readouterr().err, number.name, "checkpoint", f"another {number.name}")
     with pytest.raises(ends):
-        preemption.release()
-
-
-@SIGNALS
-def test_the_second_one_does_not_wait(number: signal.Signals, ends: type[Interrupted]) -> None:
-    preemption = Preemption()
-    preemption.held = True
-    preemption.handle(number, None)
-    with pytest.raises(ends):
         preemption.handle(number, None)
-
-
-def test_without_it_nothing_happens() -> None:
-    preemption = Preemption()
-    for _ in range(2):
-        preemption.held = True
+    with pytest.raises(ends):
         preemption.release()
-    assert not preemption.asked
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
-    """A background job of a script, whose terminal is used by another program."""
-    preemption = Preemption()
+def test_the_handlers_of_before_come_back() -> None:
+    """A background job of a script, whose terminal another program uses, goes on ignoring Ctrl-C."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def handlers() -> list[Any]:
+        return [signal.getsignal(number) for number in numbers]
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    preemption = Preemption()
     preemption.listen()
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    assert signal.getsignal(signal.SIGTERM) == preemption.handle
+    assert handlers() == [signal.SIG_IGN, preemption.handle]
+    preemption.restore()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    before, preemption = handlers(), Preemption()
     preemption.listen()
-    assert signal.getsignal(signal.SIGINT) == preemption.handle
+    preemption.listen()  # a run does it twice
+    assert handlers() == [preemption.handle] * 2
+    preemption.ignore()
+    assert handlers() == [signal.SIG_IGN] * 2
+    preemption.restore()
+    assert handlers() == before
 
 
-def terminated_in(trainer: GRPOTrainer, method: str, *, step: int, times: int) -> None:
-    """Run until SIGTERM comes `times` times at the end of `method` in a step."""
-    original = getattr(trainer, method)
-
-    def interrupted(*args: Any) -> Any:
-        result = original(*args)
-        if trainer.step + 1 == step:
-            for _ in range(times):
-                trainer.preemption.handle(signal.SIGTERM, None)
-        return result
-
-    setattr(trainer, method, interrupted)
-    with pytest.raises(Terminated):
-        trainer.fit()
+NEVER = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
 
 
-def trained(run_dir: Path, step: int) -> list[str]:
-    return [json.loads(line)["uid"] for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]
+def goes_on_as_if_undisturbed(tmp_path: Path, groups: dict[str, WorkerGroup], num_restored: int = 0) -> None:
+    """The run that was stopped in `b` resumes at step 1 and trains on what the one in `a` trains on."""
+
+    def trained(name: str, step: int) -> list[str]:
+        lines = (tmp_path / name / f"run/rollouts/{step}.jsonl").read_text().splitlines()
+        return [json.loads(line)["uid"] for line in lines]
+
+    make_trainer(tmp_path / "a", groups, *NEVER).fit()
+    resumed = make_trainer(tmp_path / "b", groups, *NEVER)
+    assert resumed.step == 1
+    assert len(resumed.sampler.restored) >= num_restored, "nor are its responses"
+    resumed.fit()
+    for step in (1, 2, 3):
+        assert trained("b", step) == trained("a", step)
 
 
 def terminated_in_the_rollout(
@@ -130,17 +122,10 @@ def terminated_in_the_rollout(
 def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
     tmp_path: Path, groups: dict[str, WorkerGroup], number: signal.Signals
 ) -> None:
-    overrides = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
-    make_trainer(tmp_path / "a", groups, *overrides).fit()
-    stopped = make_trainer(tmp_path / "b", groups, *overrides)
+    stopped = make_trainer(tmp_path / "b", groups, *NEVER)
     terminated_in_the_rollout(stopped, step=2, num_scored=4, number=number)
     assert stopped.preemption.checkpoint == tmp_path / "b/run/global_step_1"
-    resumed = make_trainer(tmp_path / "b", groups, *overrides)
-    assert resumed.step == 1
-    assert len(resumed.sampler.restored) == 4, "nor are its responses"
-    resumed.fit()
-    for step in (1, 2, 3):
-        assert trained(tmp_path / "b/run", step) == trained(tmp_path / "a/run", step)
+    goes_on_as_if_undisturbed(tmp_path, groups, num_restored=4)
 
 
 @pytest.mark.deep
@@ -148,9 +133,7 @@ def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
 @pytest.mark.usefixtures("handlers")
 def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """SIGTERM comes when the order has moved on and the prompts are not yet written down."""
-    overrides = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
-    make_trainer(tmp_path / "a", groups, *overrides).fit()
-    trainer = make_trainer(tmp_path / "b", groups, *overrides)
+    trainer = make_trainer(tmp_path / "b", groups, *NEVER)
     draw = trainer.sampler._draw
 
     def interrupted(missing: int | None) -> list[int]:
@@ -163,11 +146,7 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
     signal.signal(signal.SIGTERM, trainer.preemption.handle)
     with pytest.raises(Terminated):
         trainer.fit()
-    resumed = make_trainer(tmp_path / "b", groups, *overrides)
-    assert resumed.step == 1
-    resumed.fit()
-    for step in (1, 2, 3):
-        assert trained(tmp_path / "b/run", step) == trained(tmp_path / "a/run", step)
+    goes_on_as_if_undisturbed(tmp_path, groups)
 
 
 @pytest.mark.deep
@@ -205,23 +184,18 @@ def test_a_checkpoint_that_cannot_be_written_is_told(
 def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """The second SIGTERM ends an update: the weights are no finished step's."""
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
-    terminated_in(trainer, "update", step=2, times=2)
+    update = trainer.update
+
+    def interrupted(batch: DataProtoRef) -> DataProtoRef:
+        trained = update(batch)
+        for _ in range(2 * (trainer.step == 1)):
+            trainer.preemption.handle(signal.SIGTERM, None)
+        return trained
+
+    trainer.update = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Terminated):
+        trainer.fit()
     assert list((tmp_path / "run").glob("global_step_*")) == []
-
-
-def test_the_handlers_of_before_come_back() -> None:
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    before = [signal.getsignal(number) for number in numbers]
-    preemption = Preemption()
-    preemption.listen()
-    preemption.listen()  # a run does it twice
-    assert [signal.getsignal(number) for number in numbers] == [preemption.handle, preemption.handle]
-    preemption.ignore()
-    assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN, signal.SIG_IGN]
-    preemption.restore()
-    assert [signal.getsignal(number) for number in numbers] == before
-    signal.signal(signal.SIGINT, outside)
 
 
 def test_another_thread_has_no_signals_to_handle() -> None:

@@ -57,11 +57,6 @@ def test_the_plan_says_where_metrics_go(tmp_path: Path) -> None:
     assert silent.trainer.records == ("jsonl", "tensorboard")
 
 
-def test_without_a_console_there_is_no_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    opened(load(tmp_path, "trainer.console=false"), None)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_the_run_directory_and_that_of_validation_alone(tmp_path: Path) -> None:
     assert make_run_dir(load(tmp_path)) == tmp_path / "run"
     assert make_run_dir(load(tmp_path)).is_dir(), "also where it is there"
@@ -91,11 +86,15 @@ def opened(config: JobConfig, resumed: Resumed | None, steps: int = 9) -> None:
         trackers.log({"a": 1.0}, 5)
 
 
-def test_a_new_run_says_where_its_metrics_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_run_says_where_its_metrics_go_unless_there_is_no_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened(load(tmp_path), None)
     told = capsys.readouterr().err
     says(told, f"{tmp_path}/run/metrics.jsonl")
     assert "resumed" not in told
+    opened(load(tmp_path, "trainer.console=false"), None)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_resumed_run_says_from_where_and_what_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,14 +137,7 @@ def test_another_process_is_told_who_is_at_work_until_that_one_is_killed(tmp_pat
         assert (tmp_path / FILE_NAME).read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_it_is_let_go_of_at_the_end(tmp_path: Path) -> None:
-    for _ in range(2):
-        with run_lock(tmp_path):
-            pass
-    assert (tmp_path / FILE_NAME).stat().st_mode & 0o077 == 0
-
-
-def test_it_is_not_inherited_by_processes_that_outlive_the_run(tmp_path: Path) -> None:
+def test_it_is_let_go_of_at_the_end_and_not_inherited_by_processes_that_outlive_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
     with run_lock(tmp_path):
         child = subprocess.Popen(command, close_fds=False, stdout=subprocess.PIPE)
@@ -157,6 +149,7 @@ def test_it_is_not_inherited_by_processes_that_outlive_the_run(tmp_path: Path) -
     finally:
         child.kill()
         child.communicate()
+    assert (tmp_path / FILE_NAME).stat().st_mode & 0o077 == 0
 
 
 def test_a_file_system_without_locks_is_told(
@@ -171,18 +164,16 @@ def test_a_file_system_without_locks_is_told(
     assert "no lock" in caplog.text
 
 
-def test_a_directory_that_must_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_must_not_be_entered_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/none", "written"), run_lock(tmp_path / "none"):
+        pass
+
     def refuse(path: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", refuse)
     with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/run", "written", "Permission denied"):
         check_run_dir(tmp_path / "run")
-
-
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/none", "written"), run_lock(tmp_path / "none"):
-        pass
 
 
 @pytest.mark.parametrize(

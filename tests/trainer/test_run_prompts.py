@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import PromptSampler, load_tokenizer
 from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.main import main
 from grpo_dist.plan.commands import load_config
 from grpo_dist.rewards.contract import RowNeeds
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts
@@ -76,12 +78,9 @@ def test_prompts_that_are_cut_are_counted_and_named(tmp_path: Path, truncation: 
     prompts, (note,) = load(tmp_path, *overrides, contents=["1+1=?", "1+" * 50])
     assert len(prompts.train[1].token_ids) == 64
     says(note, "data.train_files", "1 of 2", "cut", f"data.truncation={truncation}", f"{tmp_path}/rows.jsonl, line 2")
-
-
-def test_truncation_error_stops_the_run(tmp_path: Path) -> None:
     remedies = ("data.filter_overlong_prompts=true", "data.truncation=left")
     with refuses(DataError, "data.max_prompt_length=64", f"{tmp_path}/rows.jsonl, line 2", "119 tokens", *remedies):
-        load(tmp_path, "data.filter_overlong_prompts=false", contents=["1+1=?", "1+" * 50])
+        load(tmp_path, overrides[0], contents=["1+1=?", "1+" * 50])
 
 
 def test_the_system_prompt_is_tokenized_and_own_ones_are_counted(tmp_path: Path) -> None:
@@ -219,3 +218,69 @@ def test_a_template_that_has_no_tools_is_refused_and_so_are_variables_of_two(tmp
         load(tmp_path, *overrides, contents=["1+1=?"] * 2)
     with refuses(ConfigError, "data.apply_chat_template_kwargs.tools", "default_agent_loop=tool_agent"):
         load(tmp_path, *overrides, "data.apply_chat_template_kwargs={tools: []}", contents=["1+1=?"] * 2)
+
+
+# --- rows and rewards of one's own, as a command: what it says before Ray starts
+REWARD, WEIGHTS = "custom_reward_function.path", "custom_reward_function.weights"
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(solution_str == ground_truth)
+"""
+MIXED = f"""{VERL}
+def correct(completions, answer, **columns):
+    return [float(text == right) for text, right in zip(completions, answer)]
+async def short(completions, **columns):
+    return [-len(text) / 100 for text in completions]
+def leveled(solution_strs, data_sources, ground_truths, extra_infos):
+    return [None for _ in solution_strs]
+"""
+
+
+@pytest.fixture
+def session(elsewhere: None, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs the command with files in the folder of the test; gives its exit code and all that it says."""
+
+    def command(*overrides: str, code: str = MIXED, **columns: Any) -> tuple[int, str]:
+        rows = [{"question": f"{i}+{i}?", **{name: i for name in columns}} for i in (1, 2)]
+        Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path("reward.py").write_text(code)
+        keys = ["data.train_files=sums.jsonl", "data.train_batch_size=2", "trainer.dry_run=true"]
+        keys += ["data.max_prompt_length=64", "data.max_response_length=64"]
+        status = main([*keys, "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides])
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err
+        return status, shown.out + shown.err
+
+    return command
+
+
+def test_a_trl_function_with_column_arguments_and_a_template(session) -> None:
+    template = r"data.prompt_template='{question} (level {level})\n#### '"
+    columns = {"answer": "2", "level": 1}
+    assert session(f"{REWARD}=reward.py", "custom_reward_function.name=correct", template, **columns)[0] == 0
+
+
+def test_a_function_without_a_ground_truth_needs_no_answers(session) -> None:
+    status, said = session(f"{REWARD}=reward.py", code=VERL)
+    assert status == 2
+    says(said, "sums.jsonl, line 1", "data.answer_key=COLUMN", "ground_truth=None")
+    optional = VERL.replace("ground_truth, extra_info", "ground_truth=None, extra_info=None")
+    assert session(f"{REWARD}=reward.py", code=optional)[0] == 0
+
+
+def test_a_list_of_functions_of_any_forms(session) -> None:
+    two, gdpo = "[reward.py:correct,reward.py:short]", "algorithm.adv_estimator=gdpo"
+    several = "[reward.py:correct,reward.py:short,{path: reward.py:leveled, weight: 0.1},reward.py]"
+    status, said = session(f"{REWARD}={several}", answer=2)
+    assert status == 0
+    says(said, "reward: reward.py:correct, reward.py:short, reward.py:leveled, reward.py")
+    says(said, "data.prompt_key=question", "data.answer_key=answer", "data.data_source=sums")
+    for more in (f"{WEIGHTS}=[1.0,0.5]", gdpo):
+        assert session(f"{REWARD}={two}", more, answer=2)[0] == 0
+    for named, parts in (
+        ("[reward.py:correct,reward.py:shirt]", (REWARD, "reward.py", "'shirt'", "'short'")),
+        ("[reward.py:short,reward.py:short]", (f"{REWARD}[1]", "'short'", "label")),
+    ):
+        status, said = session(f"{REWARD}={named}", answer=2)
+        assert status == 2
+        says(said, *parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ import pytest
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import GrpoDistError
 from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto
@@ -26,7 +24,6 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.checkpoint.saver import find_resumed
-from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.actor import ActorGroup
@@ -152,109 +149,48 @@ def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[st
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once(
-    tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
+def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once_in_the_same_step(
+    tmp_path: Path, groups: dict[str, WorkerGroup]
 ) -> None:
-    trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
-    trainer.fit()
-    assert (trainer.sampler.open, trainer.pump.tasks) == ({}, set()), "nothing is sampled in vain"
-    assert [row["step"] for row in history(trainer)] == list(range(1, STEPS + 1))
-    oldest = [row.get("staleness/max", 0) for row in history(trainer)]
-    assert max(oldest) == min(staleness, STEPS - 1)
-    assert all(age <= staleness for age in oldest)
-    expected = [min(step, staleness) for step in range(STEPS)]
-    assert oldest[: staleness + 1] == expected[: staleness + 1], "the first batches are sampled at once"
-    prompts = [uid for step in trained_uids(groups) for uid in step]
+    """Step s is opened when step s - 1 - k has trained, and none beyond the last one."""
+    seen = []
+    for staleness in (0, 1, 3):
+        trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
+        trainer.fit()
+        assert (trainer.sampler.open, trainer.pump.tasks) == ({}, set()), "nothing is sampled in vain"
+        assert [row["step"] for row in history(trainer)] == list(range(1, STEPS + 1))
+        oldest = [row.get("staleness/max", 0) for row in history(trainer)]
+        assert oldest[: staleness + 1] == list(range(staleness + 1)), "the first batches are sampled at once"
+        assert max(oldest) == staleness
+        seen.append(trained_uids(groups))
+        shares = (history(trainer)[-1][f"staleness/share/{age}"] for age in range(staleness + 1))
+        assert not staleness or sum(shares) == pytest.approx(1)
+    assert seen[0] == seen[1] == seen[2]
+    prompts = [uid for step in seen[0] for uid in step]
     assert len(set(prompts)) == 4 * STEPS
     order = [f"step{step + 1}-" for step in range(STEPS) for _ in range(4)]
     assert all(uid.startswith(step) for uid, step in zip(prompts, order, strict=True))
-    if staleness:
-        row = history(trainer)[-1]
-        assert sum(row[f"staleness/share/{age}"] for age in range(staleness + 1)) == pytest.approx(1)
 
 
 @pytest.mark.deep
-def test_the_same_prompts_train_in_the_same_steps_whatever_the_staleness(
+def test_a_run_that_was_ahead_resumes_with_the_same_prompts_and_finished_groups(
     tmp_path: Path, groups: dict[str, WorkerGroup]
 ) -> None:
-    seen = []
-    for staleness in (0, 2):
-        make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}").fit()
-        seen.append(trained_uids(groups))
-    assert seen[0] == seen[1]
-
-
-@pytest.mark.deep
-def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    """Stopped after step 3 while steps 4 to 6 were being sampled."""
+    """Stopped after step 3 while steps 4 to 6 were being sampled: what was there keeps tokens, scores and versions; and
+    the same prompts train.
+    """
     overrides = ("trainer.max_staleness=2", "trainer.save_freq=3")
     make_trainer(tmp_path, groups, *overrides).fit()
     whole = trained_uids(groups)
-    state = json.loads((tmp_path / "run/global_step_3/state.json").read_text())
-    assert list(state["ledger"]["open"]) == ["4", "5", "6"]
-    assert [len(drawn[0]) for drawn in state["ledger"]["open"].values()] == [4, 4, 4]
-    folder = f"trainer.resume_from_path={tmp_path}/run/global_step_3"
-    resumed = make_trainer(tmp_path, groups, *overrides, "trainer.resume_mode=resume_path", folder)
-    assert resumed.step == 3
-    resumed.fit()
-    assert trained_uids(groups) == whole[3:]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_when_the_order_of_the_prompts_is_asked_and_told(
-    tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch, staleness: int
-) -> None:
-    """The batch of step s: when step s - 1 - k has trained and no later one, and told of all batches up to that."""
-    trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
-    order, update = trainer.order, trainer.update
-    next_batch, asked, log = order.next_batch, [], []
-
-    def ask() -> np.ndarray:
-        asked.append(next_batch().tolist())
-        log.append(("ask", len(asked)))
-        return np.array(asked[-1])
-
-    def train(batch: DataProtoRef) -> DataProtoRef:
-        log.append(("train", trainer.step + 1))
-        return update(batch)
-
-    monkeypatch.setattr(order, "next_batch", ask)
-    monkeypatch.setattr(order, "update", lambda scores: log.append(("tell", asked.index(list(scores)) + 1)))
-    monkeypatch.setattr(trainer, "update", train)
-    trainer.fit()
-    assert [step for what, step in log if what == "ask"] == list(range(1, STEPS + 1)), (
-        "and no batch beyond the last step"
-    )
-    assert sorted(step for what, step in log if what == "tell") == list(range(1, STEPS + 1))
-    assert [what for what, _ in log[: staleness + 1]] == ["ask"] * (staleness + 1)
-    for step in range(1, STEPS + 1):
-        before = log[: log.index(("ask", step))]
-        done = max(step - 1 - staleness, 0)
-        assert [each for what, each in before if what == "train"] == list(range(1, done + 1))
-        assert {each for what, each in before if what == "tell"} >= set(range(1, done + 1))
-
-
-def groups_sampled(groups: dict[str, WorkerGroup]) -> int:
-    """Groups that the engines were asked for since the last look."""
-    return sum(groups["rollout"].call_all("test", "take_count"))
-
-
-@pytest.mark.deep
-def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
-    tmp_path: Path, groups: dict[str, WorkerGroup]
-) -> None:
-    """Stopped after step 3 while steps 4 to 6 were being sampled: what was there keeps tokens, scores and versions."""
-    overrides = ("trainer.max_staleness=2", "trainer.save_freq=3")
-    make_trainer(tmp_path, groups, *overrides).fit()
     folder = tmp_path / "run/global_step_3"
-    finished = read_state(folder).finished
+    state = read_state(folder)
+    assert {step: len(drawn[0]) for step, drawn in state.ledger["open"].items()} == {"4": 4, "5": 4, "6": 4}
+    finished = state.finished
     there = [uid for each in finished for uid in each["rows"]]
     assert there, "step 4 at least was sampled during the updates before"
     assert all(uid.startswith(("step4-", "step5-", "step6-")) for uid in there)
     assert (folder / f"groups/{finished[0]['name']}.safetensors").is_file()
-    groups_sampled(groups)
+    groups["rollout"].call_all("test", "take_count")
     names = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     resumed = make_trainer(tmp_path, groups, *overrides, *names)
     assert resumed.saver.last == folder
@@ -267,8 +203,10 @@ def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
         assert len(set(score["score"].tolist())) == 1
         assert score.fetch(("score",))["score"].tolist() == score["score"].tolist()
     resumed.fit()
-    assert groups_sampled(groups) == 3 * 4 - len(there), "the others are sampled again"
+    sampled = sum(groups["rollout"].call_all("test", "take_count"))
+    assert sampled == 3 * 4 - len(there), "the others are sampled again"
     assert history(resumed)[-1]["step"] == STEPS
+    assert trained_uids(groups) == whole[3:]
     changed = make_trainer(tmp_path, groups, *overrides, *names, "actor_rollout_ref.rollout.temperature=0.5")
     told = find_resumed(changed.config, changed.data.identity)
     assert told is not None
@@ -303,17 +241,6 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
         assert len(set(prompts)) == len(prompts) == 4 * STEPS
         assert history(trainer)[-1]["training/worker_restarts"] == 1
         assert [text for text in shown if "replaced a worker" in text and "rollout worker 0" in text]
-
-
-@pytest.mark.deep
-def test_over_sampling_ends_the_slowest_and_trains_whole_batches(
-    tmp_path: Path, groups: dict[str, WorkerGroup]
-) -> None:
-    trainer = make_trainer(tmp_path, groups, "actor_rollout_ref.rollout.over_sample_rate=0.5")
-    trainer.fit()
-    steps = trained_uids(groups)
-    assert [len(step) for step in steps] == [4] * STEPS
-    assert all(row["train/aborted_groups"] == 2 for row in history(trainer))
 
 
 class UnevenRolloutWorker(HeldRolloutWorker):
@@ -356,21 +283,3 @@ def test_a_step_ends_without_its_slowest_groups_and_their_prompts_come_again(
 def prompt_of(uid: str) -> int:
     """The prompt's position in the training set."""
     return int(uid.rpartition("prompt")[2])
-
-
-def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
-    batch = DataProtoRef(
-        small={"weight_version": np.array([3, 5]), "last_weight_version": np.array([4, 5])}, num_rows=2
-    )
-    assert staleness_metrics(batch, 5, 2) == {
-        "staleness/mean": 1,
-        "staleness/max": 2,
-        "staleness/share/0": 0.5,
-        "staleness/share/1": 0,
-        "staleness/share/2": 0.5,
-        "staleness/spanning": 0.5,
-    }
-    with pytest.raises(GrpoDistError, match=r"0 to 2 updates old, and at most 1"):
-        staleness_metrics(batch, 5, 1)
-    with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):
-        staleness_metrics(batch, 4, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 import weakref
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from grpo_dist.errors import BatchError, CheckpointError, ConfigError, HealthError, RewardError, WorkerError
+from grpo_dist.errors import BatchError, ConfigError, HealthError, RewardError, WorkerError
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.tracking.base import Tracker, Trackers
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.metrics import batch_metrics
 from grpo_dist.trainer.rollout.job import RolloutJob
@@ -25,13 +23,19 @@ from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.messages import refuses, says
 from tests.processes import spawned
-from tests.trainer.checkpoints import reseal
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.fakes import FakePolicyWorker, RecordingRolloutWorker, StuckRewardWorker
 from tests.trainer.metrics_page import PAGE, undocumented
 from tests.trainer.recorded import history
 
 pytestmark = pytest.mark.ray
+
+
+def shown_by(trainer: GRPOTrainer) -> list[str]:
+    """What it will tell the user."""
+    shown: list[str] = []
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    return shown
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +78,6 @@ def test_metrics_are_right(finished: tuple) -> None:
     assert step["training/weight_version"] == 1
     assert history(trainer)[0]["val-core/arithmetic/reward/mean@1"] == 8
     assert [("val-core/arithmetic/reward/mean@1" in row) for row in history(trainer)] == [True, False, True, True]
-
-
-def test_the_page_of_metrics_has_all_that_is_reported(finished: tuple) -> None:
-    trainer, _, _ = finished
     names = {name for row in history(trainer) for name in row} - {"step"}
     assert len(names) > 60
     assert undocumented(names, PAGE.read_text()) == []
@@ -123,18 +123,8 @@ def test_engines_with_other_log_probs_end_the_run_before_its_first_update(
 ) -> None:
     """Theirs are -1, and the trainer's -1.25, on 4 prompts with responses of 8 to 11 tokens."""
     trainer = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", *overrides)
-    told = (
-        "health/agreement",
-        "step 1",
-        0.25,
-        *limits,
-        "152 tokens",
-        -1,
-        -1.25,
-        "grpo-dist agreement",
-        "builtin:tiny-qwen3",
-    )
-    with refuses(HealthError, *told, "id 5", "token 0"):
+    told = ("health/agreement", "step 1", 0.25, *limits, "152 tokens", -1, -1.25, "id 5", "token 0")
+    with refuses(HealthError, *told, "grpo-dist agreement", "builtin:tiny-qwen3"):
         trainer.fit()
     assert not any(groups["actor"].call_all("test", "seen"))
     names = ("mean", "max", "of_limit")
@@ -144,8 +134,8 @@ def test_engines_with_other_log_probs_end_the_run_before_its_first_update(
 
 def test_engines_that_differ_by_rounding_are_left_to_go_on(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """In float32 the trainer is 0.1 off from itself in bf16, so 0.3 is the limit."""
-    trainer, shown = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", BF16), []
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", BF16)
+    shown = shown_by(trainer)
     trainer.fit()
     first, *others = history(trainer)[1:]
     assert first["training/agreement/of_limit"] == pytest.approx(0.25 / 0.3)
@@ -167,16 +157,18 @@ def test_engines_that_differ_by_rounding_are_left_to_go_on(tmp_path: Path, group
 def test_a_run_says_why_its_engines_are_not_judged(
     tmp_path: Path, groups: dict[str, WorkerGroup], overrides: list[str], why: str
 ) -> None:
-    trainer, shown = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", *overrides), []
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", *overrides)
+    shown = shown_by(trainer)
     trainer.fit()
     assert not any("training/agreement/mean" in row for row in history(trainer))
     says(shown, why)
+    measured = {"timing_s/old_log_prob", "training/rollout_probs_diff_max"} & history(trainer)[-1].keys()
+    assert len(measured) == (0 if "bypass_mode" in why else 2), "with bypass_mode nothing is compared"
 
 
 def test_tokens_of_older_weights_are_not_judged(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    trainer, shown = make_trainer(tmp_path, groups), []
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer = make_trainer(tmp_path, groups)
+    shown = shown_by(trainer)
     trainer.sync_weights()
     batch = trainer.rollout()
     trainer.weight_version += 1
@@ -200,9 +192,8 @@ def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, gr
 
 
 def test_a_health_rule_that_warns_lets_the_run_go_on(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    shown: list[str] = []
     trainer = make_trainer(tmp_path, groups, "trainer.health.rollout_mismatch.steps=1")
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    shown = shown_by(trainer)
     trainer.fit()
     assert [row["step"] for row in history(trainer)] == [0, 1, 2, 3]
     (told,) = [text for text in shown if text.startswith("health/")]
@@ -210,7 +201,8 @@ def test_a_health_rule_that_warns_lets_the_run_go_on(tmp_path: Path, groups: dic
 
 
 def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
-    _, run_dir, _ = finished
+    """test_freq=2, save_freq=2, and both after the last step."""
+    trainer, run_dir, _ = finished
     rows = [json.loads(line) for line in (run_dir / "rollouts/1.jsonl").read_text().splitlines()]
     assert len(rows) == 16
     assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage", "half"}
@@ -219,6 +211,11 @@ def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_2", "global_step_3"]
     assert (run_dir / "validation/0.jsonl").is_file()
+    for step in (2, 3):
+        metrics = read_state(run_dir / f"global_step_{step}").metrics
+        assert metrics["val-core/arithmetic/reward/mean@1"] == 8
+        assert all(name.startswith("val-") for name in metrics)
+    assert trainer.saver.is_due is False
 
 
 def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path: Path) -> None:
@@ -232,27 +229,6 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path:
     first, second = ([json.loads(line)["uid"] for line in path.read_text().splitlines()] for path in prompts)
     assert first == second
     assert history(trainer)[0]["training/weight_version"] == history(before)[3]["training/weight_version"]
-
-
-def test_resume_refuses_another_model(finished: tuple, groups: dict, tmp_path: Path) -> None:
-    _, run_dir, _ = finished
-    shutil.copytree(run_dir / "global_step_3", tmp_path / "global_step_3")
-    config = tmp_path / "global_step_3/config.yaml"
-    config.write_text(config.read_text().replace("builtin:tiny-qwen3", "other/model"))
-    reseal(config.parent)
-    from_there = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={config.parent}")
-    with refuses(CheckpointError, "actor_rollout_ref.model.path: other/model -> builtin:tiny-qwen3"):
-        make_trainer(tmp_path, groups, *from_there)
-
-
-def test_checkpoints_have_the_validation_of_their_step(finished: tuple) -> None:
-    """test_freq=2, save_freq=2, and both after the last step."""
-    trainer, run_dir, _ = finished
-    for step in (2, 3):
-        metrics = read_state(run_dir / f"global_step_{step}").metrics
-        assert metrics["val-core/arithmetic/reward/mean@1"] == 8
-        assert all(name.startswith("val-") for name in metrics)
-    assert trainer.saver.is_due is False
 
 
 def test_a_metric_that_validation_does_not_give_is_named_at_once(groups: dict, tmp_path: Path) -> None:
@@ -330,9 +306,8 @@ def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) ->
 
 
 def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> None:
-    shown: list[str] = []
     trainer = make_trainer(tmp_path, groups, "data.shuffle=false", "reward.max_failure_rate=0.5", bad=2)
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    shown = shown_by(trainer)
     trainer.sync_weights()
     batch = trainer.rollout()
     assert trainer.metrics["reward/failures"] == 4, "one group"
@@ -385,13 +360,6 @@ def test_iterative_grpo_moves_the_reference_and_saves_it(tmp_path: Path, groups:
     assert make_trainer(tmp_path, groups, *overrides).step == 3
 
 
-def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    trainer = make_trainer(tmp_path, groups, "algorithm.rollout_correction.bypass_mode=true")
-    trainer.fit()
-    assert "timing_s/old_log_prob" not in history(trainer)[-1]
-    assert "training/rollout_probs_diff_max" not in history(trainer)[-1], "nothing was compared"
-
-
 def test_on_policy_the_old_log_probs_are_the_updates_own(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """One mini-batch, one epoch: no pass before the update; the diagnostics are the same as with one."""
     trainer = make_trainer(tmp_path, groups, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
@@ -403,60 +371,37 @@ def test_on_policy_the_old_log_probs_are_the_updates_own(tmp_path: Path, groups:
     assert batch["old_log_probs"].lengths.tolist() == batch["responses"].lengths.tolist(), "each row has its own"
 
 
-def test_validation_samples_in_its_own_way(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+def test_validation_samples_in_its_own_way(
+    tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of val_kwargs reach the engine, each prompt with a seed of its own, the same in every validation."""
+    shown: list[list[dict]] = []
     with spawned("rollout", RecordingRolloutWorker, [()]) as rollout:
         recording = groups | {"rollout": rollout}
         val = "actor_rollout_ref.rollout.val_kwargs"
-        overrides = (
-            f"{val}.do_sample=true",
-            f"{val}.temperature=0.7",
-            f"{val}.top_p=0.8",
-            f"{val}.top_k=20",
-            f"{val}.n=3",
-        )
+        settings = ("do_sample=true", "temperature=0.7", "top_p=0.8", "top_k=20", "n=3")
+        overrides = [f"{val}.{setting}" for setting in settings]
         trainer = make_trainer(tmp_path, recording, *overrides, "trainer.log_val_generations=2")
-        trainer.trackers = Trackers({"text": (shown := TextTracker())}, resumed_step=None)
+        monkeypatch.setattr(trainer.trackers, "log_samples", lambda samples, step: shown.append(samples))
         trainer.sync_weights()
         trainer.validate()
         trainer.validate()
         asked = recording["rollout"].call_all("seen", "seen")[0]
         assert {(s.n, s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in asked} == {(3, 0.7, 0.8, 20, 64)}
-        by_prompt = [
-            sorted(part, key=lambda each: each[0]) for part in (asked[:4], asked[4:])
-        ]  # Ray calls in any order
-        assert by_prompt[0] == by_prompt[1]
+        first, second = (sorted(part, key=lambda each: each[0]) for part in (asked[:4], asked[4:]))
+        assert first == second, "Ray calls in any order"
         assert len({sampling.seed for _, sampling in asked}) == 4
         metrics = {name.removeprefix("val-core/arithmetic/reward/"): v for name, v in trainer.metrics.items()}
         assert (metrics["mean@3"], metrics["best@3/mean"]) == (9, 10), "responses of 8, 9 and 10 characters"
-        first, second = shown.samples
+        first, second = shown
         assert first == second
         assert len(first) == 2
         assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score", "half"}
 
 
-class TextTracker(Tracker):
-    """Keeps the samples it is shown."""
-
-    note = ""
-
-    def __init__(self) -> None:
-        self.samples: list = []
-
-    def log_samples(self, samples: list, step: int) -> None:
-        self.samples.append(samples)
-
-    def log(self, metrics: dict, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def test_greedy_validation_needs_no_seed(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    sampling = make_trainer(tmp_path, groups).plan.val_sampling
-    assert (sampling.n, sampling.temperature, sampling.seed) == (1, 0.0, None)
-
-
 def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     trainer = make_trainer(tmp_path, groups, "data.val_files=null")
+    sampling = trainer.plan.val_sampling
+    assert (sampling.n, sampling.temperature, sampling.seed) == (1, 0.0, None), "greedy"
     trainer.fit()
     assert not any(name.startswith("val-") for row in history(trainer) for name in row)

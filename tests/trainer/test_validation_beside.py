@@ -194,23 +194,20 @@ def test_the_value_that_ends_the_run_ends_it_at_its_own_step(groups: dict, tmp_p
     assert [*validated(other)] == [2, 3]
 
 
-def test_a_step_that_ends_the_run_from_outside_is_validated(groups: dict, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, groups, *BESIDE, "trainer.save_freq=1")
-    trainer.on_step = lambda step, metrics: step == 2
-    trainer.fit()
-    assert [METRIC in metrics for metrics in validated(trainer).values()] == [True, True]
-    state = read_state(tmp_path / "run/global_step_2")
-    assert (state.validating, state.metrics[METRIC]) == (False, 8)
-
-
-def test_a_checkpoint_that_is_judged_by_it_has_its_figures(groups: dict, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, groups, *BESIDE, "trainer.save_freq=2", f"trainer.keep_best_metric={METRIC}")
-    log = log_events(trainer)
-    trainer.fit()
-    assert [text for text in log if text.startswith("log")] == [
-        *("log 1", "log 1 validated", "log 2 validated", "log 3 validated")
-    ]
-    assert read_state(tmp_path / "run/global_step_2").metrics[METRIC] == 8
+def test_a_step_that_ends_the_run_from_outside_is_validated_and_a_checkpoint_that_is_judged_by_it_waits(
+    groups: dict, tmp_path: Path
+) -> None:
+    judged = ("trainer.save_freq=2", f"trainer.keep_best_metric={METRIC}")
+    for name, overrides, ends in (("ended", ["trainer.save_freq=1"], 2), ("judged", judged, 0)):
+        trainer = make_trainer(tmp_path / name, groups, *BESIDE, *overrides)
+        trainer.on_step = lambda step, metrics, ends=ends: step == ends
+        log = log_events(trainer)
+        trainer.fit()
+        assert [METRIC in metrics for metrics in validated(trainer).values()] == [True] * (ends or 3)
+        state = read_state(tmp_path / name / "run/global_step_2")
+        assert (state.validating, state.metrics[METRIC]) == (False, 8)
+    logged = [text for text in log if text.startswith("log")]
+    assert logged == ["log 1", "log 1 validated", "log 2 validated", "log 3 validated"]
 
 
 def test_before_engines_sleep_it_is_waited_for(groups: dict, tmp_path: Path) -> None:

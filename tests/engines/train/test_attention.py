@@ -19,9 +19,7 @@ from grpo_dist.engines.train.attention import (
     SEGMENTS,
     attention_implementation,
     attention_inputs,
-    block_mask,
     dense_mask,
-    flex_attention_forward,
     sees,
     varlen_inputs,
     why_padded,
@@ -54,20 +52,6 @@ def test_both_masks_are_the_rule() -> None:
                 assert mask_mod(*index).item() == expected
 
 
-def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_one() -> None:
-    """Forward only: its backward pass needs a GPU. Four query heads over two key heads."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 11, 8, generator=generator) for heads in (4, 2, 2))
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    mask = block_mask(ROWS)
-    assert isinstance(mask, BlockMask)
-    with torch.no_grad():
-        flex, _ = flex_attention_forward(module, query, key, value, mask, scaling=0.3)  # type: ignore[arg-type]
-        dense, _ = flex_attention_forward(module, query, key, value, dense_mask(ROWS), scaling=0.3)  # type: ignore[arg-type]
-    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=0)
-    assert flex.shape == (2, 11, 4, 8)
-
-
 def sdpa_in_its_place(factor: float) -> Callable[..., tuple[torch.Tensor, None]]:
     """A kernel that goes backward on CPU; the gradient of its values is `factor` of what it should be."""
 
@@ -94,18 +78,14 @@ def test_gradients_of_flex_attention_are_compared(factor: float, fault: str, mon
     assert re.fullmatch(fault, found)
 
 
-def test_varlen_by_hand() -> None:
-    found = varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
-    assert found["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
-    assert found["max_length_q"] == 3
-
-
 def test_inputs_of_each_kernel() -> None:
+    lengths = varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
+    assert (lengths["cu_seq_lens_q"].tolist(), lengths["max_length_q"]) == ([0, 3, 4, 6], 3)
     positions = torch.arange(11).repeat(2, 1)
     assert attention_inputs(None, positions, "sdpa") == {}
-    assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].dtype == torch.bool
+    mask = attention_inputs(ROWS, positions, "sdpa")["attention_mask"]
+    assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 11, 11))
     assert isinstance(attention_inputs(ROWS, positions, FLEX)["attention_mask"], BlockMask)
-    assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].shape == (2, 1, 11, 11)
     alone = [attention_inputs(ROWS, positions, SEGMENTS, limit)["segments"].alone for limit in (3, 2, 0)]
     assert [len(each) for each in alone] == [0, 1, 6]
     assert "cu_seq_lens_k" in attention_inputs(ROWS, positions[:1], FLASH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from grpo_dist.engines.train import model_loading
 from grpo_dist.engines.train.forward import ValueForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.micro_batch import MicroBatch
-from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.sequences import with_score_token
+from tests.engines.train.plain import built, told
 from tests.messages import says
 from tests.models import random_batch, random_classifier, random_model
 from tests.ranks import run_ranks
@@ -45,15 +46,6 @@ def load(rank: int, model: ModelSettings, whole: bool = False) -> dict[str, Any]
     return {"scores": [row[-1].item() for row in values.rows()], "head": head.tolist()}
 
 
-def plain_scores(path: str, head: torch.Tensor) -> list[float]:
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).eval()
-    model.score.weight.data.copy_(head)
-    data = random_batch(2, 2)
-    rows = zip(data["prompts"].rows(), data["responses"].rows(), strict=True)
-    with torch.no_grad():
-        return [model(input_ids=torch.cat(row).long()[None]).logits.item() for row in rows]
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize(("family", "tied"), [("Qwen3", True), ("Llama", False), ("Gemma3Text", True)])
 def test_a_new_head_on_a_causal_model(tmp_path: Path, family: str, tied: bool) -> None:
@@ -61,7 +53,7 @@ def test_a_new_head_on_a_causal_model(tmp_path: Path, family: str, tied: bool) -
     path = random_model(family, tmp_path, tie_word_embeddings=tied)
     assert any("lm_head" in name for name in load_file(tmp_path / "model.safetensors")) != tied
     head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(SEED)) / math.sqrt(HIDDEN + 1)
-    expected = plain_scores(path, head)
+    expected = [score.item() for score in plain(path, "Sequence", random_batch(2, 2), head)]
     assert max(expected) - min(expected) > 0.1, "they differ"
     for ranks, whole in ((1, False), (2, False), (2, True)):
         for found in run_ranks(ranks, load, settings(path), whole):
@@ -84,46 +76,50 @@ def test_a_head_in_the_files_is_kept(tmp_path: Path) -> None:
     assert found["head"] == load_file(tmp_path / "model.safetensors")["score.weight"].tolist()
 
 
-def refused(rank: int, model: ModelSettings) -> str:
-    try:
-        FSDPEngine(model, device="cpu", temperature=1.0)
-    except (ConfigError, DataError) as error:
-        return str(error)
-    return ""
+def refused(rank: int, *models: ModelSettings) -> list[str]:
+    return [told(FSDPEngine, model, device="cpu", temperature=1.0) for model in models]
 
 
 def test_what_a_new_head_does_not_mend(tmp_path: Path) -> None:
-    path = random_model("Llama", tmp_path, tie_word_embeddings=False)
-    says(run_ranks(1, refused, settings(path, new_head_seed=None))[0], f"{KEY}={path}", "score.weight")
-    says(run_ranks(1, refused, settings(path, lora=lora()))[0], KEY, "lora_rank=4")
-    tensors = load_file(tmp_path / "model.safetensors")
+    path = Path(random_model("Llama", tmp_path / "policy", tie_word_embeddings=False))
+    tensors = load_file(path / "model.safetensors")
     norm = tensors.pop("model.norm.weight")
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    says(run_ranks(1, refused, settings(path))[0], f"{KEY}={path}", "model.norm.weight")
-    save_file(tensors | {"model.norm.weight": norm, "extra.weight": norm.clone()}, tmp_path / "model.safetensors")
-    says(run_ranks(1, refused, settings(path))[0], f"{KEY}={path}", "extra.weight")
+    short, more = (str(shutil.copytree(path, tmp_path / name)) for name in ("short", "more"))
+    save_file(tensors, Path(short, "model.safetensors"), {"format": "pt"})
+    extra = tensors | {"model.norm.weight": norm, "extra.weight": norm.clone()}
+    save_file(extra, Path(more, "model.safetensors"), {"format": "pt"})
+    two = random_classifier(tmp_path / "two", "Qwen3", num_labels=2)
+    cases: list[tuple[ModelSettings, list[str]]] = [
+        (settings(str(path), new_head_seed=None), [f"{KEY}={path}", "score.weight"]),
+        (settings(str(path), lora=lora()), [KEY, "lora_rank=4"]),
+        (settings(short), [f"{KEY}={short}", "model.norm.weight"]),
+        (settings(more), [f"{KEY}={more}", "extra.weight"]),
+        (settings(two, new_head_seed=None), [f"{KEY}={two}", "score.weight has 2 outputs"]),
+    ]
+    (messages,) = run_ranks(1, refused, *(model for model, _ in cases))
+    for message, (_, parts) in zip(messages, cases, strict=True):
+        says(message, *parts)
 
 
 FAMILIES = ("Qwen3", "Llama", "Gemma2", "Olmo2", "Qwen3Moe")
 
 
-def value_settings(path: str, layout: str = "shared", num_labels: int = 1) -> ModelSettings:
-    return model_settings(path, layout=layout, num_labels=num_labels, key=KEY)
-
-
 def values(rank: int, path: str, layout: str, num_labels: int, data: DataProto) -> tuple[list, str]:
     """Of this rank's half of the rows, or of all on a single rank."""
-    engine = FSDPEngine(value_settings(path, layout, num_labels), device="cpu", temperature=1.0)
+    engine = built(path, layout=layout, num_labels=num_labels)
     size = torch.distributed.get_world_size()
     own = np.array_split(np.arange(len(data)), size)[rank]
     found = engine.compute_columns(data.index(own), ("values",), PassLimits("", 3))
     return [row.tolist() for row in found["values"].rows()], engine.forward.report
 
 
-def plain(path: str, kind: str, data: DataProto) -> list[torch.Tensor]:
+def plain(path: str, kind: str, data: DataProto, head: torch.Tensor | None = None) -> list[torch.Tensor]:
     """What transformers' own class says of each sequence alone."""
     auto = getattr(transformers, f"AutoModelFor{kind}Classification")
-    model = auto.from_pretrained(path, dtype=torch.float32).eval()
+    changes = {} if head is None else {"num_labels": 1}
+    model = auto.from_pretrained(path, dtype=torch.float32, **changes).eval()
+    if head is not None:
+        model.score.weight.data.copy_(head)
     rows = zip(data["prompts"].rows(), data["responses"].rows(), strict=True)
     with torch.no_grad():
         return [model(input_ids=torch.cat(row).long()[None]).logits[0] for row in rows]
@@ -162,7 +158,7 @@ def shuffled(rank: int, path: str) -> str:
         return run(self, micro_batch, **options)
 
     ValueForward._run = run_on_others  # type: ignore[method-assign]
-    engine = FSDPEngine(value_settings(path, "packed"), device="cpu", temperature=1.0)
+    engine = built(path, layout="packed", num_labels=1)
     torch.nn.init.zeros_(engine.model.score.weight)
     values = engine.compute_columns(random_batch(2, 2), ("values",), PassLimits("", 4))["values"]
     assert not values.values.any()
@@ -174,19 +170,3 @@ def test_a_head_of_zeros_does_not_hide_a_wrong_layout(tmp_path: Path) -> None:
     (report,) = run_ranks(1, shuffled, random_classifier(tmp_path))
     assert report.startswith("padded")
     says(report, "instead", "packed", "values")
-
-
-def refused_head(rank: int, path: str, num_labels: int) -> str:
-    try:
-        FSDPEngine(value_settings(path, num_labels=num_labels), device="cpu", temperature=1.0)
-    except (ConfigError, DataError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.deep
-def test_folders_without_the_head_that_is_asked_for(tmp_path: Path) -> None:
-    policy = random_model("Qwen3", tmp_path / "policy")
-    says(run_ranks(1, refused_head, policy, 1)[0], f"{KEY}={policy}", "score.weight")
-    two = random_classifier(tmp_path / "two", "Qwen3", num_labels=2)
-    says(run_ranks(1, refused_head, two, 1)[0], f"{KEY}={two}", "score.weight has 2 outputs")

@@ -128,53 +128,37 @@ def test_capping_stays_padded_and_windows_do_not(alone: dict[str, Any]) -> None:
         assert "actor/entropy" in case["metrics"]
 
 
-def test_a_broken_layout_is_given_up(alone: dict[str, Any]) -> None:
-    """What is wrong without a mask is seen by the check, and padded sequences give what they should."""
-    found, report = alone["broken"]["mask"]
-    assert report.startswith("padded sequences")
-    says(report, "shared prompts:", "log-probs differ")
-    np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5)
-
-
-def test_a_layout_that_the_model_refuses_is_given_up(alone: dict[str, Any]) -> None:
-    _, report = alone["broken"]["refused"]
-    says(report, "padded sequences", "packed sequences: ValueError:")
-
-
-def test_a_layout_whose_attention_cannot_go_backward_is_given_up(alone: dict[str, Any]) -> None:
-    found, report = alone["broken"]["backward"]
-    assert report.startswith("padded sequences")
-    says(report, "shared prompts:", "backward pass")
-    np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5, rtol=0)
-
-
-def test_an_attention_that_is_wrong_in_all_layouts_makes_way_for_the_models_own(alone: dict[str, Any]) -> None:
-    found, report = alone["broken"]["attention"]
-    says(report, "packed sequences", SEGMENTS)
-    np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5)
+@pytest.mark.parametrize(
+    ("broken", "left", "parts"),
+    [
+        ("mask", "padded sequences", ["shared prompts:", "log-probs differ"]),
+        ("refused", "padded sequences", ["packed sequences: ValueError:"]),
+        ("backward", "padded sequences", ["shared prompts:", "backward pass"]),  # its attention cannot go backward
+        (
+            "attention",
+            "padded sequences",
+            ["packed sequences", SEGMENTS],
+        ),  # wrong in all layouts
+        ("head", "padded sequences", ["shared prompts", "whole micro-batches", "chunked output", "log-probs differ"]),
+        (
+            "everything",
+            "one sequence",
+            ["shared prompts", "whole micro-batches", "; padded sequences: log-probs differ"],
+        ),
+    ],
+)
+def test_what_differs_is_given_up(alone: dict[str, Any], broken: str, left: str, parts: list[str]) -> None:
+    """And padded sequences, or sequences alone, give what they should."""
+    found, report = alone["broken"][broken]
+    assert report.startswith(left)
+    says(report, *parts)
+    for mine, theirs in zip(found, alone["Qwen3"]["padded"], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(alone: dict[str, Any]) -> None:
     _, told = alone["broken"]["later"]
     says(told, "actor_rollout_ref.model.path=", "1.8 nats", "Qwen3")
-
-
-@pytest.mark.parametrize(
-    ("broken", "left", "because"),
-    [
-        ("head", "padded sequences", ["chunked output", "log-probs differ"]),
-        ("everything", "one sequence", ["; padded sequences: log-probs differ"]),
-    ],
-)
-def test_what_differs_by_the_head_or_by_its_company_is_given_up(
-    alone: dict[str, Any], broken: str, left: str, because: list[str]
-) -> None:
-    found, report = alone["broken"][broken]
-    assert report.startswith(left)
-    says(report, "shared prompts", "whole micro-batches")
-    says(report, *because)
-    for mine, theirs in zip(found, alone["Qwen3"]["padded"], strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def two_ranks(rank: int, path: str) -> tuple[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,35 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import fsdp_engine
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import Loss
 from grpo_dist.engines.train.sharded_tensors import whole
-from grpo_dist.errors import DataError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Ragged, metric_values
+from tests.engines.train.plain import built, causal_lm, response_logits, told, weights
 from tests.messages import says
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import model_settings
 
 TEMPERATURE, ENTROPY_COEFF = 0.7, 0.5
 
 
-# --- plain PyTorch -----------------------------------------------------------------------------------------------
-def plain_row(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of a response, from a forward pass over this one unpadded sequence."""
-    ids = torch.cat([prompt, response]).long()
-    logits = model(input_ids=ids.unsqueeze(0)).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    log_probs = torch.log_softmax(logits, -1)
-    return log_probs.gather(-1, response.long().unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
-
-
 def plain_step(path: str, data: DataProto, entropy_coeff: float) -> dict[str, Any]:
     """Loss, entropy, gradient norm and the weights after one clipped AdamW step, without FSDP or micro-batches."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    rows = [plain_row(model, *row) for row in zip(data["prompts"].rows(), data["responses"].rows(), strict=True)]
-    log_probs, entropy = (torch.nn.utils.rnn.pad_sequence(column, True) for column in zip(*rows, strict=True))
+    model = causal_lm(path)
+    scaled = [torch.log_softmax(logits / TEMPERATURE, -1) for logits in response_logits(model, data)]
+    rows = [
+        row.gather(-1, ids.long()[:, None])[:, 0] for row, ids in zip(scaled, data["responses"].rows(), strict=True)
+    ]
+    log_probs = torch.nn.utils.rnn.pad_sequence(rows, True)
+    entropy = torch.nn.utils.rnn.pad_sequence([-(row.exp() * row).sum(-1) for row in scaled], True)
     mask = data["response_mask"].to_padded(0).float()
     columns = {name: data[name].to_padded(0.0) for name in ("old_log_probs", "advantages", "ref_log_probs")}
     columns |= {"log_probs": log_probs, "response_mask": mask, "entropy": entropy}
@@ -56,17 +47,13 @@ def plain_step(path: str, data: DataProto, entropy_coeff: float) -> dict[str, An
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01).step()
     return {
-        "log_probs": [row[0].detach().numpy() for row in rows],
+        "log_probs": torch.cat(rows).detach().numpy(),
         "entropy": float((entropy.detach() * mask).sum() / mask.sum()),
         "loss": loss.item(),
         "grad_norm": norm.item(),
-        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "weights": {name: p.detach().numpy().copy() for name, p in model.named_parameters()},
         "gradients": {name: p.grad.numpy() for name, p in model.named_parameters()},
     }
-
-
-def numpy(weights: Any) -> dict[str, Any]:
-    return {name: tensor.numpy().copy() for name, tensor in weights}
 
 
 # --- on one rank -------------------------------------------------------------------------------------------------
@@ -74,18 +61,16 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
     data = random_batch(num_groups=3, n=3)
     out: dict[str, Any] = {}
     for coefficient in (0.0, ENTROPY_COEFF):
-        plain = plain_step(path, data, coefficient)
         engine = trainable_engine(path, temperature=TEMPERATURE)
         before = [engine.compute_log_probs(data, PassLimits("", size)) for size in (1, 4, 100)]
         metrics = engine.train_mini_batch(data, objective(entropy_coeff=coefficient), PassLimits("", 4)).metrics
         out[f"entropy_coeff={coefficient}"] = {
-            "plain": plain | {"weights": numpy(plain["weights"].items())},
+            "plain": plain_step(path, data, coefficient),
             "metrics": metric_values(metrics),
-            "weights": numpy(engine.full_parameters("float32")),
-            "log_probs": [[row.numpy().copy() for row in column.rows()] for column in before],
+            "weights": weights(engine),
+            "log_probs": [column.values.numpy().copy() for column in before],
         }
-    frozen = FSDPEngine(model_settings(path), device="cpu", temperature=TEMPERATURE)
-    mixed = FSDPEngine(model_settings(path, compute_dtype="bf16"), device="cpu", temperature=TEMPERATURE)
+    frozen, mixed = (built(path, temperature=TEMPERATURE, compute_dtype=dtype) for dtype in ("fp32", "bf16"))
     out["frozen"] = {
         "sharded": [isinstance(each.model, FSDPModule) for each in (frozen, mixed, engine)],
         "trainable": [name for name, p in frozen.model.named_parameters() if p.requires_grad],
@@ -93,11 +78,7 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
         "bf16": {str(tensor.dtype) for _, tensor in frozen.full_parameters("bfloat16")},
         "no rows": len(frozen.compute_log_probs(DataProto(), PassLimits("", 4))),
     }
-    try:
-        FSDPEngine(model_settings("/no/model"), device="cpu", temperature=1.0)
-    except DataError as error:
-        out["no model"] = str(error)
-    return out
+    return out | {"no model": told(built, "/no/model")}
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +91,11 @@ CASES = ["entropy_coeff=0.0", f"entropy_coeff={ENTROPY_COEFF}"]
 
 
 def test_log_probs_equal_a_plain_forward_of_each_row_alone(alone: dict[str, Any]) -> None:
-    case = alone[CASES[0]]
-    plain = case["plain"]["log_probs"]
-    assert np.concatenate(plain).std() > 0.3, "near uniform: the temperature would not show"
-    for column in case["log_probs"]:
-        for row, expected in zip(column, plain, strict=True):
-            np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+    """Also those of an engine that is frozen."""
+    plain = alone[CASES[0]]["plain"]["log_probs"]
+    assert plain.std() > 0.3, "near uniform: the temperature would not show"
+    for found in (*alone[CASES[0]]["log_probs"], alone["frozen"]["log_probs"]):
+        np.testing.assert_allclose(found, plain, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,20 +122,13 @@ def test_entropy_is_a_bonus_of_its_own_metric(alone: dict[str, Any]) -> None:
     assert "actor/entropy" not in without["metrics"], "not computed where it is not used"
 
 
-def test_a_frozen_engine_gives_the_same_log_probs(alone: dict[str, Any]) -> None:
-    frozen = alone["frozen"]
-    assert frozen["trainable"] == []
-    assert frozen["sharded"] == [False, True, True], (
-        "FSDP2 would hold its weights twice; it casts those of another type"
-    )
-    rows = torch.cat([torch.from_numpy(row) for row in alone[CASES[0]]["log_probs"][1]])
-    torch.testing.assert_close(torch.from_numpy(frozen["log_probs"]), rows, atol=1e-6, rtol=0)
-    assert frozen["bf16"] == {"torch.bfloat16"}
-    assert frozen["no rows"] == 0
-
-
-def test_a_missing_model_is_named(alone: dict[str, Any]) -> None:
-    says(alone["no model"], "actor_rollout_ref.model.path=/no/model", "model.safetensors")
+def test_a_frozen_engine(alone: dict[str, Any]) -> None:
+    found = alone["frozen"]
+    assert found["trainable"] == []
+    assert found["sharded"] == [False, True, True], "FSDP2 would hold its weights twice; it casts those of another type"
+    assert found["bf16"] == {"torch.bfloat16"}
+    assert found["no rows"] == 0
+    says(alone["no model"], "DataError", "actor_rollout_ref.model.path=/no/model", "model.safetensors")
 
 
 # --- on two ranks, one of which has bad rows -----------------------------------------------------------------------
@@ -178,15 +151,12 @@ def poison(data: DataProto, column: str, value: float) -> DataProto:
 def two_ranks(rank: int, path: str) -> dict[str, Any]:
     data = random_batch(num_groups=4, n=2).index([[0, 1, 2, 3], [4, 5, 6, 7]][rank])
     engine = trainable_engine(path, temperature=TEMPERATURE)
-    before = numpy(engine.full_parameters("float32"))
+    before = weights(engine)
     messages = {}
     for name, (bad_rank, column, value) in FAULTS.items():
         rows = poison(data, column, value) if rank == bad_rank else data
-        try:
-            engine.train_mini_batch(rows, objective(), PassLimits("", 2))
-        except TrainingDiverged as error:
-            messages[name] = str(error)
-    after = numpy(engine.full_parameters("float32"))
+        messages[name] = told(engine.train_mini_batch, rows, objective(), PassLimits("", 2))
+    after = weights(engine)
     state = dict(engine.optimizer.state)
     metrics = engine.train_mini_batch(data, objective(), PassLimits("", 2)).metrics
     return {
@@ -194,7 +164,7 @@ def two_ranks(rank: int, path: str) -> dict[str, Any]:
         "changed": [name for name in before if (before[name] != after[name]).any()],
         "optimizer": len(state),
         "next step": metric_values(metrics),
-        "moved": any((before[name] != tensor.numpy()).any() for name, tensor in engine.full_parameters("float32")),
+        "moved": any((before[name] != weight).any() for name, weight in weights(engine).items()),
         "no rows on rank 1": len(engine.compute_log_probs(data if rank == 0 else DataProto(), PassLimits("", 2))),
     }
 
@@ -210,23 +180,21 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_one_message(pair: list,
     assert first == second
     bad_rank = FAULTS[fault][0]
     if fault == "gradient overflows":
-        says(first, "gradient norm", "inf")
+        says(first, "TrainingDiverged", "gradient norm", "inf")
     else:
-        says(first, f"rank {bad_rank}", "loss")
+        says(first, "TrainingDiverged", f"rank {bad_rank}", "loss")
         assert f"prompts p{2 * bad_rank}" in first or f"prompts p{2 * bad_rank + 1}" in first
     says(first, "optimizer step")
 
 
 def test_nothing_was_changed_and_training_can_go_on(pair: list) -> None:
+    """A rank without rows takes part."""
+    assert [rank["no rows on rank 1"] for rank in pair] == [4, 0]
     for rank in pair:
         assert rank["changed"] == []
         assert rank["optimizer"] == 0, "no state was made: no step was taken"
         assert rank["moved"], "the next good step works"
         assert 0 < rank["next step"]["actor/grad_norm"] < 1e6, "no gradient of the bad steps is left"
-
-
-def test_a_rank_without_rows_takes_part(pair: list) -> None:
-    assert [rank["no rows on rank 1"] for rank in pair] == [4, 0]
 
 
 def without_a_token(rank: int, path: str) -> dict[str, Any]:
@@ -237,35 +205,26 @@ def without_a_token(rank: int, path: str) -> dict[str, Any]:
     data = random_batch(num_groups=2, n=2)
     mask = {"response_mask": Ragged(torch.zeros_like(data["response_mask"].values), data["response_mask"].offsets)}
     masked = data.select([name for name in data.columns() if name != "response_mask"]).union(DataProto(mask))
-    limits: dict[str, Any] = {"limits": PassLimits("", 2), "objective": objective()}
-    engine.train_mini_batch(data, **limits)
+    engine.train_mini_batch(data, objective(), PassLimits("", 2))
 
     def state() -> list[np.ndarray]:
         values = [v for states in engine.optimizer.state.values() for v in states.values()]
-        tensors = [*values, *(tensor for _, tensor in engine.full_parameters("float32"))]
-        return [whole(tensor).numpy().copy() for tensor in tensors]
+        return [*(whole(value).numpy().copy() for value in values), *weights(engine).values()]
 
-    before, place = state(), engine.schedule.last_epoch
-    skipped = metric_values(engine.train_mini_batch(masked, **limits).metrics)
-    same = all(np.array_equal(a, b) for a, b in zip(before, state(), strict=True))
-    places = [place, engine.schedule.last_epoch]
+    states, places, metrics = [state()], [engine.schedule.last_epoch], []
     observed = torch.zeros_like(data["response_mask"].values).float()
     observed[3] = float(rank == 0)
     seen = masked.union(DataProto({"observation_mask": Ragged(observed, data["response_mask"].offsets)}))
-    settings = objective(observation_coeff=0.5)
-    observing = metric_values(engine.train_mini_batch(seen, **limits | {"objective": settings}).metrics)
-    places.append(engine.schedule.last_epoch)
-    learned = any((a != b).any() for a, b in zip(before, state(), strict=True))
-    before = state()
-    taken = metric_values(engine.train_mini_batch(data if rank == 0 else masked, **limits).metrics)
-    moved = any((a != b).any() for a, b in zip(before, state(), strict=True))
-    told = [skipped, observing, taken]
-    return {
-        "same": same,
-        "places": [*places, engine.schedule.last_epoch],
-        "moved": moved and learned,
-        "told": told,
-    }
+    for rows, settings in (
+        (masked, objective()),
+        (seen, objective(observation_coeff=0.5)),
+        (data if rank == 0 else masked, objective()),
+    ):
+        metrics.append(metric_values(engine.train_mini_batch(rows, settings, PassLimits("", 2)).metrics))
+        states.append(state())
+        places.append(engine.schedule.last_epoch)
+    moved = [any((a != b).any() for a, b in zip(*pair, strict=True)) for pair in pairwise(states)]
+    return {"moved": moved, "places": places, "metrics": metrics}
 
 
 def test_a_mini_batch_without_a_trained_token_is_no_step(random_models: dict[str, str]) -> None:
@@ -273,12 +232,11 @@ def test_a_mini_batch_without_a_trained_token_is_no_step(random_models: dict[str
     policy's or, with observation_coeff, an environment's.
     """
     for found in run_ranks(2, without_a_token, random_models["tied"]):
-        assert found["same"]
-        assert found["moved"]
+        assert found["moved"] == [False, True, True]
         assert found["places"] == [1, 1, 2, 3], "the schedule counts steps that were taken"
-        assert [told["actor/skipped_updates"] for told in found["told"]] == [1.0, 0.0, 0.0]
-        assert found["told"][0]["actor/grad_norm"] == 0
-        assert "actor/ppo_kl" not in found["told"][0], "of no token there is no mean, which a controller would go by"
+        assert [metrics["actor/skipped_updates"] for metrics in found["metrics"]] == [1.0, 0.0, 0.0]
+        assert found["metrics"][0]["actor/grad_norm"] == 0
+        assert "actor/ppo_kl" not in found["metrics"][0], "of no token there is no mean, which a controller would go by"
 
 
 READERS = ("fsdp_engine", "objectives", "objective", "aggregate", "masking", "clipped", "kl")
@@ -326,23 +284,18 @@ def test_numbers_are_read_after_the_last_pass(random_models: dict[str, str]) -> 
     assert events[last:]
 
 
-SETTINGS = model_settings("", compute_dtype="bf16")
-
-
-def master_weights(rank: int, path: str) -> dict[str, list[str]]:
+def master_weights(rank: int, path: str) -> list[list[str]]:
     """Names of weights that are not the fp32 ones after a forward-only pass, frozen and trained."""
     ranks, rows = torch.distributed.get_world_size(), random_batch(num_groups=2, n=2)
-    frozen = FSDPEngine(replace(SETTINGS, path=path), device="cpu", temperature=1.0)
-    trained = trainable_engine(path, dtype="bf16")
+    frozen, trained = built(path, compute_dtype="bf16"), trainable_engine(path, dtype="bf16")
     trained.train_mini_batch(rows.index(np.arange(4)[rank::ranks]), objective(), PassLimits("", 1))
-    found = {}
-    for name, engine in (("frozen", frozen), ("trained", trained)):
-        before = {key: tensor.clone() for key, tensor in engine.full_parameters("float32")}
+    found = []
+    for engine in (frozen, trained):
+        before = weights(engine)
         engine.compute_log_probs(rows, PassLimits("", 2))
-        after = dict(engine.full_parameters("float32"))
-        found[name] = [key for key, tensor in before.items() if not torch.equal(tensor, after[key])]
-        rounded = [key for key, tensor in before.items() if torch.equal(tensor, tensor.bfloat16().float())]
-        assert not any(key.endswith("q_proj.weight") for key in rounded), "bf16 would show"
+        found.append([key for key, weight in weights(engine).items() if not np.array_equal(before[key], weight)])
+        query = torch.from_numpy(before["model.layers.0.self_attn.q_proj.weight"])
+        assert not torch.equal(query, query.bfloat16().float()), "bf16 would show"
     return found
 
 
@@ -350,4 +303,4 @@ def master_weights(rank: int, path: str) -> dict[str, list[str]]:
 @pytest.mark.deep
 def test_a_forward_pass_in_bf16_leaves_no_rounded_copies_behind(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(ranks, master_weights, random_qwen3(tmp_path)):
-        assert found == {"frozen": [], "trained": []}
+        assert found == [[], []]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from grpo_dist.engines.settings import PassLimits
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.protocol import DataProto
+from tests.engines.train.plain import built, causal_lm, log_probs_alone
 from tests.messages import says
 from tests.models import random_batch, random_model
 from tests.ranks import LIMIT_S, run_ranks
@@ -22,7 +21,6 @@ from tests.worker_settings import model_settings
 LAYOUTS = ("padded", "packed", "shared")
 ORIGINAL = 24  # no sequence of `short_batch` is that long, every packed or shared row is longer
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 4.0, 9.0, 16.0]  # LongRoPE's factors, for heads of 8
-PLAIN = model_settings("")
 
 
 def phi3(folder: Path, short: list[float] = SHORT) -> str:
@@ -57,24 +55,14 @@ def mixed_batch() -> DataProto:
 
 
 def alone(path: str, data: DataProto) -> np.ndarray:
-    """Log-probs of each unpadded sequence in a forward pass of its own, by transformers."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    rows = []
-    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
-        ids = torch.cat([prompt, response]).long()
-        with torch.no_grad():
-            logits = model(input_ids=ids.unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-        rows.append(torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1))
-    return torch.cat(rows).numpy()
+    with torch.no_grad():
+        return torch.cat(log_probs_alone(causal_lm(path), data)).numpy()
 
 
 def by_layout(rank: int, path: str, data: DataProto, max_model_len: int | None) -> dict[str, Any]:
     out = {}
     for layout in LAYOUTS:
-        settings = replace(PLAIN, path=path, layout=layout, max_model_len=max_model_len)
-        engine = FSDPEngine(settings, device="cpu", temperature=1.0)
+        engine = built(path, layout=layout, max_model_len=max_model_len)
         found = engine.compute_log_probs(data, PassLimits("", 16)).values.numpy().copy()
         out[layout] = found, engine.forward.layout, engine.forward.report
     return out
@@ -115,7 +103,7 @@ def test_sequences_that_change_each_other_go_alone(tmp_path: Path) -> None:
 
 
 def wide_rows(rank: int, path: str, data: DataProto) -> tuple[np.ndarray, str]:
-    engine = FSDPEngine(replace(PLAIN, path=path), device="cpu", temperature=1.0)
+    engine = built(path)
     embedding = engine.model.get_input_embeddings()
     embedding.register_forward_hook(lambda module, args, out: out * (2.0 if args[0].shape[1] > 4 * ORIGINAL else 1.0))
     return engine.compute_log_probs(data, PassLimits("", 20)).values.numpy().copy(), engine.forward.report

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.aggregate import token_entropy, token_log_probs
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import forward, lm_head
-from grpo_dist.engines.train.lm_head import HeadRequest, ReferenceHead, ResponseHead, copy_output_layer, response_values
+from grpo_dist.engines.train.lm_head import (
+    HeadRequest,
+    HeadValues,
+    ReferenceHead,
+    ResponseHead,
+    TopTokens,
+    copy_output_layer,
+    logits_gradient,
+    response_values,
+    token_values,
+)
 from grpo_dist.engines.train.lora import add_lora
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged
-from tests.messages import says
+from tests.engines.train.plain import causal_lm, told, weights
+from tests.messages import refuses, says
 from tests.models import objective, random_batch, trainable_engine
 from tests.ranks import run_ranks
 from tests.worker_settings import lora
@@ -150,7 +161,7 @@ def test_no_tensor_over_all_tokens_and_the_vocabulary(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_inside_a_model(random_models: dict[str, str], name: str) -> None:
     """Gradients of all parameters, the embedding's shared ones too; without a request the layer gives logits."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models[name], dtype=torch.float32)
+    model = causal_lm(random_models[name])
     names = [name for name, _ in model.named_parameters()]
     ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
     expected = token_log_probs(model(input_ids=ids).logits[:, 1:4], ids[:, 2:5], TEMPERATURE)
@@ -170,16 +181,8 @@ def test_inside_a_model(random_models: dict[str, str], name: str) -> None:
     assert model(input_ids=ids).logits.shape == (2, 6, 96)
 
 
-def test_a_model_that_changes_its_logits_keeps_its_layer(random_models: dict[str, str]) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-    model.config.final_logit_softcapping = 30.0
-    before = model.get_output_embeddings()
-    assert ResponseHead.install(model) is None
-    assert model.get_output_embeddings() is before
-
-
 def test_the_copy_is_the_models_own(random_models: dict[str, str]) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"], dtype=torch.float32)
+    model = causal_lm(random_models["tied"])
     head = copy_output_layer(model, "cpu", torch.bfloat16)
     weight = model.get_input_embeddings().weight
     assert head.weight.dtype == torch.bfloat16
@@ -196,35 +199,25 @@ class Scaled(nn.Linear):
         return 2 * super().forward(x)
 
 
-def softcapped(model: Any) -> None:
-    model.config.final_logit_softcapping = 30.0
-
-
-def with_factors(model: Any) -> None:
-    add_lora(model, lora(2, 4.0, ("q_proj", "lm_head")))
-
-
-def another_class(model: Any) -> None:
-    model.set_output_embeddings(Scaled(32, 96, bias=False))
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (softcapped, "final_logit_softcapping"),
-        (with_factors, "LoRA's factors"),
-        (another_class, "Scaled"),
+        (lambda model: setattr(model.config, "final_logit_softcapping", 30.0), "final_logit_softcapping"),
+        (lambda model: add_lora(model, lora(2, 4.0, ("q_proj", "lm_head"))), "LoRA's factors"),
+        (lambda model: model.set_output_embeddings(Scaled(32, 96, bias=False)), "Scaled"),
     ],
 )
-def test_an_output_layer_that_does_not_tell_the_logits_is_refused(
+def test_an_output_layer_that_does_not_tell_the_logits_stays_and_gives_no_exact_kl(
     random_models: dict[str, str], change: Any, reason: str
 ) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"])
+    model = causal_lm(random_models["untied"])
     change(model)
-    with pytest.raises(ConfigError) as caught:
+    layer = model.get_output_embeddings()
+    with refuses(ConfigError, "actor_rollout_ref.actor.kl_loss_type=full", reason, "low_var_kl"):
         copy_output_layer(model, "cpu", torch.float32)
-    message = str(caught.value)
-    says(message, "actor_rollout_ref.actor.kl_loss_type=full", reason, "low_var_kl")
+    if reason == "final_logit_softcapping":
+        assert ResponseHead.install(model) is None
+        assert model.get_output_embeddings() is layer
 
 
 def without_the_chunked_head(rank: int, path: str) -> list[str]:
@@ -237,21 +230,69 @@ def without_the_chunked_head(rank: int, path: str) -> list[str]:
         data = random_batch(num_groups=2, n=2)
         states = [torch.ones(length, 32) for length in data["responses"].lengths.tolist()]
         data = data.union(DataProto({"ref_hidden_states": Ragged.from_rows(states, torch.float32)}))
-        before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
-        try:
-            if training:
-                engine.train_mini_batch(data, objective(kl_loss_type="full"), PassLimits("", 4))
-            else:
-                engine.compute_columns(data, ("hidden_states",), PassLimits("", 4))
-        except ConfigError as error:
-            messages.append(str(error))
-        assert all(torch.equal(before[name], value) for name, value in engine.full_parameters("float32"))
+        before = weights(engine)
+        if training:
+            messages.append(told(engine.train_mini_batch, data, objective(kl_loss_type="full"), PassLimits("", 4)))
+        else:
+            messages.append(told(engine.compute_columns, data, ("hidden_states",), PassLimits("", 4)))
+        assert all(np.array_equal(before[name], value) for name, value in weights(engine).items())
     return messages
 
 
 def test_plain_logits_refuse_the_exact_kl(random_models: dict[str, str]) -> None:
     """Neither the policy nor the reference goes on without the term."""
     (messages,) = run_ranks(1, without_the_chunked_head, random_models["untied"])
-    assert len(messages) == 2
     for message in messages:
-        says(message, "actor_rollout_ref.actor.kl_loss_type=full", "log-probs differ")
+        says(message, "ConfigError", "actor_rollout_ref.actor.kl_loss_type=full", "log-probs differ")
+
+
+# --- a chunk of logits -----------------------------------------------------------------------------------------------
+def logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, those of a reference, tokens, and gradients of log-probs, entropies and KL."""
+    generator = torch.Generator().manual_seed(3)
+    own, reference = (4 * torch.randn(5, 37, generator=generator) for _ in range(2))
+    return own, reference, torch.randint(0, 37, (5,), generator=generator), torch.randn(3, 5, generator=generator)
+
+
+def test_a_kl_over_the_tokens_that_a_teacher_tells() -> None:
+    """As if there were no others; beside it their probability, and gradients of log-probs too."""
+    own, reference, targets, upstream = logits()
+    told = torch.log_softmax(reference, -1).topk(4)
+    top = TopTokens(told.indices, told.values / TEMPERATURE)
+    scaled = (own / TEMPERATURE).requires_grad_()
+    expected = kl_penalty("full", scaled.gather(1, top.ids), top.log_probs)
+    loss = (expected * upstream[2]).sum() + (token_log_probs(scaled, targets, 1.0) * upstream[0]).sum()
+    (gradient,) = torch.autograd.grad(loss, scaled)
+    values = token_values(own, targets, TEMPERATURE, None, entropies=False, top=top)
+    torch.testing.assert_close(values.exact_kl, expected.detach(), rtol=1e-5, atol=1e-5)
+    mass = torch.softmax(scaled, -1).gather(1, top.ids).sum(1)
+    torch.testing.assert_close(values.mass, mass.detach(), rtol=1e-5, atol=1e-6)
+    upstreams = HeadValues(upstream[0], None, upstream[2])
+    found = logits_gradient(own, targets, TEMPERATURE, None, values, upstreams, top)
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_the_squared_norm_of_the_gradient_of_a_log_prob() -> None:
+    own, _, targets, _ = logits()
+    values = token_values(own, targets, TEMPERATURE, None, entropies=False, gradient_norms=True)
+    scaled = (own / TEMPERATURE).requires_grad_()
+    gradient = torch.autograd.grad(token_log_probs(scaled, targets, 1.0).sum(), scaled)[0]
+    torch.testing.assert_close(values.gradient_norms, gradient.square().sum(1), rtol=1e-5, atol=1e-6)
+    assert values.entropies is None
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_values_and_gradients_are_the_same(dtype: torch.dtype) -> None:
+    """By Inductor, which fuses all of it."""
+    own, reference, targets, upstream = logits()
+    own, reference = own.to(dtype), reference.to(dtype)
+    results = []
+    for compute in (lambda function: function, torch.compile):
+        values = compute(token_values)(own, targets, TEMPERATURE, reference, entropies=True)
+        gradient = compute(logits_gradient)(own, targets, TEMPERATURE, reference, values, HeadValues(*upstream))
+        assert gradient.dtype == dtype
+        results.append([*(value for value in values if value is not None), gradient.float()])
+    for mine, theirs in zip(*results, strict=True):
+        error = 1e-2 if dtype == torch.bfloat16 and mine is results[0][-1] else 1e-5
+        assert (mine - theirs).norm() <= error * theirs.norm()

@@ -21,6 +21,7 @@ from grpo_dist.engines.train.lora import add_lora, lora_layers
 from grpo_dist.errors import ConfigError, DataError
 from scripts.architectures import SIZES, SMALL
 from tests.adapters import write_adapter
+from tests.engines.train.plain import weights
 from tests.messages import refuses
 from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine, without_memory
 from tests.ranks import run_ranks
@@ -41,39 +42,37 @@ def train(rank: int, path: str, folder: str, lora: LoraSection = LORA) -> dict[s
     engine = trainable_engine(path, lora=lora)
     data = random_batch(num_groups=4, n=2)
     share = list(range(8))[rank :: torch.distributed.get_world_size()]
-    before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
-    untouched = log_probs(engine)
+    before, untouched = weights(engine), log_probs(engine)
     metrics = [engine.train_mini_batch(data.index(share), objective(), PassLimits("", 2)).metrics for _ in range(3)]
-    merged = dict(engine.full_parameters("float32"))
+    merged = weights(engine)
     engine.export_hf_model(Path(folder), "fp32")
     return {
-        "same names": list(before) == [name for name, _ in plain.full_parameters("float32")],
+        "same names": list(before) == list(weights(plain)),
         "start": float(np.abs(untouched - log_probs(plain)).max()),
-        "moved": {name: float((merged[name] - before[name]).abs().max()) for name in merged},
+        "moved": {name: np.abs(merged[name] - before[name]).max() for name in merged},
         "after": log_probs(engine),
         "merged": log_probs(trainable_engine(folder)),
         "reference": float(np.abs(log_probs(engine, reference=True) - untouched).max()),
         "again": log_probs(engine),
         "grad_norm": metrics[-1]["actor/grad_norm"].value,
-        "trained": sum(p.numel() for p in engine.optimizer.param_groups[0]["params"]),
     }
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "targets"),
+    ("model", "all_ranks", "targets"),
     [
-        ("Qwen3", 1, ("_proj.weight",)),
-        ("Qwen3", 2, ("_proj.weight",)),
-        ("Qwen3Moe", 2, ("_proj.weight",)),  # of the attention: experts are no layers, and have no such names
-        ("GPT2", 2, ("c_attn.weight", "c_proj.weight", "c_fc.weight")),  # Conv1D: transposed weights
+        ("tied", (1, 2), ("_proj.weight",)),
+        ("experts", (2,), ("_proj.weight",)),  # of the attention: experts are no layers, and have no such names
+        ("GPT2", (2,), ("c_attn.weight", "c_proj.weight", "c_fc.weight")),  # Conv1D: transposed weights
     ],
 )
 def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
-    family: str, ranks: int, targets: tuple[str, ...], random_models: dict[str, str], tmp_path: Any
+    model: str, all_ranks: tuple[int, ...], targets: tuple[str, ...], random_models: dict[str, str], tmp_path: Path
 ) -> None:
-    known = {"Qwen3": "tied", "Qwen3Moe": "experts"}
-    path = random_models[known[family]] if family in known else add_tokenizer(random_model(family, tmp_path / "model"))
-    for found in run_ranks(ranks, train, path, str(tmp_path / "merged")):
+    path = random_models.get(model) or add_tokenizer(random_model(model, tmp_path / "model"))
+    results = [each for ranks in all_ranks for each in run_ranks(ranks, train, path, str(tmp_path / f"{ranks}"))]
+    for found in results:
+        np.testing.assert_allclose(found["after"], results[0]["after"], rtol=1e-4, atol=1e-4)
         assert found["same names"]
         assert found["start"] < 1e-6, "B starts at 0"
         moved = {name for name, change in found["moved"].items() if change > 0}
@@ -126,9 +125,9 @@ def test_what_counts_is_whether_the_model_is_tied_and_not_what_its_file_says(tmp
     tied = random_model("Qwen3", tmp_path / "tied", head_dim=8)
     with refuses(DataError, "lm_head.weight"):  # a file of a tied model has no weights for it
         built(tied, lora=HEAD, override_config={"tie_word_embeddings": False})
-    weights = load_file(Path(tied) / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    save_file(weights, Path(tied) / "model.safetensors", {"format": "pt"})
+    tensors = load_file(Path(tied) / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, Path(tied) / "model.safetensors", {"format": "pt"})
     with refuses(ConfigError, "lm_head", "model.embed_tokens"):
         built(tied, lora=HEAD)
     assert "lm_head" in lora_layers(built(tied, lora=HEAD, override_config={"tie_word_embeddings": False}))
@@ -158,12 +157,6 @@ def test_copies_of_a_model_train_the_same_factors(random_models: dict[str, str])
     (one,), (first, second) = (run_ranks(ranks, train_copies, random_models["tied"]) for ranks in (1, 2))
     assert all(np.array_equal(second["factors"][name], factor) for name, factor in first["factors"].items())
     np.testing.assert_allclose(one["after"], first["after"], rtol=1e-4, atol=1e-4)
-
-
-def test_one_rank_and_two_ranks_train_alike(random_models: dict[str, str], tmp_path: Any) -> None:
-    (one,) = run_ranks(1, train, random_models["tied"], str(tmp_path / "one"))
-    two, _ = run_ranks(2, train, random_models["tied"], str(tmp_path / "two"))
-    np.testing.assert_allclose(one["after"], two["after"], rtol=1e-4, atol=1e-4)
 
 
 def half_base(rank: int, path: str, wide: bool) -> dict[str, Any]:
@@ -200,42 +193,40 @@ def test_a_frozen_base_is_held_in_the_type_of_passes_and_trains_the_same_factors
         assert np.array_equal(narrow["log-probs"], cast["log-probs"])
 
 
-def test_targets_by_name(random_models: dict[str, str]) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-    add_lora(model, lora(2, 4.0, ("q_proj", "v_proj"), exclude_modules=("v_proj",)))
-    assert {name.rpartition(".")[2] for name in lora_layers(model)} == {"q_proj"}
-    assert not lora_layers(transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"]))
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [("tied", "c_attn"), ("tied", "j_proj"), ("experts", "gate_proj"), ("experts", "gate_up_proj")],
-)
-def test_a_target_that_is_not_there(random_models: dict[str, str], model: str, name: str) -> None:
-    whole = transformers.AutoModelForCausalLM.from_pretrained(random_models[model])
-    with refuses(ConfigError, f"target_modules=('q_proj', '{name}'):", f"{name};"):
-        add_lora(whole, lora(2, 4.0, ("q_proj", name)))
-
-
-# Targets of the tiny Qwen3-MoE, its layers without experts, and what the message says of it. peft knows the names in
-# the files of such a model: those of an ordinary layer it would take for the experts', and leave the layer out.
-OF_EXPERTS: list[tuple[Any, list[int], str]] = [
-    (("gate",), [], "router"),
-    (("experts",), [], "Qwen3MoeExperts"),
-    (("gate_proj", "up_proj"), [0], "peft"),
-    ("all-linear", [0, 1], "peft"),
+# Targets, of a model whose first layers are ordinary ones without experts, and what the message says of them. peft
+# knows the names in the files of a model with experts: those of an ordinary layer it would take for the experts', and
+# leave the layer out.
+REFUSED: list[tuple[str, Any, list[int], list[str]]] = [
+    ("tied", ("q_proj", "c_attn"), [], ["target_modules=('q_proj', 'c_attn'):", "c_attn;"]),
+    ("tied", ("q_proj", "j_proj"), [], ["target_modules=('q_proj', 'j_proj'):", "j_proj;"]),
+    ("experts", ("q_proj", "gate_proj"), [], ["target_modules=('q_proj', 'gate_proj'):", "gate_proj;"]),
+    ("experts", ("q_proj", "gate_up_proj"), [], ["target_modules=('q_proj', 'gate_up_proj'):", "gate_up_proj;"]),
+    ("tied", ("embed_tokens",), [], ["target_modules=('embed_tokens',)", "model.embed_tokens", "Embedding"]),
+    ("experts", ("gate",), [], ["target_modules=", "router"]),
+    ("experts", ("experts",), [], ["target_modules=", "Qwen3MoeExperts"]),
+    ("experts", ("gate_proj", "up_proj"), [0], ["target_modules=", "peft"]),
+    ("experts", "all-linear", [0, 1], ["target_modules=", "peft"]),
+    ("phimoe", ("router",), [], ["target_modules=('router',)", "PhimoeTopKRouter"]),
 ]
 
 
-@pytest.mark.parametrize(("targets", "ordinary", "words"), OF_EXPERTS)
-def test_experts_and_their_router_take_no_factors(
-    random_models: dict[str, str], targets: Any, ordinary: list[int], words: str
+@pytest.mark.parametrize(("model", "targets", "ordinary", "parts"), REFUSED)
+def test_targets_that_take_no_factors(
+    random_models: dict[str, str], model: str, targets: Any, ordinary: list[int], parts: list[str]
 ) -> None:
-    config = transformers.AutoConfig.from_pretrained(random_models["experts"], mlp_only_layers=ordinary)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    with refuses(ConfigError, "target_modules=", words):
-        add_lora(model, lora(2, 4.0, targets))
+    config = transformers.AutoConfig.for_model(model, **SIZES) if model == "phimoe" else None
+    more = {"mlp_only_layers": ordinary} if ordinary else {}
+    config = config or transformers.AutoConfig.from_pretrained(random_models[model], **more)
+    with refuses(ConfigError, *parts):
+        add_lora(without_memory(config), lora(2, 4.0, targets))
+
+
+def test_targets_by_name(random_models: dict[str, str]) -> None:
+    config = transformers.AutoConfig.from_pretrained(random_models["tied"])
+    add_lora(model := without_memory(config), lora(2, 4.0, ("q_proj", "v_proj"), exclude_modules=("v_proj",)))
+    assert {name.rpartition(".")[2] for name in lora_layers(model)} == {"q_proj"}
+    with refuses(ConfigError, "exclude_modules=('q_proj',):", "all of ('q_proj',)"):
+        add_lora(without_memory(config), lora(2, 4.0, ("q_proj",), exclude_modules=("q_proj",)))
 
 
 @pytest.mark.parametrize("family", ["phimoe", "llama4_text", "jamba", "granitemoe", "gpt_oss"])
@@ -249,28 +240,6 @@ def test_routers_take_no_factors_of_all_linear(family: str) -> None:
     assert routers
     assert not layers.keys() & set(routers)
     assert any("q_proj" in name or "qkv" in name for name in layers)
-
-
-def test_a_router_that_is_named_is_refused() -> None:
-    model = without_memory(transformers.AutoConfig.for_model("phimoe", **SIZES))
-    with refuses(ConfigError, "target_modules=('router',)", "PhimoeTopKRouter"):
-        add_lora(model, lora(2, 4.0, ("router",)))
-
-
-def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-    with refuses(ConfigError, "exclude_modules=('q_proj',):", "all of ('q_proj',)"):
-        add_lora(model, lora(2, 4.0, ("q_proj",), exclude_modules=("q_proj",)))
-
-
-def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-    with refuses(ConfigError, "target_modules=('embed_tokens',)", "model.embed_tokens", "Embedding"):
-        add_lora(model, lora(2, 4.0, ("embed_tokens",)))
-
-
-def test_settings_without_lora() -> None:
-    assert model_settings("m").lora is None
 
 
 def train_after_reference(rank: int, path: str) -> float:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,33 +27,17 @@ def random_lengths(num_groups: int, n: int, seed: int = 0) -> Lengths:
 
 
 def plan(
-    rows: Lengths,
-    *,
-    size: int = 1,
-    budget: int | None = None,
-    shared: bool = True,
-    ranks_make: int = 0,
-    split: bool = True,
+    rows: Lengths, *, size: int = 1, budget: int | None = None, shared: bool = True, ranks_make: int = 0, **more: bool
 ) -> list:
-    return plan_micro_batches(
-        rows,
-        micro_batch_size=size,
-        max_token_len=budget,
-        shared=shared,
-        agree=lambda count: max(count, ranks_make),
-        split=split,
-    )
+    limits: dict[str, Any] = {"micro_batch_size": size, "max_token_len": budget, "shared": shared} | more
+    return plan_micro_batches(rows, agree=lambda count: max(count, ranks_make), **{"split": True} | limits)
 
 
-def test_equal_prompts_are_a_group() -> None:
-    columns = {"prompts": Ragged.from_rows([[1, 2], [3], [1, 2], [1, 2, 0], [3]], torch.int32)}
-    assert group_rows(DataProto(columns)).tolist() == [0, 1, 0, 2, 1]
-
-
-def test_equal_tokens_with_other_media_are_two_groups() -> None:
-    prompts = Ragged.from_rows([[1, 2]] * 4, torch.int32)
-    digests = np.array(["a cat", "a dog", "a cat", ""], dtype=object)
-    assert group_rows(DataProto({"prompts": prompts}, {PROMPT_DIGEST: digests})).tolist() == [0, 1, 0, 2]
+def test_equal_prompts_are_a_group_unless_they_have_other_media() -> None:
+    prompts = Ragged.from_rows([[1, 2], [3], [1, 2], [1, 2, 0], [3]], torch.int32)
+    assert group_rows(DataProto({"prompts": prompts})).tolist() == [0, 1, 0, 2, 1]
+    digests = {PROMPT_DIGEST: np.array(["a cat", "", "a dog", "", ""], dtype=object)}
+    assert group_rows(DataProto({"prompts": prompts}, digests)).tolist() == [0, 1, 2, 3, 1]
 
 
 def test_cost_by_hand() -> None:
@@ -90,15 +76,13 @@ def test_no_micro_batch_exceeds_the_budget(num_groups: int, n: int, budget: int,
     rows = random_lengths(num_groups, n)
     found = plan(rows, budget=budget, shared=shared)
     assert sorted(np.concatenate(found).tolist()) == list(range(num_groups * n))
+    whole = np.unique(rows.groups, return_counts=True)[1]
     for part in found:
         groups = [part[rows.groups[part] == g] for g in np.unique(rows.groups[part])]
         assert sum(rows.tokens(group, shared=shared) for group in groups) <= budget
-
-
-def test_a_group_that_fits_is_never_cut() -> None:
-    rows = random_lengths(6, 8)
-    for part in plan(rows, budget=900):
-        assert all((rows.groups == group).sum() == (rows.groups[part] == group).sum() for group in rows.groups[part])
+        assert budget < 900 or [len(group) for group in groups] == [whole[g] for g in np.unique(rows.groups[part])], (
+            "a group that fits is never cut"
+        )
 
 
 def test_a_sequence_over_the_budget_runs_alone() -> None:
@@ -119,16 +103,6 @@ def test_all_ranks_make_equally_many() -> None:
     assert [len(part) for part in few] == [1, 0, 0]
 
 
-def test_costs_of_micro_batches_are_nearly_equal() -> None:
-    rows = random_lengths(32, 8)
-    costs = [
-        sum(rows.cost(np.flatnonzero(rows.groups == g)) for g in np.unique(rows.groups[p]))
-        for p in plan(rows, budget=3000)
-    ]
-    assert max(costs) / min(costs) < 1.1
-    assert costs == sorted(costs, reverse=True)
-
-
 def uneven_lengths(num_groups: int, n: int) -> Lengths:
     rng = np.random.default_rng(0)
     uids = np.repeat(np.array([f"p{i}" for i in range(num_groups)], dtype=object), n)
@@ -137,11 +111,17 @@ def uneven_lengths(num_groups: int, n: int) -> Lengths:
 
 
 def costs(lengths: Lengths, parts: list[np.ndarray]) -> list[float]:
-    """What each rank computes; a group's prompt counts on every rank that has some of it."""
+    """What each part takes; a group's prompt counts in every part that has some of it."""
     return [
         sum(lengths.cost(part[lengths.groups[part] == uid]) for uid in np.unique(lengths.groups[part]))
         for part in parts
     ]
+
+
+def test_costs_of_micro_batches_are_nearly_equal() -> None:
+    found = costs(rows := random_lengths(32, 8), plan(rows, budget=3000))
+    assert max(found) / min(found) < 1.1
+    assert found == sorted(found, reverse=True)
 
 
 def test_balance_by_hand() -> None:
@@ -172,15 +152,12 @@ def test_groups_stay_whole_where_that_is_even() -> None:
     assert max(in_order) / min(in_order) > 2, "rows cut in their order are not balanced: the check shows nothing"
 
 
-def test_three_groups_on_two_ranks() -> None:
-    """Two whole ones and a half each, rather than two against one."""
+def test_groups_that_are_too_few_are_cut() -> None:
+    """Of three groups two ranks have a whole one and a half each, rather than two against one; of a lone one all."""
     lengths = Lengths(np.repeat(np.arange(3), 4), np.full(12, 10), np.full(12, 50))
     parts = balance(lengths, 2)
     assert sorted(map(len, parts)) == [6, 6]
     found = costs(lengths, parts)
     assert max(found) / min(found) < 1.05
-
-
-def test_a_lone_group_is_cut() -> None:
     parts = balance(Lengths(np.zeros(8), np.full(8, 50), np.full(8, 20)), 4)
     assert [len(part) for part in parts] == [2, 2, 2, 2]

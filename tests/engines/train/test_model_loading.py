@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from grpo_dist.engines.settings import PassLimits
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.model_loading import as_in_files, lost_names
 from grpo_dist.engines.train.sharded_tensors import local_shard, whole
-from grpo_dist.errors import DataError
+from tests.engines.train.plain import built, causal_lm, told, weights
 from tests.messages import says
 from tests.models import random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import changed_model, lora, model_settings
+from tests.worker_settings import lora
 
-PLAIN = model_settings("")
 LORA = lora()
 WEIGHTS = "model.safetensors"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 EXPERTS = {"num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -63,6 +62,10 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+def others(held: dict[str, torch.Tensor], expected: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    return [n for n, t in expected if n not in held or held[n].dtype != t.dtype or not torch.equal(held[n], t)]
+
+
 def compare(rank: int, paths: dict[str, str], dtype: str) -> dict[str, Any]:
     """What differs from the model as transformers loads it, and how much of it this rank holds."""
     import transformers
@@ -71,22 +74,14 @@ def compare(rank: int, paths: dict[str, str], dtype: str) -> dict[str, Any]:
     logging.getLogger("grpo_dist.engines.train.model_loading").addFilter(lambda r: bool(told.append(r.getMessage())))
     found = {}
     for name, path in paths.items():
-        engine = FSDPEngine(replace(PLAIN, path=path, model_dtype=dtype), device="cpu", temperature=1.0)
+        engine = built(path, model_dtype=dtype)
         kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         expected = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=kind)
         own = {n: whole(p.detach()) for n, p in engine.model.named_parameters()}
-        same = [
-            n for n, p in expected.named_parameters() if n in own and own[n].dtype == p.dtype and torch.equal(own[n], p)
-        ]
-        held = dict(engine.model.named_buffers())
         found[name] = {
             "names": list(own) == [n for n, _ in expected.named_parameters()],
-            "other parameters": set(own) - set(same),
-            "other buffers": [
-                n
-                for n, b in expected.named_buffers()
-                if n not in held or held[n].dtype != b.dtype or not torch.equal(held[n], b)
-            ],
+            "others": others(own, expected.named_parameters())
+            + others(dict(engine.model.named_buffers()), expected.named_buffers()),
             "tied": engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight,
             "numbers": sum(local_shard(p).numel() for p in engine.model.parameters()),
             "told": [line for line in told if path in line],
@@ -100,47 +95,35 @@ def test_the_shards_are_what_transformers_loads(families: dict[str, str], ranks:
     for rank, result in enumerate(results):
         for name, found in result.items():
             assert found["names"], name
-            assert not found["other parameters"], name
-            assert not found["other buffers"], name
+            assert not found["others"], name
             assert found["tied"] == (FAMILIES[name][1].get("tie_word_embeddings", True)), name
             if ranks == 3:  # rank 0 alone may load a model whole, and says so
                 assert [WHOLE[name] in line for line in found["told"]] == [True] * (rank == 0 and name in WHOLE), name
     for name in families:  # no rank holds what another one holds
         total = sum(result[name]["numbers"] for result in results)
-        assert total == sum(weight.numel() for weight in _unique(families[name])), name
-
-
-def _unique(path: str) -> list[torch.Tensor]:
-    import transformers
-
-    return list(transformers.AutoModelForCausalLM.from_pretrained(path).parameters())
+        assert total == sum(weight.numel() for weight in causal_lm(families[name]).parameters()), name
 
 
 def in_several_files(rank: int, path: str, joined: str) -> dict[str, Any]:
     """On ranks of which two hold the same, from several files, and from rank 0; the random state is not touched."""
     torch.manual_seed(5)
-    settings = changed_model(PLAIN, path=path, fsdp_size=2)
-    engine = FSDPEngine(settings, device="cpu", temperature=1.0)
+    engine = built(path, fsdp_size=2)
     drawn = torch.rand(2).tolist()
     torch.manual_seed(5)
     assert drawn == torch.rand(2).tolist(), "loading draws no random number"
     data = random_batch(num_groups=1, n=2)
-    handed = FSDPEngine(replace(settings, path=joined), device="cpu", temperature=1.0)
     return {
-        "weights": {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")},
-        "handed out": {name: tensor.numpy().copy() for name, tensor in handed.full_parameters("float32")},
+        "weights": weights(engine),
+        "handed out": weights(built(joined, fsdp_size=2)),
         "own": sum(local_shard(p).numel() for p in engine.model.parameters()),
         "log_probs": engine.compute_log_probs(data, PassLimits("", 2)).values.tolist(),
     }
 
 
 def test_several_files_and_copies_of_the_shards(families: dict[str, str], tmp_path: Path) -> None:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(families["untied"], dtype=torch.float32)
+    model, joined = causal_lm(families["untied"]), causal_lm(families["joined_rows"])
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    joined = transformers.AutoModelForCausalLM.from_pretrained(families["joined_rows"], dtype=torch.float32)
     results = run_ranks(4, in_several_files, str(tmp_path), families["joined_rows"])
     for result in results:
         assert result["own"] == sum(weight.numel() for weight in model.parameters()) // 2
@@ -151,28 +134,62 @@ def test_several_files_and_copies_of_the_shards(families: dict[str, str], tmp_pa
             assert (result["handed out"][name] == weight.detach().numpy()).all(), name
 
 
+# --- what goes out -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["tied", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_what_goes_out_has_the_names_and_numbers_of_the_files(families: dict[str, str], name: str) -> None:
+    """One tensor at a time; nothing is converted in the first family."""
+    files, model = load_file(Path(families[name], WEIGHTS)), causal_lm(families[name])
+    held = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    assert (held.keys() <= files.keys()) == (name == "tied"), "there is something to convert"
+    given: list[str] = []
+    sent = as_in_files(model, ((key, given.append(key) or tensor) for key, tensor in held.items()))
+    found = [next(sent)]
+    assert len(given) == 1, "the first tensor goes out before the second one comes"
+    found += sent
+    assert sorted(key for key, _ in found) == sorted(files)
+    assert all(torch.equal(tensor, files[key]) for key, tensor in found)
+
+
+def test_experts_are_apart(families: dict[str, str]) -> None:
+    """By hand: expert 3's gate is the upper half of its rows in the stack, its up projection the lower one."""
+    model, prefix = causal_lm(families["qwen3_moe"]), "model.layers.1.mlp.experts"
+    stack = model.get_parameter(f"{prefix}.gate_up_proj").detach()
+    assert stack.shape == (5, 2 * 24, 32)
+    found = dict(as_in_files(model, ((name, p.detach()) for name, p in model.named_parameters())))
+    assert torch.equal(found[f"{prefix}.3.gate_proj.weight"], stack[3, :24])
+    assert torch.equal(found[f"{prefix}.3.up_proj.weight"], stack[3, 24:])
+    assert f"{prefix}.gate_up_proj" not in found
+
+
+def test_names_that_would_be_lost(families: dict[str, str]) -> None:
+    """Without a way back the stacks of two layers go out as they are, and no file has them."""
+    model = causal_lm(families["qwen3_moe"]).to("meta")
+    model.tie_weights()
+    files = {name: tensor.to("meta") for name, tensor in load_file(Path(families["qwen3_moe"], WEIGHTS)).items()}
+    assert lost_names(model, files) == []
+    assert lost_names(model, files | {EXPERT: torch.empty(49, 32, device="meta")}) == [EXPERT]
+    assert lost_names(model, {name: tensor for name, tensor in files.items() if name != EXPERT}) == [EXPERT]
+    model._weight_conversions = []
+    stacks = [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("down_proj", "gate_up_proj")]
+    assert lost_names(model, files) == stacks
+
+
 # --- LoRA ------------------------------------------------------------------------------------------------------------
 def draw(rank: int, path: str) -> dict[str, Any]:
     torch.manual_seed(7)
     engine = trainable_engine(path, lora=LORA)
     then = torch.rand(1).item()
-    factors = {
-        name: whole(weight.detach()).numpy() for name, weight in engine.model.named_parameters() if ".lora_" in name
-    }
-    return {
-        "factors": factors,
-        "then": then,
-        "trained": [n for n, p in engine.model.named_parameters() if p.requires_grad],
-    }
+    own = dict(engine.model.named_parameters())
+    factors = {name: whole(weight.detach()).numpy() for name, weight in own.items() if ".lora_" in name}
+    return {"factors": factors, "then": then, "trained": [n for n, p in own.items() if p.requires_grad]}
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("family", ["tied", "gpt2"])
 def test_lora_starts_as_peft_starts_it_on_any_number_of_ranks(families: dict[str, str], family: str) -> None:
-    import transformers
     from peft import LoraConfig, inject_adapter_in_model
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(families[family], dtype=torch.float32)
+    model = causal_lm(families[family])
     torch.manual_seed(7)
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), model)
     then = torch.rand(1).item()
@@ -190,11 +207,7 @@ def test_lora_starts_as_peft_starts_it_on_any_number_of_ranks(families: dict[str
 def refusals(rank: int, paths: list[str]) -> list[str]:
     messages = []
     for path in paths:
-        try:
-            FSDPEngine(replace(PLAIN, path=path), device="cpu", temperature=1.0)
-            messages.append("")
-        except DataError as error:
-            messages.append(str(error))
+        messages.append(told(built, path))
         dist.barrier()
     return messages
 
@@ -209,26 +222,21 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
 
 def change_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        weights = load_file(folder / WEIGHTS)
-        change(weights)
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
     return apply
 
 
 EMBEDDING, QUERY = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
-EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 WRONG: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("tied", change_weights(lambda w: w.pop(QUERY)), ["incomplete", QUERY]),
     ("tied", change_weights(lambda w: w.update({"model.extra": torch.ones(3)})), ["model.extra", "config"]),
     # larger than the model: every rank would find as many rows as it asks for
     ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(64, 32)})), [QUERY, "(64, 32)", "(32, 32)"]),
     ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(5, 32)})), [QUERY, "(5, 32)", "(32, 32)"]),
-    (
-        "tied",
-        change_weights(lambda w: w[QUERY][31].fill_(float("nan"))),
-        ["nan or infinity", QUERY],
-    ),  # of the last rank
+    ("tied", change_weights(lambda w: w[QUERY][31].fill_(torch.nan)), ["nan or infinity", QUERY]),  # of the last rank
     ("tied", change_weights(lambda w: w.update({"lm_head.weight": w[EMBEDDING] + 1})), ["lm_head.weight", EMBEDDING]),
     ("untied", change_weights(lambda w: w.pop("lm_head.weight")), ["incomplete", "lm_head.weight"]),
     ("qwen3_moe", change_weights(lambda w: w.pop(EXPERT)), ["model.layers.1.mlp.experts"]),
@@ -246,7 +254,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(families: dict[str, str], tm
         paths.append(str(tmp_path / str(i)))
     for messages in run_ranks(2, refusals, paths):
         for path, message, (_, _, parts) in zip(paths, messages, WRONG, strict=True):
-            says(message, f"actor_rollout_ref.model.path={path}", *parts)
+            says(message, "DataError", f"actor_rollout_ref.model.path={path}", *parts)
 
 
 def test_a_copy_of_the_tied_weight_in_the_file_is_no_fault(families: dict[str, str], tmp_path: Path) -> None:
@@ -254,7 +262,7 @@ def test_a_copy_of_the_tied_weight_in_the_file_is_no_fault(families: dict[str, s
     change_weights(lambda w: w.update({"lm_head.weight": w[EMBEDDING].clone()}))(folder)
     for result in run_ranks(2, compare, {"tied": str(folder)}, "fp32"):
         assert result["tied"]["tied"]
-        assert not result["tied"]["other parameters"]
+        assert not result["tied"]["others"]
 
 
 CODE = """
@@ -273,7 +281,7 @@ class OwnCausalLM(LlamaForCausalLM):
 
 
 def with_code(rank: int, path: str) -> tuple[list[float], list[float], float]:
-    engine = FSDPEngine(changed_model(PLAIN, path=path, trust_remote_code=True), device="cpu", temperature=1.0)
+    engine = built(path, trust_remote_code=True)
     data = random_batch(num_groups=1, n=2)
     numbers = engine.compute_log_probs(data, PassLimits("", 2)).values
     scale = whole(engine.model.get_parameter("scale").detach())

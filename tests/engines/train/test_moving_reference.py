@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,16 @@ import torch
 
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.checkpoint import training_state
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import whole
-from grpo_dist.errors import CheckpointError
+from tests.engines.train.plain import built, told, weights
 from tests.messages import says
 from tests.models import random_batch
 from tests.ranks import run_ranks
-from tests.worker_settings import model_settings
-
-
-def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
 
 
 def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     """A quarter of the way to weights of 2 everywhere; saved; then all the way to 3; read again."""
-    engine = FSDPEngine(model_settings(path), device="cpu", temperature=1.0)
+    engine = built(path)
     first = weights(engine)
     engine.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in first.items()), 0.25)
     mixed = weights(engine)
@@ -37,19 +30,9 @@ def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     engine.mix_parameters(((name, torch.full(value.shape, 3.0)) for name, value in first.items()), 1.0)
     replaced = weights(engine)
     engine.load_checkpoint(folder / "ref")
-    try:
-        engine.load_checkpoint(folder / "nowhere")
-        message = ""
-    except CheckpointError as error:
-        message = str(error)
-    return {
-        "first": first,
-        "mixed": mixed,
-        "replaced": replaced,
-        "read": weights(engine),
-        "head": head.weight.numpy(),
-        "message": message,
-    }
+    message = told(engine.load_checkpoint, folder / "nowhere")
+    found = {"first": first, "mixed": mixed, "replaced": replaced, "read": weights(engine)}
+    return found | {"head": head.weight.numpy(), "message": message}
 
 
 @pytest.mark.parametrize(("model", "size"), [("tied", 2), ("untied", 2), ("tied", 1)])
@@ -63,16 +46,14 @@ def test_it_moves_and_is_read_again(random_models: dict[str, str], model: str, s
             np.testing.assert_array_equal(rank["read"][name], rank["mixed"][name])
         output = "lm_head.weight" if model == "untied" else "model.embed_tokens.weight"
         np.testing.assert_array_equal(rank["head"], rank["mixed"][output])
-        says(rank["message"], "nowhere", "checkpoint")
+        says(rank["message"], "CheckpointError", "nowhere", "checkpoint")
 
 
 def drift(rank: int, path: str) -> dict[str, Any]:
     """A hundred moves by 1 % towards weights 1 % larger, with passes in bf16 between them; then the state is read."""
     found = {}
-    for held, compute in (("fp32", "bf16"), ("fp32", "fp32")):
-        engine = FSDPEngine(
-            model_settings(path, model_dtype=held, compute_dtype=compute), device="cpu", temperature=1.0
-        )
+    for compute in ("bf16", "fp32"):
+        engine = built(path, compute_dtype=compute)
         data = random_batch(num_groups=1, n=2)
         goal = {name: torch.from_numpy(1.01 * value) for name, value in weights(engine).items()}
         before = engine.compute_log_probs(data, PassLimits("", 2)).values.numpy().copy()
@@ -101,12 +82,10 @@ def test_small_shares_add_up_in_bf16(ranks: int, random_models: dict[str, str]) 
 
 def taken_over(rank: int, path: str, folder: Path) -> dict[str, Any]:
     """A checkpoint of a reference that was held in bf16, read by one that is held in fp32; then a small move."""
-    settings = model_settings(path, model_dtype="bf16", compute_dtype="bf16")
-    old = FSDPEngine(settings, device="cpu", temperature=1.0)
+    old, new = (built(path, model_dtype=dtype, compute_dtype="bf16") for dtype in ("bf16", "fp32"))
     old.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in weights(old).items()), 0.25)
     old.begin_save(folder)
     old.finished_save(wait=True)
-    new = FSDPEngine(replace(settings, model_dtype="fp32"), device="cpu", temperature=1.0)
     new.load_checkpoint(folder)
     read = weights(new)
     new.mix_parameters(((name, torch.full(value.shape, 3.0)) for name, value in read.items()), 1e-3)

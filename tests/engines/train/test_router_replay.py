@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.router_replay import RouterReplay
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged, metric_values
+from tests.engines.train.plain import weights, with_sgd
 from tests.messages import refuses, says
 from tests.models import EXPERTS, branching_batch, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
@@ -116,32 +118,37 @@ def test_what_cannot_replay_is_refused() -> None:
 
 
 # --- whole passes --------------------------------------------------------------------------------------------------
-LIMITS: dict[str, tuple[str, dict[str, Any]]] = {
-    "padded": ("padded", {"limits": PassLimits("", 100)}),
-    "padded, 3 rows at a time": ("padded", {"limits": PassLimits("", 3)}),
-    "packed, 60 tokens at a time": ("packed", {"limits": PassLimits("", 1, 60)}),
-    "shared": ("shared", {"limits": PassLimits("", 100)}),
-    "shared, 40 tokens at a time": ("shared", {"limits": PassLimits("", 1, 40)}),
-    "shared, layers computed again": ("shared", {"limits": PassLimits("", 5)}),
+LIMITS: dict[str, tuple[str, PassLimits]] = {
+    "padded": ("padded", PassLimits("", 100)),
+    "padded, 3 rows at a time": ("padded", PassLimits("", 3)),
+    "packed, 60 tokens at a time": ("packed", PassLimits("", 1, 60)),
+    "shared": ("shared", PassLimits("", 100)),
+    "shared, 40 tokens at a time": ("shared", PassLimits("", 1, 40)),
+    "shared, layers computed again": ("shared", PassLimits("", 5)),
 }
 LR = 0.1
 
 
-def passes(rank: int, path: str, shards: list[list[int]], ways: list[str], *, branches: bool, **more: Any) -> Any:
+def passes(
+    rank: int, path: str, shards: list[list[int]], ways: Iterable[str], *, branches: bool = False, **more: Any
+) -> dict[str, Any]:
     out = {}
     for way in ways:
         layout, limits = LIMITS[way]
-        again = "again" in way
-        engine = trainable_engine(path, layout=layout, gradient_checkpointing=again, replays_routes=True, **more)
-        engine.grad_clip = float("inf")
-        engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=LR)  # its step is the gradient
+        more |= {"layout": layout, "enable_gradient_checkpointing": "again" in way, "replays_routes": True}
+        engine = with_sgd(path, LR, temperature=0.7, **more)  # whose step is the gradient
         data = with_recorded((branching_batch if branches else random_batch)(4, 5)).index(shards[rank])
-        before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
-        log_probs = engine.compute_log_probs(data, **limits).values.numpy().copy()
-        metrics = engine.train_mini_batch(data, objective=objective(), **limits).metrics
-        gradients = {n: (before[n] - t).div(LR).numpy() for n, t in engine.full_parameters("float32")}
+        before = weights(engine)
+        log_probs = engine.compute_log_probs(data, limits).values.numpy().copy()
+        metrics = engine.train_mini_batch(data, objective(), limits).metrics
+        gradients = {name: (before[name] - weight) / LR for name, weight in weights(engine).items()}
         out[way] = {"log_probs": log_probs, "metrics": metrics, "gradients": gradients, "report": engine.forward.report}
     return out
+
+
+def compiled_passes(rank: int, path: str, shards: list[list[int]], ways: Iterable[str]) -> dict[str, Any]:
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        return passes(rank, path, shards, ways, use_torch_compile=True)
 
 
 @pytest.fixture(scope="module")
@@ -154,25 +161,8 @@ ALL = list(range(20))
 
 @pytest.fixture(scope="module")
 def whole(path: str) -> dict[str, Any]:
-    (out,) = run_ranks(1, passes_in_a_row, path, [ALL], list(LIMITS))
+    (out,) = run_ranks(1, passes, path, [ALL], list(LIMITS))
     return out
-
-
-def passes_in_a_row(rank: int, path: str, shards: list[list[int]], ways: list[str]) -> dict[str, Any]:
-    return passes(rank, path, shards, ways, branches=False)
-
-
-def passes_of_branches(rank: int, path: str, shards: list[list[int]], ways: list[str]) -> dict[str, Any]:
-    return passes(rank, path, shards, ways, branches=True)
-
-
-def split_passes(rank: int, path: str, shards: list[list[int]], ways: list[str]) -> dict[str, Any]:
-    return passes(rank, path, shards, ways, branches=False, sequence_parallel_size=2)
-
-
-def compiled_passes(rank: int, path: str, shards: list[list[int]], ways: list[str]) -> dict[str, Any]:
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
-        return passes(rank, path, shards, ways, branches=False, use_torch_compile=True)
 
 
 def assert_same_update(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -218,16 +208,15 @@ def by_hand(router: Any, chosen: torch.Tensor) -> Any:
     return forward
 
 
-@pytest.mark.parametrize("run", [passes_in_a_row, split_passes], ids=["two ranks", "one sequence on two ranks"])
-def test_ranks_change_nothing(path: str, whole: dict[str, Any], run: Any) -> None:
-    shards = [ALL, ALL] if run is split_passes else [ALL[:7], ALL[7:]]
-    first, second = run_ranks(2, run, path, shards, ["shared, 40 tokens at a time"])
+@pytest.mark.parametrize("split", [False, True], ids=["two ranks", "one sequence on two ranks"])
+def test_ranks_change_nothing(path: str, whole: dict[str, Any], split: bool) -> None:
     way = "shared, 40 tokens at a time"
-    parts = [first] if run is split_passes else [first, second]
-    found = np.concatenate([part[way]["log_probs"] for part in parts])
-    np.testing.assert_allclose(found, whole["padded"]["log_probs"], atol=1e-5)
+    run = functools.partial(passes, sequence_parallel_size=2) if split else passes
+    found = [each[way] for each in run_ranks(2, run, path, [ALL, ALL] if split else [ALL[:7], ALL[7:]], [way])]
+    log_probs = np.concatenate([part["log_probs"] for part in found[: 1 if split else 2]])
+    np.testing.assert_allclose(log_probs, whole["padded"]["log_probs"], atol=1e-5)
     for name, gradient in whole["padded"]["gradients"].items():
-        np.testing.assert_allclose(first[way]["gradients"][name], gradient, atol=2e-5, rtol=1e-3, err_msg=name)
+        np.testing.assert_allclose(found[0]["gradients"][name], gradient, atol=2e-5, rtol=1e-3, err_msg=name)
 
 
 @pytest.mark.long
@@ -241,7 +230,7 @@ def test_compiled_layers_change_nothing(path: str, whole: dict[str, Any]) -> Non
 
 def test_branches_of_an_episode_have_their_own(path: str) -> None:
     ways = ["padded, 3 rows at a time", "packed, 60 tokens at a time", "shared, 40 tokens at a time"]
-    (out,) = run_ranks(1, passes_of_branches, path, [ALL], ways)
+    (out,) = run_ranks(1, functools.partial(passes, branches=True), path, [ALL], ways)
     for way in ways[1:]:
         assert LIMITS[way][0] in out[way]["report"]
         np.testing.assert_allclose(out[way]["log_probs"], out[ways[0]]["log_probs"], atol=1e-5)

@@ -1,4 +1,4 @@
-"""The pass that trains computes what the passes before it did: no dropout, and recomputed layers change nothing."""
+"""The pass that trains computes what the passes before it did: no dropout; recomputing and compiling change nothing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import contextlib
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.engines.settings import PassLimits
-from grpo_dist.engines.train.fsdp_model import recompute_layers
+from grpo_dist.engines.train.attention import compiled_whole
+from grpo_dist.engines.train.fsdp_model import build_model, recompute_layers
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, metric_values
-from tests.messages import refuses
+from tests.engines.train.plain import weights
+from tests.messages import refuses, says
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 DROPOUT = {
     "GPT2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -62,8 +66,7 @@ def steps(rank: int, path: str, lora: LoraSection | None) -> dict[str, Any]:
         engine.compute_log_probs(data, PassLimits("", 8))
         before = len(runs)
         metrics = engine.train_mini_batch(data, objective(), PassLimits("", 8)).metrics
-        weights = {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
-        out[recomputed] = len(runs) - before, metrics["actor/grad_norm"].value, weights
+        out[recomputed] = len(runs) - before, metrics["actor/grad_norm"].value, weights(engine)
     return out
 
 
@@ -74,8 +77,8 @@ def test_layers_are_computed_again_in_the_backward_pass(lora: LoraSection | None
         kept, recomputed = found[False], found[True]
         assert (kept[0], recomputed[0]) == (1, 2)
         assert recomputed[1] == pytest.approx(kept[1], rel=1e-5)
-        for name, weights in kept[2].items():
-            np.testing.assert_allclose(recomputed[2][name], weights, atol=1e-5, err_msg=name)
+        for name, weight in kept[2].items():
+            np.testing.assert_allclose(recomputed[2][name], weight, atol=1e-5, err_msg=name)
 
 
 class Elsewhere(torch.autograd.graph.saved_tensors_hooks):
@@ -109,3 +112,88 @@ def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
     model._no_split_modules = None
     with refuses(ConfigError, "enable_gradient_checkpointing=true", "false"):
         recompute_layers(model, "model")
+
+
+# --- compiled layers -------------------------------------------------------------------------------------------------
+def test_a_kernel_that_is_compiled_too_often_is_an_error_with_advice() -> None:
+    """And not, as torch would have it, slow from then on."""
+    limit = torch._dynamo.config.recompile_limit
+    kernel = compiled_whole(lambda x, name: x + len(name), backend="eager")
+    names = ["a" * length for length in range(1, limit + 2)]
+    for name in names[:-1]:
+        assert kernel(torch.zeros(1), name).item() == len(name)
+    with refuses(ConfigError, "model.use_remove_padding=true", f"{limit} times", "false"):
+        kernel(torch.zeros(1), names[-1])
+
+
+def fails(function: Any, **options: Any) -> Any:
+    """In the place of torch.compile: what it makes cannot be built."""
+    return mock.Mock(side_effect=RuntimeError("no such kernel"))
+
+
+def differs(function: Any, **options: Any) -> Any:
+    """In the place of torch.compile: what it makes computes something else."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return result * 1.5 if isinstance(result, torch.Tensor) else result
+
+    return run
+
+
+COMPILERS: dict[str, Any] = {
+    "own code": None,
+    "compiled": functools.partial(torch.compile, backend="aot_eager"),  # its graphs, without kernels
+    "fails": fails,
+    "differs": differs,
+}
+
+
+def compiled_steps(rank: int, path: str, compiler: str, layout: str) -> dict[str, Any]:
+    """Log-probs, the metrics of the last of two optimizer steps, and the weights."""
+    used = COMPILERS[compiler]
+    with mock.patch.object(torch, "compile", used or torch.compile):
+        engine = trainable_engine(path, layout=layout, use_torch_compile=used is not None, gradient_checkpointing=True)
+        data = random_batch(num_groups=4, n=2).slice(4 * rank, 4 * rank + 8 // dist.get_world_size())
+        log_probs = engine.compute_log_probs(data, PassLimits("", 3))
+        results = [engine.train_mini_batch(data, objective(), PassLimits("", size)) for size in (2, 3)]
+    return {
+        "log_probs": log_probs.values.numpy(),
+        "weights": np.concatenate([weight.ravel() for weight in weights(engine).values()]),
+        "report": engine.forward.report,
+        "loss": metric_values(results[-1].metrics)["actor/loss"],
+    }
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "padded"), pytest.param(2, "shared", marks=pytest.mark.long)])
+def test_compiled_layers_train_the_same_model(random_models: dict[str, str], ranks: int, layout: str) -> None:
+    own, found = (
+        run_ranks(ranks, compiled_steps, random_models["tied"], name, layout)[0] for name in ("own code", "compiled")
+    )
+    says(found["report"], "compiled")
+    np.testing.assert_allclose(found["log_probs"], own["log_probs"], atol=1e-5)
+    np.testing.assert_allclose(found["weights"], own["weights"], atol=2e-5)
+    assert found["loss"] == pytest.approx(own["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "key", "compiles"),
+    [("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True)],
+)
+def test_layers_are_compiled_on_gpus(
+    random_models: dict[str, str], device: str, key: bool | None, compiles: bool
+) -> None:
+    """Unless the key says otherwise."""
+    settings = model_settings(random_models["tied"], layout="padded", use_torch_compile=key)
+    assert (build_model(settings, device, shards=1).model.compiler is not None) == compiles
+
+
+@pytest.mark.parametrize(("compiler", "why"), [("fails", "RuntimeError"), ("differs", "differ")])
+def test_a_compiler_that_does_not_fit_is_left_off(random_models: dict[str, str], compiler: str, why: str) -> None:
+    own, found = (
+        run_ranks(2, compiled_steps, random_models["tied"], name, "padded")[0] for name in ("own code", compiler)
+    )
+    says(found["report"], "torch.compile", why)
+    for name in ("log_probs", "weights"):
+        np.testing.assert_array_equal(found[name], own[name])

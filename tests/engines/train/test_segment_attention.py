@@ -20,9 +20,7 @@ from tests.engines.train.test_attention import ROWS
 from tests.tensor_sizes import largest_tensor
 from tests.tiers import covering
 
-MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-GROUPED: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-VISIBLE = ROWS[0] >= 0
+MODULE: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 SINKS = (1.0, -1.0, 6.0, 0.0)
 
 
@@ -51,9 +49,6 @@ def test_runs_by_hand() -> None:
     found = [(run.start, run.length, run.seen) for run in segment_runs(ROWS)]
     starts, lengths = (0, 3, 5, 6, 8, 9, 11, 12), (3, 2, 1, 2, 1, 2, 1, 10)
     assert found == list(zip(starts, lengths, ((), (0,), (0,), (), (3,), None, (), None), strict=True))
-
-
-def test_runs_of_a_tree_see_all_that_they_follow() -> None:
     assert [run.seen for run in segment_runs(TREE)] == [(), (0,), (0, 1), (0, 1), (0, 1, 3), (0, 1, 3), (0,)]
 
 
@@ -68,9 +63,6 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert responses.real.tolist() == [[True, True], [True, False]]
     assert (responses.masks[0][0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
     assert prompts.queries.tolist() == prompts.keys.tolist() == [[0, 1, 2]]
-
-
-def test_a_long_segment_is_alone() -> None:
     plan = plan_segments(ROWS[:, :1, :6], batched_tokens=1)
     assert [batch.queries.tolist() for batch in plan.batches] == [[[5]]]
     assert plan.alone == [0, 1], "the prompt and the response of 2 tokens"
@@ -103,34 +95,6 @@ MIXED = rows_of([(30, [40, 38, 7, 1]), (3, [12]), (9, []), (28, [3, 37])])
 SEGMENTS = {"rows": ROWS, "mixed": MIXED, "tree": TREE}
 
 
-@pytest.mark.parametrize(
-    ("kind", "key_heads", "lengths"),
-    covering(SEGMENTS, (4, 2, 1), ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512))),
-)
-def test_it_equals_the_dense_mask(
-    kind: str, key_heads: int, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 to rounding, values and gradients, with heads of values that are wider than those of keys."""
-    segments, (batched_tokens, queries) = SEGMENTS[kind], lengths
-    monkeypatch.setattr(segment_attention, "QUERIES", queries)
-    generator = torch.Generator().manual_seed(0)
-    _, rows, width = segments.shape
-    visible = segments[0] >= 0
-    inputs = [
-        torch.randn(rows, heads, width, size, generator=generator, requires_grad=True)
-        for heads, size in ((4, 8), (key_heads, 8), (key_heads, 6))
-    ]
-    weights = torch.randn(rows, width, 4, 6, generator=generator) * visible[..., None, None]  # padding is not looked at
-    results = []
-    for mask, plan in ((None, plan_segments(segments, batched_tokens)), (dense_mask(segments), None)):
-        module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
-        out, _ = segment_attention_forward(module, *inputs, mask, scaling=0.3, segments=plan)  # type: ignore[arg-type]
-        assert plan is None or not out[~visible].any()
-        results.append([out[visible], *torch.autograd.grad((out * weights).sum(), inputs)])
-    for mine, dense in zip(*results, strict=True):
-        torch.testing.assert_close(mine, dense, atol=1e-5, rtol=1e-5)
-
-
 def positions_of(segments: torch.Tensor) -> torch.Tensor:
     """(B, L): as many tokens as each one sees before it."""
     return dense_mask(segments)[:, 0].sum(-1) - 1
@@ -146,45 +110,63 @@ def by_hand(inputs: list[torch.Tensor], mask: torch.Tensor, scale: float, sinks:
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("batched_tokens", "queries"), [(0, 7), (20, 7), (100, 512)])
-@pytest.mark.parametrize(("window", "sinks"), [(5, None), (0, SINKS), (1, SINKS), (33, SINKS)])
-@pytest.mark.parametrize("segments", [MIXED, TREE], ids=["mixed", "tree"])
-def test_sinks_and_windows(
-    segments: torch.Tensor, sinks: Any, window: int, batched_tokens: int, queries: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "key_heads", "lengths", "extras"),
+    covering(
+        SEGMENTS,
+        (4, 2, 1),
+        ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512)),
+        ((0, None), (5, None), (0, SINKS), (1, SINKS), (33, SINKS)),
+    ),
+)
+def test_it_equals_attention_by_hand(
+    kind: str, key_heads: int, lengths: tuple[int, int], extras: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients, those of the sinks too, are those of attention by hand; small sinks hide little."""
+    """Values and gradients, those of the sinks too; heads of values are narrower than those of keys."""
+    segments, (batched_tokens, queries), (window, sinks) = SEGMENTS[kind], lengths, extras
     monkeypatch.setattr(segment_attention, "QUERIES", queries)
     generator = torch.Generator().manual_seed(0)
     _, rows, width = segments.shape
     visible = segments[0] >= 0
-    leaves = [torch.randn(rows, n, width, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
+    leaves = [
+        torch.randn(rows, heads, width, size, generator=generator, requires_grad=True)
+        for heads, size in ((4, 8), (key_heads, 8), (key_heads, 6))
+    ]
     own = None if sinks is None else torch.tensor(sinks, requires_grad=True)
-    weights = torch.randn(rows, width, 4, 8, generator=generator) * visible[..., None, None]
+    weights = torch.randn(rows, width, 4, 6, generator=generator) * visible[..., None, None]  # padding is not looked at
     mask, at = dense_mask(segments), positions_of(segments)
     if window:
         mask = mask & (at.unsqueeze(2) - at.unsqueeze(1) < window).unsqueeze(1)
+    module: Any = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
     options: Any = {"scaling": 0.3, "s_aux": own, "sliding_window": window or None}
     plan = plan_segments(segments, batched_tokens, [window] if window else [])
-    found, _ = segment_attention_forward(GROUPED, *leaves, None, segments=plan, **options)
-    expected = by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own)
+    outs = [
+        by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own),
+        segment_attention_forward(module, *leaves, None, segments=plan, **options)[0],
+    ]
+    assert not outs[1][~visible].any()
+    if extras == (0, None):
+        outs.append(segment_attention_forward(module, *leaves, mask, scaling=0.3, segments=None)[0])
     wanted = [*leaves, *([] if own is None else [own])]
-    torch.testing.assert_close(found[visible], expected[visible], atol=1e-5, rtol=1e-5)
-    found_gradients, gradients = (torch.autograd.grad((out * weights).sum(), wanted) for out in (found, expected))
-    for mine, other in zip(found_gradients, gradients, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    expected, *others = ([out[visible], *torch.autograd.grad((out * weights).sum(), wanted)] for out in outs)
+    for found in others:
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
-def test_sinks_and_windows_of_flex_attention() -> None:
-    """Forward only, as it is on CPU."""
+def test_flex_attention_under_block_masks() -> None:
+    """With sinks and windows, and without; forward only, as it is on CPU. The dense mask gives the same by SDPA."""
     generator = torch.Generator().manual_seed(0)
     flat = [torch.randn(1, n, TREE.shape[2], 8, generator=generator) for n in (4, 2, 2)]
-    at, sinks = positions_of(TREE), torch.tensor(SINKS)
-    options: Any = {"scaling": 0.3, "s_aux": sinks, "windows": {5: block_mask(TREE, at, 5)}}
-    for window in (None, 5):
-        found, _ = flex_attention_forward(GROUPED, *flat, block_mask(TREE), sliding_window=window, **options)
+    at = positions_of(TREE)
+    options: Any = {"scaling": 0.3, "windows": {5: block_mask(TREE, at, 5)}}
+    for window, sinks in ((None, None), (None, SINKS), (5, SINKS)):
+        own = None if sinks is None else torch.tensor(sinks)
         near = at.unsqueeze(2) - at.unsqueeze(1) < (window or 1000)
-        expected = by_hand(flat, dense_mask(TREE) & near.unsqueeze(1), 0.3, sinks)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        expected = by_hand(flat, dense_mask(TREE) & near.unsqueeze(1), 0.3, own)
+        for mask in (block_mask(TREE), *([dense_mask(TREE)] if own is None else [])):
+            found, _ = flex_attention_forward(MODULE, *flat, mask, sliding_window=window, s_aux=own, **options)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -194,7 +176,7 @@ def test_sinks_of_padded_sequences(masked: bool) -> None:
     leaves = [torch.randn(2, n, 9, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
     sinks = torch.tensor(SINKS, requires_grad=True)
     seen = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
-    found, _ = padded_attention_forward(GROUPED, *leaves, seen if masked else None, scaling=0.3, s_aux=sinks)
+    found, _ = padded_attention_forward(MODULE, *leaves, seen if masked else None, scaling=0.3, s_aux=sinks)
     expected = by_hand(leaves, seen, 0.3, sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     results = (torch.autograd.grad(out.square().sum(), [*leaves, sinks]) for out in (found, expected))

@@ -10,16 +10,16 @@ import torch
 import transformers
 
 from grpo_dist.algorithms.settings import TrainingSettings
-from grpo_dist.config.schema_roles import AdamWConfig
-from grpo_dist.engines.settings import ModelSettings, PassLimits
+from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import attention, model_loading, ulysses
 from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
+from tests.engines.train.plain import built, told, weights, with_sgd
 from tests.equivalence.test_layout import batch
-from tests.messages import says
+from tests.messages import refuses, says
 from tests.models import EXPERTS, objective, random_classifier, random_model, without_memory
 from tests.ranks import LIMIT_S, run_ranks
 from tests.worker_settings import lora, model_settings, value_settings
@@ -54,16 +54,9 @@ SPLITS: dict[str, tuple[int, int, list[list[int]], int, int]] = {
 }
 
 
-def engine(path: str, size: int = 1, *, trains: bool = True, **changes: Any) -> FSDPEngine:
+def engine(path: str, size: int = 1, **changes: Any) -> FSDPEngine:
     """With plain SGD of rate 1, so that the weights after a step are those before less the gradient."""
-    model = model_settings(path, sequence_parallel_size=size, **changes)
-    optimizer = (
-        AdamWConfig(lr=1.0, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None) if trains else None
-    )
-    made = FSDPEngine(model, device="cpu", temperature=0.7, optimizer=optimizer)
-    if trains:
-        made.optimizer = torch.optim.SGD([p for p in made.model.parameters() if p.requires_grad], lr=1.0)
-    return made
+    return with_sgd(path, 1.0, temperature=0.7, sequence_parallel_size=size, **changes)
 
 
 def rows() -> DataProto:
@@ -93,7 +86,7 @@ def train(rank: int, paths: dict[str, str], split: tuple[int, int, list[list[int
         out[name] = {
             "columns": {column: ragged.values.numpy().copy() for column, ragged in found.items()},
             "metrics": metrics,
-            "weights": {key: tensor.numpy().copy() for key, tensor in made.full_parameters("float32")},
+            "weights": weights(made),
             "evaluated": made.evaluate(own, settings, PassLimits("", sequences)),
             "report": made.forward.report,
         }
@@ -138,32 +131,24 @@ OTHERS = [
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("split", OTHERS)
-def test_metrics_and_gradients_are_those_of_one_rank(runs: Runs, split: str, case: str) -> None:
-    (plain,), ranks = runs["1 rank"], runs[split]
-    size = SPLITS[split][1]
+def test_ranks_of_a_group_have_what_one_rank_has(runs: Runs, split: str, case: str) -> None:
+    """Metrics, gradients, and the values of all tokens of the group's rows."""
+    plain, ranks = runs["1 rank"][0][case], runs[split]
+    _, size, groups, _, _ = SPLITS[split]
     for kind in ("metrics", "evaluated"):
         merged = metric_values(merge_metrics([found[case][kind] for found in ranks[::size]]))
-        assert merged == pytest.approx(metric_values(plain[case][kind]), rel=1e-4, abs=1e-5)
-    before = runs["1 rank"][0][case]["weights"]
-    for found in ranks:
-        for name, weight in found[case]["weights"].items():
-            np.testing.assert_allclose(weight, before[name], rtol=1e-4, atol=2e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("split", OTHERS)
-def test_every_rank_of_a_group_has_the_values_of_all_its_tokens(runs: Runs, split: str, case: str) -> None:
-    (plain,), ranks = runs["1 rank"], runs[split]
-    _, size, groups, _, _ = SPLITS[split]
+        assert merged == pytest.approx(metric_values(plain[kind]), rel=1e-4, abs=1e-5)
     lengths = rows()["responses"].lengths.tolist()
     for rank, found in enumerate(ranks):
+        for name, weight in found[case]["weights"].items():
+            np.testing.assert_allclose(weight, plain["weights"][name], rtol=1e-4, atol=2e-5, err_msg=name)
         own = [sum(lengths[:row]) + i for row in groups[rank // size] for i in range(lengths[row])]
         for name, values in found[case]["columns"].items():
-            expected = plain[case]["columns"][name][own]
+            expected = plain["columns"][name][own]
             np.testing.assert_allclose(values, expected.reshape(values.shape), atol=3e-5, err_msg=name)
         assert found[case]["report"].startswith("packed" if "packed" in case else "shared"), found[case]["report"]
         assert f"split over {size} ranks" in found[case]["report"]
-        difference = np.abs(found["bf16"] - plain["bf16"][own])
+        difference = np.abs(found["bf16"] - runs["1 rank"][0]["bf16"][own])
         assert not own or difference.mean() < 0.05, "other sums round otherwise"
 
 
@@ -237,7 +222,7 @@ def by_flex(rank: int, path: str, size: int) -> list[float]:
     on_cpu = attention.attention_implementation
     model_loading.attention_implementation = lambda model, layout, device: on_cpu(model, layout, "cuda")
     try:
-        made = engine(path, size, trains=False)
+        made = built(path, temperature=0.7, sequence_parallel_size=size)
         assert made.model.config._attn_implementation == attention.FLEX
         return made.compute_log_probs(rows(), PassLimits("", 16)).values.tolist()
     finally:
@@ -286,48 +271,38 @@ def test_flash_attention_gets_the_lengths_of_whole_rows(monkeypatch: pytest.Monk
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-def settings(size: int) -> ModelSettings:
-    return model_settings("a/model", sequence_parallel_size=size)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 1), (4, 2, 2), (4, 2, 4), (6, 6, 3), (4, 1, 2)])
-def test_heads_that_split(heads: int, kv_heads: int, size: int) -> None:
-    check_split(transformers.Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv_heads), settings(size))
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "fitting"),
-    [(4, 2, 3, "1 or 2 or 4"), (12, 4, 6, "1 or 2 or 4 or 12"), (4, 4, 8, "4")],
+    [
+        *((*sizes, "") for sizes in ((4, 2, 1), (4, 2, 2), (4, 2, 4), (6, 6, 3), (4, 1, 2))),
+        (4, 2, 3, "1 or 2 or 4"),
+        (12, 4, 6, "1 or 2 or 4 or 12"),
+        (4, 4, 8, "4"),
+    ],
 )
-def test_heads_that_do_not_split(heads: int, kv_heads: int, size: int, fitting: str) -> None:
+def test_heads_that_split_and_do_not(heads: int, kv_heads: int, size: int, fitting: str) -> None:
     config = transformers.Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv_heads)
-    with pytest.raises(ConfigError) as caught:
-        check_split(config, settings(size))
-    says(caught.value, f"{KEY}={size}", "actor_rollout_ref.model.path=a/model", str(heads), str(kv_heads), fitting)
+    message = told(check_split, config, model_settings("a/model", sequence_parallel_size=size))
+    if fitting:
+        says(message, "ConfigError", f"{KEY}={size}", "actor_rollout_ref.model.path=a/model", heads, kv_heads, fitting)
+    assert bool(message) == bool(fitting)
 
 
 def test_models_that_take_padded_sequences_only_are_not_split() -> None:
     """See `why_padded`."""
-    config = transformers.MambaConfig()  # which has no heads to speak of
-    check_split(config, settings(1), "linear_attention")
-    with pytest.raises(ConfigError) as caught:
-        check_split(transformers.Qwen3Config(), settings(2), "linear_attention")
-    says(caught.value, f"{KEY}=2", "a/model", "linear_attention", "1")
+    one, two = (model_settings("a/model", sequence_parallel_size=size) for size in (1, 2))
+    check_split(transformers.MambaConfig(), one, "linear_attention")  # which has no heads to speak of
+    with refuses(ConfigError, f"{KEY}=2", "a/model", "linear_attention", "1"):
+        check_split(transformers.Qwen3Config(), two, "linear_attention")
 
 
 def without_exchange(rank: int, path: str) -> list[str]:
     """A model whose attention never comes by the exchange, as one with attention code of its own."""
-    found = []
     plain = ulysses.over_heads
     attention.over_heads = lambda attend: lambda *args, sequence_group=None, **options: attend(*args, **options)
     try:
         made = engine(path, 2)
-        for _ in range(2):
-            try:
-                made.compute_log_probs(rows(), PassLimits("", 8))
-            except ConfigError as error:
-                found.append(str(error))
-        return found
+        return [told(made.compute_log_probs, rows(), PassLimits("", 8)) for _ in range(2)]
     finally:
         attention.over_heads = plain
 
@@ -335,5 +310,4 @@ def without_exchange(rank: int, path: str) -> list[str]:
 def test_a_model_that_attends_by_code_of_its_own_is_refused(paths: dict[str, str]) -> None:
     for found in run_ranks(2, without_exchange, paths["Qwen3"]):
         for message in found:
-            says(message, f"{KEY}=2", paths["Qwen3"], "1")
-        assert len(found) == 2
+            says(message, "ConfigError", f"{KEY}=2", paths["Qwen3"], "1")

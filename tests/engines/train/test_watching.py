@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.engines.train.watching import log_probs_in, watched
+from tests.engines.train.plain import causal_lm, log_probs_alone
 from tests.models import EXPERTS, random_batch, random_model, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 
@@ -114,13 +114,11 @@ def in_both_types(rank: int, path: str, world_size: int, layout: str) -> dict[st
 
 def alone(path: str, *, rounded: bool) -> list[Tensor]:
     """Log-probs by the model itself, in float32, with weights that are rounded to bf16 or not."""
-    model, data, log_probs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), random_batch(4, 2), []
+    model = causal_lm(path)
     for weight in model.parameters() if rounded else ():
         weight.data = weight.data.bfloat16().float()
-    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
-        logits = model(torch.cat([prompt, response]).long()[None]).logits[0, len(prompt) - 1 : -1].detach()
-        log_probs.append(torch.log_softmax(logits / TEMPERATURE, -1).gather(1, response.long()[:, None])[:, 0])
-    return log_probs
+    with torch.no_grad():
+        return log_probs_alone(model, random_batch(4, 2), TEMPERATURE)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -46,14 +47,24 @@ def unpacked(buckets: list[Bucket]) -> dict[str, torch.Tensor]:
     return {name: tensor for bucket in buckets for name, tensor in unpack(bucket.data, bucket.entries)}
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 150, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 100, 128, 150, 200, 256, 1 << 20])
 def test_round_trip(bucket_bytes: int) -> None:
-    tensors = weights()
-    result = unpacked(list(pack(tensors.items(), bucket_bytes=bucket_bytes)))
+    """In buckets that are no larger than asked, but for one of a single tensor; in their memory."""
+    tensors, buckets = weights(), list(pack(weights().items(), bucket_bytes=bucket_bytes))
+    result = unpacked(buckets)
     assert list(result) == list(tensors), "the order is kept"
     for name, tensor in tensors.items():
         assert result[name].dtype == tensor.dtype, name
         assert torch.equal(result[name], tensor), name
+    for bucket in buckets:
+        last = bucket.entries[-1]
+        assert last.offset + last.num_bytes <= bucket_bytes or len(bucket.entries) == 1
+        assert len(bucket.data) <= -(-bucket_bytes // ALIGNMENT) * ALIGNMENT or len(bucket.entries) == 1
+        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
+        start = bucket.data.ctypes.data
+        found = [tensor.data_ptr() for _, tensor in unpack(bucket.data, bucket.entries)]
+        assert found == [start + entry.offset for entry in bucket.entries]
+    check_buckets([pickle.loads(pickle.dumps(bucket)) for bucket in buckets])
 
 
 def test_buckets_by_hand() -> None:
@@ -68,23 +79,9 @@ def test_buckets_by_hand() -> None:
     assert [entry.num_bytes for entry in buckets[0].entries] == [30, 28, 4]
     assert buckets[0].entries[0].dtype == "bfloat16"
     assert buckets[0].entries[0].shape == (5, 3)
-
-
-@pytest.mark.parametrize("bucket_bytes", [64, 100, 128, 200, 256])
-def test_no_bucket_is_larger_than_asked(bucket_bytes: int) -> None:
-    buckets = list(pack(weights().items(), bucket_bytes=bucket_bytes))
-    for bucket in buckets:
-        last = bucket.entries[-1]
-        assert last.offset + last.num_bytes <= bucket_bytes or len(bucket.entries) == 1
-        assert len(bucket.data) <= -(-bucket_bytes // ALIGNMENT) * ALIGNMENT or len(bucket.entries) == 1
-        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
-
-
-def test_a_tensor_larger_than_a_bucket_has_one_of_its_own() -> None:
-    tensors = [("a", torch.zeros(4)), ("big", torch.arange(100.0)), ("b", torch.ones(4))]
-    buckets = list(pack(tensors, bucket_bytes=128))
-    assert [[entry.name for entry in b.entries] for b in buckets] == [["a"], ["big"], ["b"]]
-    assert torch.equal(unpacked(buckets)["big"], torch.arange(100.0))
+    larger = [("a", torch.zeros(4)), ("big", torch.arange(100.0)), ("b", torch.ones(4))]
+    assert [[entry.name for entry in b.entries] for b in pack(larger, bucket_bytes=128)] == [["a"], ["big"], ["b"]]
+    assert list(pack([], bucket_bytes=64)) == []
 
 
 def test_packing_is_lazy() -> None:
@@ -101,16 +98,6 @@ def test_packing_is_lazy() -> None:
     assert taken == ["a", "b"]
 
 
-def test_nothing_gives_no_bucket() -> None:
-    assert list(pack([], bucket_bytes=64)) == []
-
-
-def test_unpacked_tensors_are_views() -> None:
-    bucket = next(pack(weights().items(), bucket_bytes=1 << 20))
-    start, end = bucket.data.ctypes.data, bucket.data.ctypes.data + len(bucket.data)
-    assert all(start <= tensor.data_ptr() < end for _, tensor in unpack(bucket.data, bucket.entries))
-
-
 def test_buckets_travel_out_of_band_and_read_only(recwarn: pytest.WarningsRecorder) -> None:
     bucket = next(pack([("w", torch.arange(10_000.0))], bucket_bytes=1 << 20))
     buffers: list[pickle.PickleBuffer] = []
@@ -121,30 +108,17 @@ def test_buckets_travel_out_of_band_and_read_only(recwarn: pytest.WarningsRecord
     ((name, tensor),) = unpack(received.data, received.entries)
     assert (name, torch.equal(tensor, torch.arange(10_000.0))) == ("w", True)
     assert not recwarn.list, "reading read-only memory is the normal case"
-
-
-def test_a_bucket_cut_short_is_not_read() -> None:
-    bucket = next(pack([("w", torch.arange(64.0))], bucket_bytes=1 << 20))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError):  # it is cut short
         unpack(np.ascontiguousarray(bucket.data[:100]), bucket.entries)
-
-
-def damaged(buckets: list[Bucket], byte: int) -> list[Bucket]:
-    """The second bucket with one bit flipped."""
-    data = buckets[1].data.copy()
-    data[byte] ^= 1
-    return [buckets[0], dataclasses.replace(buckets[1], data=data), *buckets[2:]]
-
-
-def test_a_model_that_arrives_whole_passes() -> None:
-    check_buckets([pickle.loads(pickle.dumps(bucket)) for bucket in pack(weights().items(), bucket_bytes=64)])
 
 
 @pytest.mark.parametrize("byte", [0, 23, 40])  # the first, the last of "steps", and one of the gap behind it
 def test_one_flipped_bit_is_found(byte: int) -> None:
-    buckets = list(pack(weights().items(), bucket_bytes=200))
+    first, second, third = pack(weights().items(), bucket_bytes=200)
+    data = second.data.copy()
+    data[byte] ^= 1
     with refuses(WeightSyncError, "bucket 1", "(steps to head)", "damaged"):
-        check_buckets(damaged(buckets, byte))
+        check_buckets([first, dataclasses.replace(second, data=data), third])
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1], [0, 1], [1, 2], [0, 0, 1, 2], []])
@@ -203,13 +177,7 @@ def test_damage_between_writing_and_reading_is_found(memory: Path) -> None:
     bucket = read_bucket(update)
     says(damage(bucket, crc32(bucket)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
     files.close()
-
-
-def test_a_load_that_fails_leaves_nothing(memory: Path) -> None:
-    files = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
-    next(files)
-    files.close()
-    assert not list(memory.iterdir())
+    assert not list(memory.iterdir()), "a load that fails leaves nothing"
 
 
 def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory: Path) -> None:
@@ -241,7 +209,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     killed.wait()
 
 
-def test_a_process_is_alive_until_it_has_ended() -> None:
+def test_a_process_is_alive_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has ended, and that nobody has taken note of, holds no memory any more."""
     process = subprocess.Popen(["sleep", "600"])
     assert module.is_alive(process.pid)
@@ -251,11 +219,5 @@ def test_a_process_is_alive_until_it_has_ended() -> None:
     assert not module.is_alive(process.pid)
     process.wait()
     assert not module.is_alive(process.pid)
-
-
-def test_a_process_of_which_nothing_may_be_known_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: Path) -> str:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "read_text", refused)
-    assert module.is_alive(1)
+    monkeypatch.setattr(Path, "read_text", mock.Mock(side_effect=PermissionError))
+    assert module.is_alive(1), "of which nothing may be known"

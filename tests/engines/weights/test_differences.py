@@ -79,13 +79,10 @@ def test_a_bucket_of_which_much_has_changed_travels_whole() -> None:
     weights["c"][:107] += 1
     assert [type(each) for each in sent.changes(packed(weights))] == [Difference, Bucket]
     assert difference(packed(weights)[0], packed(weights)[1]) is None, "other tensors"
-
-
-def test_float32_has_two_words_a_weight() -> None:
-    weights = torch.arange(1.0, 65.0)
-    [before] = pack({"a": weights}.items(), bucket_bytes=600)
-    weights.view(torch.int32)[:8] += 1
-    [after] = pack({"a": weights}.items(), bucket_bytes=600)
+    numbers = torch.arange(1.0, 65.0)  # of two words each
+    [before] = pack({"a": numbers}.items(), bucket_bytes=600)
+    numbers.view(torch.int32)[:8] += 1
+    [after] = pack({"a": numbers}.items(), bucket_bytes=600)
     change = difference(before, after)
     assert change is not None
     assert change.places.tolist() == list(range(0, 16, 2)), "the low word of each"
@@ -118,13 +115,13 @@ def test_a_damaged_difference_is_found_before_anything_is_loaded(fault: str) -> 
     engine.take(list(sent.changes(packed(weights))))
     weights["a"][0] += 1
     arrived = list(sent.changes(packed(weights)))
-    change = arrived[0]
-    if fault == "missing":
-        arrived.pop()
-    elif fault == "word":
-        arrived[0] = replace(change, words=change.words ^ 1)
-    else:
-        arrived[0] = replace(change, places=change.places + (1 if fault == "place" else 1000))
+    first, second = arrived
+    arrived = {
+        "missing": [first],
+        "word": [replace(first, words=first.words ^ 1), second],
+        "place": [replace(first, places=first.places + 1), second],
+        "outside": [replace(first, places=first.places + 1000), second],
+    }[fault]
     with refuses(WeightSyncError, "missing" if fault == "missing" else "damaged"):
         engine.take(arrived)
     with refuses(WeightSyncError, "not held"):

@@ -19,8 +19,8 @@ from grpo_dist.engines.settings import SENDER
 from grpo_dist.engines.weights import broadcast as ipc
 from grpo_dist.engines.weights.broadcast import CudaMemory, FileMemory, Receipt, WeightGroup
 from grpo_dist.engines.weights.buckets import PREFIX
-from grpo_dist.errors import WeightSyncError
-from tests.engines.weights.test_broadcast import Peer, damaged, equal, weights
+from tests.engines.train.plain import told
+from tests.engines.weights.test_broadcast import Peer, equal, weights
 from tests.messages import refuses, says
 from tests.ranks import run_ranks
 
@@ -74,7 +74,7 @@ def test_an_actor_rank_sends_to_the_workers_on_its_own_device() -> None:
 
 def _one_of_two_sends(rank: int) -> Any:
     peer = Peer(rank)
-    group = Places("machine", "machine", "machine").join(peer, 2)
+    group = Places(*["machine"] * 3).join(peer, 2)
     loaded: dict[str, torch.Tensor] = {}
     answer = peer.sync(group, weights(1).items(), 1, loaded) if group.sends or rank == 2 else None
     dist.barrier()
@@ -83,25 +83,6 @@ def _one_of_two_sends(rank: int) -> Any:
 
 def test_of_actor_ranks_on_one_device_the_first_sends() -> None:
     assert run_ranks(3, _one_of_two_sends) == [(True, "sent", False), (False, None, False), (False, Receipt(6), True)]
-
-
-def _a_damaged_bucket(rank: int) -> Any:
-    peer = Peer(rank)
-    group = Places("GPU", "GPU").join(peer, 1)
-    if rank == SENDER:
-        with mock.patch.object(group, "broadcast", damaged(group.broadcast, 4)):
-            answer = peer.sync(group, weights(1).items(), 1)
-    else:
-        answer = peer.sync(group, None, 1)
-    return answer, peer.sync(group, weights(2).items(), 2)
-
-
-def test_a_flipped_bit_is_found_before_the_bucket_is_loaded() -> None:
-    sender, (first, second) = run_ranks(2, _a_damaged_bucket)
-    assert sender == ("sent", "sent")
-    assert first.loaded == 4
-    says(first.fault, "bucket 4", "(layer.4 to layer.4)", "damaged", "checksum")
-    assert second == Receipt(6), "the group is good for the next sync"
 
 
 def _a_receiver_leaves(rank: int) -> Any:
@@ -144,19 +125,15 @@ def test_a_worker_that_is_killed_is_noticed_at_once() -> None:
 
 def _no_sender_there(rank: int) -> str:
     peer = Peer(rank)
-    try:
-        Places("GPU a", "GPU b").join(peer, 1)
-    except WeightSyncError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
+    message = told(Places("GPU a", "GPU b").join, peer, 1)
+    dist.barrier()
+    return message
 
 
 def test_an_engine_without_an_actor_rank_on_its_device_is_refused() -> None:
-    none, told = run_ranks(2, _no_sender_there)
+    none, message = run_ranks(2, _no_sender_there)
     assert none == ""
-    says(told, "group 1 of 2 ranks", "rank 1", "(GPU b)", "checkpoint_engine.backend=ipc")
+    says(message, "WeightSyncError", "group 1 of 2 ranks", "rank 1", "(GPU b)", "checkpoint_engine.backend=ipc")
 
 
 # --- CUDA's handles -----------------------------------------------------------------------------------------------
@@ -164,8 +141,7 @@ def test_an_engine_without_an_actor_rank_on_its_device_is_refused() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What torch says about a tensor of 192 bytes on a GPU, by the names of what it opens it with."""
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    said = dict.fromkeys(names)
-    said |= {
+    said = dict.fromkeys(names) | {
         "tensor_cls": torch.Tensor,
         "tensor_size": torch.Size([192]),
         "tensor_stride": (1,),
@@ -215,28 +191,23 @@ def test_memory_that_cannot_be_opened_names_the_other_ways(gpu, monkeypatch: pyt
         CudaMemory(torch.device("cuda")).copy(shared, torch.zeros(192, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("name", "conf", "asked"),
-    [
-        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", ["False", "True"]),
-        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", ["False", "True"]),
-        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", []),
-    ],
-)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("expandable", [True, False])
 def test_no_bucket_is_shared_from_an_expandable_segment(
-    name: str, conf: str, asked: list[str], gpu, monkeypatch: pytest.MonkeyPatch
+    name: str, expandable: bool, gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers do not let another process open one; the allocator's other settings stay."""
     settings: list[str] = []
-    monkeypatch.setenv(name, conf)
+    monkeypatch.setenv(name, "max_split_size_mb:64" + ",expandable_segments:True" * expandable)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     shared, reduce = [], reductions.reduce_tensor
     monkeypatch.setattr(reductions, "reduce_tensor", lambda data: shared.append(data) or reduce(data))
     content = torch.arange(192, dtype=torch.uint8)
     CudaMemory(torch.device("cuda")).share(content)
+    asked = ["False", "True"] if expandable else []
     assert settings == [f"max_split_size_mb:64,expandable_segments:{value}" for value in asked]
     assert torch.equal(shared[0], content)
-    assert (shared[0] is content) == (not asked), "copied while the setting was off"
+    assert (shared[0] is content) == (not expandable), "copied while the setting was off"
 
 
 def test_gpus_are_told_apart_by_what_does_not_depend_on_the_process(gpu) -> None:

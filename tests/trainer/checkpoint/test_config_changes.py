@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import yaml
 
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.data import Prompt
 from grpo_dist.errors import CheckpointError
 from grpo_dist.plan.commands import REWARD_MODEL, load_config
 from grpo_dist.trainer.checkpoint import config_changes
@@ -23,7 +27,6 @@ from grpo_dist.trainer.checkpoint.config_changes import (
 from grpo_dist.trainer.checkpoint.folder import RunState
 from tests.adapters import write_adapter
 from tests.messages import refuses, says
-from tests.trainer.checkpoint.test_prompt_identity import prompts
 
 
 def config(*overrides: str) -> RunConfig:
@@ -32,6 +35,10 @@ def config(*overrides: str) -> RunConfig:
 
 def compare_configs(old: dict[str, Any], new: dict[str, Any]) -> Changes:
     return config_changes.compare_configs(old, new, RunConfig)
+
+
+def changed(before: tuple[str, ...], after: tuple[str, ...]) -> Changes:
+    return compare_configs(as_dict(*before), as_dict(*after))
 
 
 def as_dict(*overrides: str) -> dict[str, Any]:
@@ -76,17 +83,6 @@ def test_where_the_factors_began_does_not_matter_to_a_checkpoint_that_has_them(t
     says(compare_configs(before, as_dict(*same, f"{model}.lora_rank=2")).refused, f"{model}.lora_rank: 4 -> 2")
 
 
-def test_other_changes_are_another_experiment_told_as_old_and_new() -> None:
-    now = as_dict(f"{OPTIM}.lr=2e-6", "actor_rollout_ref.rollout.n=4", "trainer.max_staleness=2")
-    changes = compare_configs(as_dict(f"{OPTIM}.lr=1e-6"), now)
-    assert (changes.refused, changes.shown) == ([], [])
-    assert sorted(changes.experiment) == [
-        f"{OPTIM}.lr: 1e-06 -> 2e-06",
-        "actor_rollout_ref.rollout.n: 8 -> 4",
-        "trainer.max_staleness: 0 -> 2",
-    ]
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -110,70 +106,100 @@ def test_method_data_loss_reward_and_sampling_define_the_experiment(override: st
     assert len(lines) == 1 + ("data.train_batch_size" in override), "a mini-batch is the batch unless it is set"
 
 
+ROLLOUT, TEACHER = "actor_rollout_ref.rollout", "actor_rollout_ref.ref.model"
+SCORER = "reward_model.model.path=builtin:tiny-qwen3"
+SCORED = ("reward_model.enable=true", SCORER)
+PPO = ("recipe=ppo",)
+CRITIC_COMPUTES = ("critic.ppo_micro_batch_size_per_gpu=1", "critic.model.fsdp_config.param_offload=true")
+SCORER_COMPUTES = ("reward_model.micro_batch_size_per_gpu=1", "reward_model.model.fsdp_config.param_offload=true")
+AWAY = ("recipe=distill", f"{TEACHER}.endpoint.base_url=http://teacher/v1", f"{TEACHER}.endpoint.model=big")
+TEACHERS = tuple((f"{TEACHER}.path={{{teachers}}}",) for teachers in ("a: x, b: y", "b: y, a: x", "a: y, b: x"))
+ROPE = f"+{TEACHER}.override_config.rope_theta=5"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lines"),
+    [
+        (
+            (f"{OPTIM}.lr=1e-6",),
+            (f"{OPTIM}.lr=2e-6", f"{ROLLOUT}.n=4", "trainer.max_staleness=2"),
+            [f"{OPTIM}.lr: 1e-06 -> 2e-06", f"{ROLLOUT}.n: 8 -> 4", "trainer.max_staleness: 0 -> 2"],
+        ),
+        # a reward model is told, and how it computes is not; none of its keys has an effect while it is not enabled
+        (SCORED, (*SCORED, *SCORER_COMPUTES), []),
+        (SCORED, (*SCORED, "reward_model.max_length=100"), ["reward_model.max_length: null -> 100"]),
+        ((), (SCORER,), []),
+        # the policy's weights are of use with any teacher; without one its other keys have no effect
+        (
+            (),
+            (f"{TEACHER}.path=builtin:tiny-qwen3", ROPE, f"{TEACHER}.trust_remote_code=true"),
+            [
+                f"{TEACHER}.path: (not set) -> builtin:tiny-qwen3",
+                f"{TEACHER}.override_config.rope_theta: (not set) -> 5",
+            ],
+        ),
+        ((), (ROPE,), []),
+        (TEACHERS[0], TEACHERS[1], []),  # a source is the same, wherever it stands
+        (TEACHERS[0], TEACHERS[2], [f"{TEACHER}.path.a: x -> y", f"{TEACHER}.path.b: y -> x"]),
+        (TEACHERS[0], (), [f"{TEACHER}.path.{source} -> (not set)" for source in ("a: x", "b: y")]),
+        ((), TEACHERS[0], [f"{TEACHER}.path.{source}" for source in ("a: (not set) -> x", "b: (not set) -> y")]),
+        (AWAY, (*AWAY, f"{TEACHER}.endpoint.base_url=http://other/v1"), []),  # an address changes no result
+        (AWAY, (*AWAY, f"{TEACHER}.endpoint.model=bigger"), [f"{TEACHER}.endpoint.model: big -> bigger"]),
+        # likewise a critic
+        (PPO, (*PPO, *CRITIC_COMPUTES), []),
+        (
+            PPO,
+            (*PPO, "critic.cliprange_value=0.2", "trainer.critic_warmup=2"),
+            ["critic.cliprange_value: 0.5 -> 0.2", "trainer.critic_warmup: 0 -> 2"],
+        ),
+        ((), ("critic.optim.lr=1e-4",), []),
+    ],
+)
+def test_what_is_another_experiment_is_told_as_old_and_new(
+    before: tuple[str, ...], after: tuple[str, ...], lines: list[str]
+) -> None:
+    changes = changed(before, after)
+    assert sorted(changes.experiment) == sorted(lines)
+    assert (changes.refused, changes.shown) == ([], [])
+
+
 def test_a_recipe_is_another_experiment() -> None:
-    changes = compare_configs(as_dict(), as_dict("recipe=dr_grpo"))
+    changes = changed((), ("recipe=dr_grpo",))
     says(changes.experiment, "algorithm.norm_adv_by_std_in_grpo: true -> false")
     assert changes.refused == []
 
 
-def test_how_the_engine_computes_is_shown() -> None:
-    rollout = "actor_rollout_ref.rollout"
-    changes = compare_configs(
-        as_dict(), as_dict(f"+{rollout}.engine_kwargs.vllm.block_size=32", f"{rollout}.max_model_len=200")
-    )
+COSINE, CRITICS = f"{OPTIM}.lr_scheduler_type=cosine", (*PPO, "critic.optim.lr_scheduler_type=cosine")
+LENGTH = "trainer.total_training_steps"
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "keys"),
+    [
+        (
+            (),
+            (f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32", f"{ROLLOUT}.max_model_len=200"),
+            [f"{ROLLOUT}.engine_kwargs.vllm.block_size", f"{ROLLOUT}.max_model_len"],
+        ),
+        ((COSINE,), (f"{LENGTH}=9",), [LENGTH]),
+        (CRITICS, (f"{LENGTH}=9",), [LENGTH]),
+    ],
+)
+def test_how_the_engine_computes_and_the_length_that_a_rate_depends_on_are_shown(
+    before: tuple[str, ...], more: tuple[str, ...], keys: list[str]
+) -> None:
+    changes = changed(before, (*before, *more))
     assert (changes.refused, changes.experiment) == ([], [])
-    assert sorted(line.partition(":")[0] for line in changes.shown) == [
-        f"{rollout}.engine_kwargs.vllm.block_size",
-        f"{rollout}.max_model_len",
-    ]
-
-
-def test_a_changed_reward_model_is_told_and_how_it_computes_is_not() -> None:
-    enabled = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
-    computes = ("reward_model.micro_batch_size_per_gpu=1", "reward_model.model.fsdp_config.param_offload=true")
-    assert compare_configs(as_dict(*enabled), as_dict(*enabled, *computes)) == Changes()
-    changes = compare_configs(as_dict(*enabled), as_dict(*enabled, "reward_model.max_length=100"))
-    assert changes.experiment == ["reward_model.max_length: null -> 100"]
-    idle = compare_configs(as_dict(), as_dict("reward_model.model.path=builtin:tiny-qwen3"))
-    assert idle == Changes(), "no effect while it is not enabled"
-
-
-def test_another_teacher_is_another_experiment() -> None:
-    """The policy's weights are of use with any; without a teacher its other keys have no effect."""
-    key = "actor_rollout_ref.ref.model"
-    taught, more = f"{key}.path=builtin:tiny-qwen3", f"+{key}.override_config.rope_theta=5"
-    changes = compare_configs(as_dict(), as_dict(taught, more, f"{key}.trust_remote_code=true"))
-    assert (changes.refused, changes.experiment[0]) == ([], f"{key}.path: (not set) -> builtin:tiny-qwen3")
-    assert [line.partition(":")[0] for line in changes.experiment[1:]] == [f"{key}.override_config.rope_theta"]
-    assert compare_configs(as_dict(), as_dict(more)) == Changes()
-    several, reordered, others = (
-        as_dict(f"{key}.path={{{teachers}}}") for teachers in ("a: x, b: y", "b: y, a: x", "a: y, b: x")
+    assert sorted(line.partition(":")[0] for line in changes.shown) == keys
+    assert all(
+        line.endswith(f" -> {each.rpartition('=')[2]}") for line, each in zip(sorted(changes.shown), more, strict=True)
     )
-    assert compare_configs(several, reordered) == Changes(), "a source is the same, wherever it stands"
-    assert compare_configs(several, others).experiment == [f"{key}.path.a: x -> y", f"{key}.path.b: y -> x"]
-    for pair in ((several, as_dict()), (as_dict(), several)):
-        assert len(compare_configs(*pair).experiment) == 2
-    elsewhere = ("recipe=distill", f"{key}.endpoint.base_url=http://teacher/v1", f"{key}.endpoint.model=big")
-    moved = compare_configs(as_dict(*elsewhere), as_dict(*elsewhere, f"{key}.endpoint.base_url=http://other/v1"))
-    assert moved == Changes(), "an address changes no result"
-    other = compare_configs(as_dict(*elsewhere), as_dict(*elsewhere, f"{key}.endpoint.model=bigger"))
-    assert other.experiment == [f"{key}.endpoint.model: big -> bigger"]
 
 
-def test_the_keys_of_a_critic() -> None:
-    """Some change no result; without a critic none has an effect; and it cannot come or go between two steps."""
-    ppo = ("recipe=ppo",)
-    computes = ("critic.ppo_micro_batch_size_per_gpu=1", "critic.model.fsdp_config.param_offload=true")
-    assert compare_configs(as_dict(*ppo), as_dict(*ppo, *computes)) == Changes()
-    changes = compare_configs(as_dict(*ppo), as_dict(*ppo, "critic.cliprange_value=0.2", "trainer.critic_warmup=2"))
-    assert sorted(changes.experiment) == ["critic.cliprange_value: 0.5 -> 0.2", "trainer.critic_warmup: 0 -> 2"]
-    idle = compare_configs(as_dict(), as_dict("critic.optim.lr=1e-4"))
-    assert idle == Changes(), "no effect without a critic"
-    for before, after in ((ppo, (*ppo, "critic.enable=false")), ((*ppo, "critic.enable=false"), ppo)):
-        assert any("critic.enable" in line for line in compare_configs(as_dict(*before), as_dict(*after)).refused)
-    cosine = (*ppo, "critic.optim.lr_scheduler_type=cosine")
-    longer = compare_configs(as_dict(*cosine), as_dict(*cosine, "trainer.total_training_steps=9"))
-    assert [line.partition(":")[0] for line in longer.shown] == ["trainer.total_training_steps"]
+def test_a_critic_cannot_come_or_go_between_two_steps() -> None:
+    without = (*PPO, "critic.enable=false")
+    for before, after in ((PPO, without), (without, PPO)):
+        assert any("critic.enable" in line for line in changed(before, after).refused)
 
 
 @pytest.mark.parametrize("move", ["to GPUs", "to a processor with bf16"])
@@ -194,15 +220,6 @@ def test_what_null_means_on_another_machine_is_shown(move: str, monkeypatch: pyt
         *(["actor_rollout_ref.rollout.deterministic: true -> false"] if move == "to GPUs" else []),
         "actor_rollout_ref.ref.fsdp_config.dtype: fp32 -> bf16",
     ]
-
-
-def test_the_length_of_the_run_matters_where_the_rate_depends_on_it() -> None:
-    cosine = f"{OPTIM}.lr_scheduler_type=cosine"
-    changes = compare_configs(as_dict(cosine), as_dict(cosine, "trainer.total_training_steps=9"))
-    assert changes.experiment == []
-    [line] = changes.shown
-    assert line.startswith("trainer.total_training_steps: ")
-    assert line.endswith(" -> 9")
 
 
 @pytest.mark.parametrize(
@@ -227,28 +244,24 @@ def test_what_makes_a_checkpoint_meaningless_is_refused(override: str, parts: li
     says(list(changes.refused), *parts)
 
 
-def test_another_model_is_refused() -> None:
+def test_another_model_is_refused_and_another_reward_model_only_where_it_trains() -> None:
+    """One that is frozen is a part of the experiment; the weights of one that is retrained are in the checkpoint."""
     old = as_dict()
     old["actor_rollout_ref"]["model"]["path"] = "other/model"
-    changes = compare_configs(old, as_dict())
-    (told,) = changes.refused
+    (told,) = compare_configs(old, as_dict()).refused
     says(told, "actor_rollout_ref.model.path: other/model -> builtin:tiny-qwen3", "another model")
 
+    def scored_by(path: str, freq: int) -> dict[str, Any]:
+        return {"reward_model": {"enable": True, "model": {"path": path}, "retrain": {"freq": freq}}}
 
-def test_another_path_of_the_reward_model_is_refused_only_where_it_trains() -> None:
-    """One that is frozen is a part of the experiment; the weights of one that is retrained are in the checkpoint."""
-    path = "reward_model.model.path"
-    old = {"reward_model": {"enable": True, "model": {"path": "a"}, "retrain": {"freq": -1}}}
-    new = {"reward_model": {"enable": True, "model": {"path": "b"}, "retrain": {"freq": -1}}}
-    assert compare_configs(old, new) == Changes(experiment=[f"{path}: a -> b"])
-    for section in (old, new):
-        section["reward_model"]["retrain"] = {"freq": 2}
-    says(compare_configs(old, new).refused, f"{path}: a -> b", "another model")
+    line = "reward_model.model.path: a -> b"
+    assert compare_configs(scored_by("a", -1), scored_by("b", -1)) == Changes(experiment=[line])
+    says(compare_configs(scored_by("a", 2), scored_by("b", 2)).refused, line, "another model")
 
 
 # --- commands that train one model -----------------------------------------------------------------------------------
-def supervised_as_dict(*overrides: str, command: Any = REWARD_MODEL) -> dict[str, Any]:
-    return yaml.safe_load(saved_config(load_command([*overrides], command)[0]))
+def supervised_as_dict(*overrides: str) -> dict[str, Any]:
+    return yaml.safe_load(saved_config(load_command([*overrides], REWARD_MODEL)[0]))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +293,39 @@ def test_the_saved_config_has_no_secrets() -> None:
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
+def prompts(*questions: str, system: str = "", truth: str = "1") -> list[Any]:
+    rows = []
+    for question in questions:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        rows.append(SimpleNamespace(prompt=Prompt(0, "d", messages, truth, {}, "")))
+    return rows
+
+
+def test_prompts_are_known_by_what_they_ask_and_their_order() -> None:
+    same = identify_prompts(prompts("a", "b"))
+    assert same["count"] == 2
+    assert identify_prompts(prompts("a", "b")) == same
+    assert identify_prompts(prompts("a", "b", system="Be kind.")) == same, "positions mean the same rows"
+    for other in (prompts("b", "a"), prompts("a", "c"), prompts("a", "b", truth="2"), prompts("a", "b", "c")):
+        assert identify_prompts(other) != same
+
+
+def test_the_fingerprint_of_prompts_is_that_of_earlier_checkpoints() -> None:
+    """blake2b, 16 bytes, of [data_source, messages, ground_truth] as JSON."""
+    text = json.dumps(["d", [{"role": "user", "content": "a"}], "1"]).encode()
+    expected = {"count": 1, "fingerprint": hashlib.blake2b(text, digest_size=16).hexdigest()}
+    assert identify_prompts(prompts("a")) == expected
+
+
+def test_a_file_that_stands_for_the_data_source_may_be_renamed() -> None:
+    def named(source: str) -> list[Any]:
+        prompt = Prompt(0, source, [{"role": "user", "content": "a"}], "1", {}, "", taken={"data.data_source": source})
+        return [SimpleNamespace(prompt=prompt)]
+
+    assert identify_prompts(named("old")) == identify_prompts(named("new"))
+
+
 def checked(tmp_path: Path, saved: list[Any], now: list[Any], *overrides: str) -> list[str]:
     (tmp_path / "config.yaml").write_text(saved_config(config()))
     state = RunState(1, 1, {}, prompts=identify_prompts(saved))
@@ -312,18 +358,14 @@ def test_another_experiment_is_refused_with_the_ways_on(tmp_path: Path, override
     assert "undo" not in str(caught.value), "nothing stands against these changes"
 
 
-@pytest.mark.parametrize("allowed", ["trainer.resume_mode=force", "trainer.val_only=true"])
+@pytest.mark.parametrize("allowed", ["resume_mode=force", "val_only=true", "resume_mode=resume_path"])
 def test_another_experiment_goes_on_where_that_is_asked_for_or_nothing_is_trained(tmp_path: Path, allowed: str) -> None:
-    rows = prompts("a"), prompts("a")
-    assert checked(tmp_path, *rows, f"{OPTIM}.lr=2e-6", allowed) == [f"{OPTIM}.lr: 0.0001 -> 2e-06"]
+    """Who names a checkpoint has chosen it."""
+    rows, named = (prompts("a"), prompts("a")), f"trainer.resume_from_path={tmp_path}"
+    more = [f"trainer.{allowed}", *([named] if allowed.endswith("path") else [])]
+    assert checked(tmp_path, *rows, f"{OPTIM}.lr=2e-6", *more) == [f"{OPTIM}.lr: 0.0001 -> 2e-06"]
     with refuses(CheckpointError, "actor_rollout_ref.model.lora_rank: 0 -> 4", "factors"):
-        checked(tmp_path, *rows, "actor_rollout_ref.model.lora_rank=4", allowed)
-
-
-def test_a_named_checkpoint_is_chosen(tmp_path: Path) -> None:
-    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
-    told = checked(tmp_path, prompts("a"), prompts("a"), "actor_rollout_ref.rollout.n=4", *named)
-    assert told == ["actor_rollout_ref.rollout.n: 8 -> 4"]
+        checked(tmp_path, *rows, "actor_rollout_ref.model.lora_rank=4", *more)
 
 
 def test_keys_of_a_later_version_count_as_their_defaults(tmp_path: Path) -> None:
@@ -365,6 +407,11 @@ def test_code_that_was_edited_is_told(tmp_path: Path) -> None:
     says(edited, f"{keys[0]}: {reward}", "edited")
     with refuses(CheckpointError, f"{keys[0]}: {reward} -> {other}"):
         told(f"{keys[0]}={other}", named[1])
+    several = config(f"{keys[0]}=[{reward}:f,{{path: {other}:g, weight: 2}}]")
+    before = digest_code(several)
+    assert list(before) == keys[:1]
+    other.write_text("a = 2\n")
+    assert digest_code(several) != before, "every file of a list counts"
 
 
 def test_an_edited_function_object_is_told_by_its_folder(tmp_path: Path) -> None:
@@ -385,14 +432,3 @@ def test_an_edited_function_object_is_told_by_its_folder(tmp_path: Path) -> None
     says(line, "custom_reward_function.path", "score.pkl", "edited")
     with refuses(CheckpointError, "custom_reward_function.path"):
         told(named("0123456789ac", "other"))
-
-
-def test_every_file_of_a_list_of_functions_counts(tmp_path: Path) -> None:
-    first, second = (tmp_path / f"{name}.py" for name in "ab")
-    for file in (first, second):
-        file.write_text("a = 1\n")
-    named = f"custom_reward_function.path=[{first}:f,{{path: {second}:g, weight: 2}}]"
-    before = digest_code(config(named))
-    assert list(before) == ["custom_reward_function.path"]
-    second.write_text("a = 2\n")
-    assert digest_code(config(named)) != before

@@ -20,24 +20,11 @@ from grpo_dist.run.build import restore_roles
 from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, last_checkpoint, publish_checkpoint
-from grpo_dist.trainer.checkpoint.saver import find_resumed
+from grpo_dist.trainer.checkpoint.saver import Resumed, find_resumed
 from grpo_dist.trainer.trainer import Controllers, GRPOTrainer
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.roles import Roles
 from tests.messages import refuses
-
-
-class Holder:
-    """A sampler of prompts, or the trainer's own: holds a state."""
-
-    def __init__(self, state: dict[str, str]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, str]:
-        return self.state
-
-    def finished_groups(self) -> list:
-        return []
 
 
 class Ranks(Gang):
@@ -68,12 +55,19 @@ def make_roles(config: RunConfig) -> Any:
     return Roles({row.name: Ranks() for row in roles_of(config)})  # type: ignore[abstract]
 
 
+def resume(run_dir: Path, *overrides: str) -> Resumed:
+    resumed = find_resumed(make_config(run_dir, *overrides), PROMPTS)
+    assert resumed is not None
+    return resumed
+
+
 def save(config: RunConfig, *, step: int = 4, ref: bool = False) -> Path:
     """What a trainer at that step writes, with empty shards."""
     trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
     trainer.run_dir = Path(config.trainer.default_local_dir)
     trainer.data = SimpleNamespace(identity=PROMPTS)
-    trainer.order, trainer.sampler = Holder({"order": "middle"}), Holder({"ledger": "middle"})
+    trainer.order = SimpleNamespace(state_dict=lambda: {"order": "middle"})
+    trainer.sampler = SimpleNamespace(state_dict=lambda: {"ledger": "middle"}, finished_groups=list)
     entropy = EntropyController(0.01, target=0.2, entropy=0.5)
     trainer.controllers = Controllers(KLController(0.75, 0.1), entropy, AgentBaselines(0.95, {0: 0.5}))
     trainer.code, trainer.step, trainer.weight_version = {}, step, 9
@@ -91,8 +85,7 @@ def test_what_went_in_comes_out(tmp_path: Path) -> None:
     folder = save(make_config(tmp_path))
     assert folder == tmp_path / "global_step_4"
     (tmp_path / "global_step_9.tmp").mkdir()
-    resumed = find_resumed(make_config(tmp_path), PROMPTS)
-    assert resumed is not None
+    resumed = resume(tmp_path)
     assert (resumed.folder, list(resumed.changes)) == (folder, [])
     state = resumed.state
     assert (state.step, state.weight_version, state.kl_coef) == (4, 9, 0.75)
@@ -117,10 +110,8 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     folder = save(config, ref=moved)
     if moved:
         (folder / "reward_model").mkdir()
-    resumed = find_resumed(config, PROMPTS)
-    assert resumed is not None
     roles = make_roles(config)
-    assert restore_roles(make_plan(config), roles, resumed) == {}
+    assert restore_roles(make_plan(config), roles, resume(tmp_path, *FOUR, *full)) == {}
     assert roles.actor.loaded == [str(folder / "actor")]
     assert roles.critic.loaded == [str(folder / "critic")]
     assert roles.reference.loaded == ([str(folder / "ref")] if moved else [])
@@ -130,13 +121,10 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
 
 def test_a_teacher_takes_the_place_of_a_reference_that_has_moved(tmp_path: Path) -> None:
     exact = ("actor_rollout_ref.actor.use_kl_loss=true", f"{KL}=full")
-    config = make_config(tmp_path, *exact)
-    save(config, ref=True)
-    resumed = find_resumed(config, PROMPTS)
-    assert resumed is not None
+    save(make_config(tmp_path, *exact), ref=True)
     taught = make_config(tmp_path, *exact, "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3")
     roles = make_roles(taught)
-    restore_roles(make_plan(taught), roles, resumed)
+    restore_roles(make_plan(taught), roles, resume(tmp_path, *exact))
     assert (roles.reference.loaded, roles.actor.head_of) == ([], None)
 
 
@@ -154,9 +142,7 @@ def test_a_run_that_starts_anew_has_no_last_checkpoint_until_it_writes_one(tmp_p
     folder = save(make_config(tmp_path))
     assert find_resumed(make_config(tmp_path, ANEW), PROMPTS) is None
     assert last_checkpoint(tmp_path) is None
-    resumed = find_resumed(make_config(tmp_path), PROMPTS)
-    assert resumed is not None
-    assert resumed.folder == folder
+    assert resume(tmp_path).folder == folder
 
 
 def test_a_retrained_reward_model_is_the_saved_one(tmp_path: Path) -> None:
@@ -168,9 +154,7 @@ def test_a_retrained_reward_model_is_the_saved_one(tmp_path: Path) -> None:
         find_resumed(make_config(tmp_path, *other), PROMPTS)
     with refuses(CheckpointError, "reward_model.retrain.freq: 5 -> 3"):
         find_resumed(make_config(tmp_path, *iterative, "reward_model.retrain.freq=3"), PROMPTS)
-    again = find_resumed(make_config(tmp_path, *iterative, "reward_model.retrain.micro_batch_size_per_gpu=2"), PROMPTS)
-    assert again is not None
-    assert again.changes == []
+    assert resume(tmp_path, *iterative, "reward_model.retrain.micro_batch_size_per_gpu=2").changes == []
 
 
 def test_a_change_of_the_config_is_shown_or_refused(tmp_path: Path) -> None:
@@ -178,9 +162,8 @@ def test_a_change_of_the_config_is_shown_or_refused(tmp_path: Path) -> None:
     other = "actor_rollout_ref.actor.kl_loss_coef=0.5"
     with refuses(CheckpointError, "actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5", "trainer.resume_mode=force"):
         find_resumed(make_config(tmp_path, other), PROMPTS)
-    resumed = find_resumed(make_config(tmp_path, other, "trainer.resume_mode=force"), PROMPTS)
-    assert resumed is not None
-    assert list(resumed.changes) == ["actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"]
+    changes = resume(tmp_path, other, "trainer.resume_mode=force").changes
+    assert list(changes) == ["actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"]
     with refuses(CheckpointError, "trainer.seed: 1 -> 2"):
         find_resumed(make_config(tmp_path, "trainer.seed=2"), PROMPTS)
     assert find_resumed(make_config(tmp_path, "trainer.seed=2", "trainer.resume_mode=disable"), PROMPTS) is None
@@ -191,9 +174,7 @@ def test_trackers_go_on_in_their_runs_also_from_another_directory(tmp_path: Path
     restore_tracker_ids(tmp_path / "a", {"wandb": "abc123"})
     folder = save(make_config(tmp_path / "a"))
     from_there = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
-    resumed = find_resumed(make_config(tmp_path / "b", *from_there), PROMPTS)
-    assert resumed is not None
-    restore_tracker_ids(tmp_path / "b", resumed.state.trackers)
+    restore_tracker_ids(tmp_path / "b", resume(tmp_path / "b", *from_there).state.trackers)
     assert (tmp_path / "b/wandb/run_id").read_text() == "abc123\n"
     assert tracker_ids(tmp_path / "b") == {"wandb": "abc123"}
     restore_tracker_ids(tmp_path / "c", {})

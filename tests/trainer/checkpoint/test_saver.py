@@ -82,14 +82,16 @@ def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:
     run(saver.finish())
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    saver, actor, _ = make_saver(tmp_path)
+def test_the_next_save_waits_for_the_one_before_and_older_ones_go_only_when_it_is_there(tmp_path: Path) -> None:
+    saver, actor, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=1")
     run(saver.begin(run_state(1)))
     run(saver.begin(run_state(2)))
+    run(saver.poll())
     assert actor.waits == 1
     assert names(tmp_path) == ["global_step_1", "global_step_2.tmp", LATEST]
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
     run(saver.finish())
-    assert names(tmp_path) == ["global_step_1", "global_step_2", LATEST]
+    assert names(tmp_path) == ["global_step_2", LATEST]
 
 
 def test_without_async_save_it_is_waited_for(tmp_path: Path) -> None:
@@ -98,16 +100,6 @@ def test_without_async_save_it_is_waited_for(tmp_path: Path) -> None:
     run(saver.poll())
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert (actor.waits, ref.begun) == (1, []), "a reference that has not moved is not saved"
-
-
-def test_older_ones_go_only_when_the_new_one_is_there(tmp_path: Path) -> None:
-    saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=1")
-    for step in (1, 2):
-        run(saver.begin(run_state(step)))
-        run(saver.poll())
-        assert find_checkpoint(tmp_path, "auto", None) == (tmp_path / "global_step_1" if step == 2 else None)
-        run(saver.finish())
-    assert names(tmp_path) == ["global_step_2", LATEST]
 
 
 def test_a_worker_that_cannot_write_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -143,16 +135,6 @@ def test_the_disk_is_asked_before_anything_is_written(tmp_path: Path) -> None:
         assert names(run_dir) == ["global_step_1", "global_step_2", LATEST]
 
 
-def test_a_worker_that_dies_stays_what_it_is(tmp_path: Path) -> None:
-    saver, actor, _ = make_saver(tmp_path)
-    run(saver.begin(run_state(1)))
-    actor.error = WorkerError("its process died", "actor", 0)
-    with pytest.raises(WorkerError) as caught:
-        run(saver.finish())
-    assert caught.value is actor.error
-    assert names(tmp_path) == []
-
-
 def test_what_was_begun_is_published_at_the_end(tmp_path: Path) -> None:
     saver, _, _ = make_saver(tmp_path)
     with saver.completing():
@@ -163,11 +145,18 @@ def test_what_was_begun_is_published_at_the_end(tmp_path: Path) -> None:
     assert "global_step_2" in names(tmp_path), "the weights before that step"
 
 
-def test_a_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_worker_that_dies_stays_what_it_is_and_one_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     saver, actor, _ = make_saver(tmp_path)
+    run(saver.begin(run_state(1)))
+    actor.error = WorkerError("its process died", "actor", 0)
+    with pytest.raises(WorkerError) as caught:
+        run(saver.finish())
+    assert caught.value is actor.error
+    assert names(tmp_path) == []
+    actor.error, waits = None, actor.waits
     with refuses(WorkerError, "actor worker 0", "1800 s"):
         saved_until(saver, 1, WorkerError("no answer within 1800 s", "actor", 0))
-    assert actor.waits == 0
+    assert actor.waits == waits
 
 
 def test_what_others_fail_at_meanwhile_costs_no_checkpoint(tmp_path: Path) -> None:

@@ -24,18 +24,14 @@ TASK = Task("", "", {})
 
 
 @pytest.mark.parametrize(("score", "told"), [(None, "null"), (0.0, "0"), (-1.5, "-1.5")])
-def test_what_is_told_of_failures(score: float | None, told: str) -> None:
-    (told_of,) = describe_failures(["ValueError: no"] * 3, [], score)
-    says(told_of, "3 responses", f"reward.failure_score={told}", "ValueError")
-    (told_of,) = describe_failures(["ValueError: no"], [], score)
-    says(told_of, "1 response", f"reward.failure_score={told}")
-
-
-def test_what_is_told_of_episodes_that_failed() -> None:
-    (told,) = describe_failures([], [AgentError("loop.py: KeyError"), AgentError("later")], None)
-    says(told, "2 groups", "loop.py: KeyError")
-    assert "later" not in told
-    assert list(describe_failures([], [], None)) == []
+def test_what_is_told_of_failures_and_of_episodes_that_failed(score: float | None, told: str) -> None:
+    for count, responses in ((3, "3 responses"), (1, "1 response")):
+        (told_of,) = describe_failures(["ValueError: no"] * count, [], score)
+        says(told_of, responses, f"reward.failure_score={told}", "ValueError")
+    (failed,) = describe_failures([], [AgentError("loop.py: KeyError"), AgentError("later")], score)
+    says(failed, "2 groups", "loop.py: KeyError")
+    assert "later" not in failed
+    assert list(describe_failures([], [], score)) == []
 
 
 def test_a_batch_is_of_what_there_is_and_if_there_is_nothing_says_why() -> None:
@@ -71,10 +67,7 @@ def test_seeds_depend_on_every_part_and_leave_room_for_the_group() -> None:
     assert len(seeds) == 1600
     assert all(0 <= seed < 2**30 for seed in seeds)
     assert group_seed(1, 23, 4) != group_seed(12, 3, 4)
-
-
-def test_seeds_are_the_same_in_every_process() -> None:
-    assert group_seed(1, 2, 3) == 436752066
+    assert group_seed(1, 2, 3) == 436752066, "the same in every process"
 
 
 def scored(**columns: list[float]) -> DataProtoRef:
@@ -83,24 +76,19 @@ def scored(**columns: list[float]) -> DataProtoRef:
     return DataProtoRef(small=small, num_rows=len(columns["score"]))
 
 
-def test_the_metric_may_be_an_extra_value() -> None:
-    group = scored(score=[1.0, 2.0], acc=[1.0, 1.0])
-    assert informative(group, "score")
-    assert not informative(group, "acc")
-
-
-@pytest.mark.parametrize(
-    ("acc", "informs"),
-    [
-        ([1.0, np.nan, 0.0, 1.0], True),
-        ([np.nan, np.nan, 0.0, 1.0], True),
-        ([1.0, np.nan, 1.0, 1.0], False),
-        ([np.nan, np.nan, np.nan, 1.0], False),
-        ([np.nan] * 4, False),
-    ],
-)
-def test_a_group_is_judged_by_the_responses_that_have_the_value(acc: list[float], informs: bool) -> None:
-    assert informative(scored(score=[1.0, 2.0, 3.0, 4.0], acc=acc), "acc") is informs
+def test_a_group_is_judged_by_the_responses_that_have_the_value_which_may_be_an_extra_one() -> None:
+    nan = np.nan
+    informs = {
+        (1.0, nan, 0.0, 1.0): True,
+        (nan, nan, 0.0, 1.0): True,
+        (1.0, 1.0, 1.0, 1.0): False,
+        (1.0, nan, 1.0, 1.0): False,
+        (nan, nan, nan, 1.0): False,
+        (nan, nan, nan, nan): False,
+    }
+    groups = {acc: scored(score=[1.0, 2.0, 3.0, 4.0], acc=list(acc)) for acc in informs}
+    assert {acc: informative(group, "acc") for acc, group in groups.items()} == informs
+    assert all(informative(group, "score") for group in groups.values())
 
 
 def test_a_value_that_no_response_has_ends_the_run_and_one_that_a_group_misses_does_not() -> None:

@@ -38,6 +38,16 @@ from tests.trainer.fakes import HeldRolloutWorker
 N, TIMEOUT_S = 8, 30.0
 
 
+async def as_it_is(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+    """Scores as reward processes do, where nobody asks for the scores."""
+    return group.select(()), []
+
+
+def pump_of(rollout: Any, score: Callable[..., Any] = as_it_is, **options: Any) -> RolloutPump:
+    reward: Any = SimpleNamespace(score=score)
+    return RolloutPump(rollout, reward, options.pop("sources", {}), **{"reward_timeout_s": 1.0} | options)
+
+
 def test_a_process_whose_function_hangs_on_every_response_may_finish() -> None:
     """Each hung scorer is killed, and started again for the next response; the first one may have to start, too."""
     limits: list[float] = []
@@ -46,7 +56,7 @@ def test_a_process_whose_function_hangs_on_every_response_may_finish() -> None:
         limits.append(limit_s)
         return group, []
 
-    pump = RolloutPump(AnswersAtOnce(), SimpleNamespace(score=score), {}, reward_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    pump = pump_of(AnswersAtOnce(), score, reward_timeout_s=TIMEOUT_S)
     sampling = SamplingSettings(N, 1.0, 1.0, -1, 8, None)
     run(finished(pump, [GroupRequest("a", np.array([1]), sampling, Task("", "", {}))]))
     assert limits == [N * (TIMEOUT_S + SCORER_RESTART_S) + SCORER_START_S]
@@ -77,13 +87,9 @@ def test_episodes_that_have_used_up_their_attempts_are_counted_and_too_many_end_
     """Three episodes: 2 of a group that goes on, 1 of one that is dropped. Of 100 episodes 3 may."""
     again, last = AgentError("again"), AgentError("no server", "timeout", was_last=True)
 
-    async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
-        return group.select(()), []
-
     def make(rate: float) -> RolloutPump:
         rollout: Any = Failing((6, [again, last, last]), (0, [again, again, last]), (8, [again] * 5))
-        reward: Any = SimpleNamespace(score=score)
-        return RolloutPump(rollout, reward, {}, reward_timeout_s=1.0, max_episode_failure_rate=rate)
+        return pump_of(rollout, max_episode_failure_rate=rate)
 
     requests = [replace(each, sampling=replace(each.sampling, n=N)) for each in requests_for(["a", "b", "c"])]
     pump = make(0.03)
@@ -100,9 +106,6 @@ def test_each_group_has_the_numbers_of_its_data_source_and_of_that_ones_teacher(
     """A validation row may have none, since nothing is compared with it; one of a checkpoint had another place then."""
     read: list[list[int]] = []
 
-    async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
-        return group.select(()), []
-
     async def reference(batch: DataProtoRef) -> DataProtoRef:
         read.append(batch["teacher"].tolist())
         return batch.select(())
@@ -113,13 +116,7 @@ def test_each_group_has_the_numbers_of_its_data_source_and_of_that_ones_teacher(
         for each, source in zip(requests_for(["x", "y", "z"]), ("math", "code", "other"), strict=True)
     ]
     sources = {"ref": reference}
-    pump = RolloutPump(
-        rollout,
-        SimpleNamespace(score=score),
-        sources,
-        teachers=["code", "math"],
-        reward_timeout_s=1.0,  # type: ignore[arg-type]
-    )
+    pump = pump_of(rollout, sources=sources, teachers=["code", "math"])
 
     async def scenario() -> None:
         job = pump.submit(requests, sources=sources)
@@ -152,7 +149,7 @@ def test_a_cancelled_group_that_waits_to_be_scored_is_not() -> None:
                 asked.append(group["uid"][0])
                 return group, []
 
-        pump = RolloutPump(AnswersAtOnce(), SimpleNamespace(score=score), {}, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        pump = pump_of(AnswersAtOnce(), score)
         async with free:
             jobs = [pump.submit(requests_for([uid])) for uid in "ab"]
             while not all(job.groups for job in jobs):
@@ -180,8 +177,7 @@ def test_a_pass_waits_for_its_share_and_leaves_out_what_was_cancelled() -> None:
             await asyncio.sleep(0.01)
             return group, []
 
-        reward: Any = SimpleNamespace(score=score)
-        pump = RolloutPump(AnswersAtOnce(), reward, {"ref": source}, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        pump = pump_of(AnswersAtOnce(), score, sources={"ref": source})
         job = pump.submit(requests_for([f"{i}" for i in range(9)]), sources=["ref"])
         job.cancel([0, 4])
         await job.finished()
@@ -202,8 +198,7 @@ def scored_by_model(
         return group, []
 
     async def scenario() -> RolloutJob:
-        reward: Any = SimpleNamespace(score=score)
-        pump = RolloutPump(AnswersAtOnce(), reward, {}, model_scores=scores, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        pump = pump_of(AnswersAtOnce(), score, model_scores=scores)
         job = pump.submit(requests_for([str(i) for i in range(count)]), **options)
         await job.finished()
         assert pump.tasks == set()
@@ -213,6 +208,9 @@ def scored_by_model(
 
 
 def test_the_reward_model_scores_fixed_shares_before_the_reward_processes() -> None:
+    """Also again where some of a share came from a checkpoint: else the others of it would be computed in another pass,
+    with other rounding; a finished share is not.
+    """
     asked: list[list[str]] = []
 
     async def scores(batch: DataProtoRef, conversations: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -224,16 +222,7 @@ def test_the_reward_model_scores_fixed_shares_before_the_reward_processes() -> N
     assert sorted(asked) == [["0", "1"], ["2", "3"], ["4"], ["5"]]
     assert told == {str(i): [i] for i in range(6)}
     assert job.timings["reward_model"] >= 0
-
-
-def test_groups_that_came_from_a_checkpoint_are_scored_in_their_share_again() -> None:
-    """Else the others of the share would be computed in another pass, with other rounding; a finished share is not."""
-    asked: list[list[str]] = []
-
-    async def scores(batch: DataProtoRef, conversations: dict[str, Any]) -> dict[str, np.ndarray]:
-        asked.append(batch["uid"].tolist())
-        return {"rm_score": batch["uid"].astype(float)}
-
+    asked.clear()
     there = {i: (DataProtoRef(small={"uid": np.array([str(i)])}, num_rows=1), DataProtoRef()) for i in (0, 2, 3)}
     _, told = scored_by_model(scores, finished=there)
     assert sorted(asked) == [["0", "1"], ["4"], ["5"]]
@@ -253,11 +242,7 @@ def test_where_slow_groups_are_cancelled_each_is_scored_by_itself() -> None:
                 await free.wait()
             return {"rm_score": batch["uid"].astype(float)}
 
-        async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
-            return group, []
-
-        reward: Any = SimpleNamespace(score=score)
-        pump = RolloutPump(AnswersAtOnce(), reward, {}, model_scores=scores, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        pump = pump_of(AnswersAtOnce(), model_scores=scores)
         job = pump.submit(requests_for(list("0123")), cancels=True)
         await job.settled(lambda: len(asked) == 2 and bool(job.scores))
         assert set(job.scores) == {0}
@@ -283,7 +268,7 @@ def test_a_reward_model_that_fails_ends_the_job() -> None:
 def test_the_background_ends_with_the_run() -> None:
     async def scenario() -> None:
         never: Any = SimpleNamespace(generate=lambda *args, **options: asyncio.sleep(1000))
-        pump = RolloutPump(never, never, {}, reward_timeout_s=1.0)
+        pump = pump_of(never)
         job = pump.submit(requests_for(["a", "b"]))
         await asyncio.sleep(0)
         await pump.stop()

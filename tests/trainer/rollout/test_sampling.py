@@ -16,10 +16,17 @@ from grpo_dist.trainer.rollout.sampling import OpenStep
 from tests.messages import refuses
 from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps
 
+OVER = "actor_rollout_ref.rollout.over_sample_rate=0.5"
+
+
+def uids_of(result: Any) -> list[str]:
+    """The groups that train."""
+    return [request.uid for request in result.requests]
+
 
 def test_without_filtering_one_batch_is_sampled() -> None:
     result = run(make_sampler({0: MIXED, 1: EQUAL}).rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt1"]
+    assert uids_of(result) == ["step1-prompt0", "step1-prompt1"]
     assert result.batch["score"].tolist() == MIXED + EQUAL
     assert result.metrics == {}
 
@@ -53,7 +60,7 @@ def test_with_spare_prompts_others_might_be_chosen_so_lost_data_are_told(monkeyp
         raise DataLost("a group is gone")
 
     monkeypatch.setattr(RolloutJob, "finished", finished)
-    sampler = make_sampler({i: MIXED for i in range(6)}, "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    sampler = make_sampler({i: MIXED for i in range(6)}, OVER)
     with pytest.raises(DataLost):
         run(sampler.rollout(1))
 
@@ -62,7 +69,7 @@ def test_groups_that_teach_nothing_are_replaced() -> None:
     """Prompts 0, 1: one is equal. 2, 3: both differ, of which one fills the batch and one is too many."""
     sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: MIXED}, FILTER)
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
+    assert uids_of(result) == ["step1-prompt1", "step1-prompt2-try2"]
     assert result.batch["score"].tolist() == MIXED + MIXED
     assert result.metrics == {
         "train/num_gen_batches": 2,
@@ -70,16 +77,10 @@ def test_groups_that_teach_nothing_are_replaced() -> None:
         "train/sampled_tokens": 4 * N * 3,
     }
     assert result.timings == {"gen": 2.0}
-    seeds = [request.sampling.seed for request in sampler.pump.requests]
-    assert len(set(seeds)) == 4
-
-
-def test_a_prompt_that_comes_again_within_a_step_is_sampled_anew() -> None:
-    sampler = make_sampler({0: EQUAL, 1: MIXED}, FILTER)
-    result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt1-try2"]
-    seeds = [request.sampling.seed for request in result.requests]
-    assert seeds[0] != seeds[1]
+    assert len({request.sampling.seed for request in sampler.pump.requests}) == 4
+    again = run(make_sampler({0: EQUAL, 1: MIXED}, FILTER).rollout(1))
+    assert uids_of(again) == ["step1-prompt1", "step1-prompt1-try2"], "it comes again within the step"
+    assert len({request.sampling.seed for request in again.requests}) == 2
 
 
 def test_the_search_for_groups_has_an_end() -> None:
@@ -95,7 +96,7 @@ def test_the_order_is_told_the_scores_of_every_group_dropped_or_not() -> None:
     sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: EQUAL}, FILTER)
     sampler.order = RecordingOrder()  # type: ignore[assignment]
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
+    assert uids_of(result) == ["step1-prompt1", "step1-prompt2-try2"]
     assert sampler.order.told == [{1: MIXED, 0: EQUAL}, {3: EQUAL, 2: MIXED}]
 
 
@@ -112,7 +113,7 @@ def test_dropped_groups_are_let_go_when_their_batch_of_prompts_is_complete() -> 
     assert sampler.pump.held() == trains, "the step is open"
     assert [uid for each in sampler.finished_groups() for uid in each.groups] == trains
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == trains
+    assert uids_of(result) == trains
     assert result.batch["uid"].tolist() == [trains[0]] * N + [trains[1]] * N
     assert (result.num_responses, result.timings) == (6 * N, {"gen": 3.0})
     assert result.metrics == {
@@ -158,6 +159,10 @@ def test_remax_samples_every_prompt_once_more_greedily() -> None:
     assert len(result.batch) == 2 * N
     greedy = sampler.pump.requests[2:]
     assert [(r.sampling.n, r.sampling.temperature, r.needs_log_probs) for r in greedy] == [(1, 0.0, False)] * 2
+    sampler = make_sampler({i: MIXED for i in range(4)}, "algorithm.adv_estimator=remax")
+    sampler.pump.failing = {("greedy", 0): "error"}
+    result = run(sampler.rollout(1))
+    assert uids_of(result) == ["step1-prompt1", "step1-prompt2-try2"], "a group whose greedy episode failed is replaced"
 
 
 def test_an_order_is_told_of_the_responses_that_have_a_score() -> None:
@@ -188,42 +193,28 @@ def test_an_order_is_told_scores_without_the_penalty_for_long_responses() -> Non
     assert order.told == [{0: [1] * N, 1: [0] * N}]
 
 
-def test_dynamic_sampling_compares_the_scores_that_are_there() -> None:
-    nan = np.nan
-    scores = {0: [1.0, nan, 1, 1], 1: [-1.0, nan, -2, -2], 2: [nan, nan, nan, 1], 3: [nan, 0, 1, 1]}
-    result = run(make_sampler(scores, FILTER).rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt3-try2"]
-
-
 def test_groups_whose_episodes_failed_are_replaced_one_for_one() -> None:
     """Prompt 1 fails; of the next batch in the order one prompt takes its place, and the other is for the next step."""
     sampler = make_sampler({i: MIXED for i in range(4)})
     sampler.pump.failing = {1: "timeout"}
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2-try2"]
+    assert uids_of(result) == ["step1-prompt0", "step1-prompt2-try2"]
     assert [error.kind for error in result.failed] == ["timeout"]
     # a group of four of three that were sampled
     lost = {"agent/dropped_groups": 1.0, "agent/wasted_episodes": 4 / 12}
     assert result.metrics == {"agent/failures/timeout": 1.0, **lost}
     assert sampler.state_dict()["open"] == {"1": [[0], [2]]}
     sampler.close(1)
-    assert [request.uid for request in run(sampler.rollout(2)).requests] == ["step2-prompt3", "step2-prompt0"]
+    assert uids_of(run(sampler.rollout(2))) == ["step2-prompt3", "step2-prompt0"]
 
 
 def test_with_over_sampling_failed_prompts_are_not_tried_again_and_no_other_is_lost() -> None:
     """2 train and 1 is spare; of 0, 1, 2 two fail. One is missing: 3 and 4 are sampled, 3 trains, 4 comes again."""
-    sampler = make_sampler({i: MIXED for i in range(8)}, "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    sampler = make_sampler({i: MIXED for i in range(8)}, OVER)
     sampler.pump.failing = {0: "error", 2: "error"}
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt3-try2"]
+    assert uids_of(result) == ["step1-prompt1", "step1-prompt3-try2"]
     assert sampler.backlog[0] == 4
-
-
-def test_a_group_whose_greedy_episode_failed_is_replaced_too() -> None:
-    sampler = make_sampler({i: MIXED for i in range(4)}, "algorithm.adv_estimator=remax")
-    sampler.pump.failing = {("greedy", 0): "error"}
-    result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
 
 
 def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
@@ -242,7 +233,13 @@ def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
 
     sampler.pump.submit = fail_at_first
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt2-try2", "step1-prompt3-try2"]
+    assert uids_of(result) == ["step1-prompt2-try2", "step1-prompt3-try2"]
+
+
+def test_dynamic_sampling_compares_the_scores_that_are_there() -> None:
+    nan = np.nan
+    scores = {0: [1.0, nan, 1, 1], 1: [-1.0, nan, -2, -2], 2: [nan, nan, nan, 1], 3: [nan, 0, 1, 1]}
+    assert uids_of(run(make_sampler(scores, FILTER).rollout(1))) == ["step1-prompt1", "step1-prompt3-try2"]
 
 
 def test_dapo_filters_by_right_and_wrong_not_by_the_punished_score() -> None:
@@ -252,7 +249,7 @@ def test_dapo_filters_by_right_and_wrong_not_by_the_punished_score() -> None:
     accuracies = {0: [1.0] * 4, 1: [1.0] * 4, 2: [1.0, 0.0, np.nan, 0.0], 3: [np.nan, 0.0, 1.0, 1.0]}
     sampler.pump.accuracies = accuracies
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt2-try2", "step1-prompt3-try2"]
+    assert uids_of(result) == ["step1-prompt2-try2", "step1-prompt3-try2"]
     assert result.metrics == {
         "train/num_gen_batches": 2,
         "train/filtered_groups": 1 / 2,
@@ -265,7 +262,7 @@ def test_smaller_batches_are_sampled_until_there_are_enough() -> None:
     sampler = make_sampler({0: MIXED, 1: EQUAL, 2: MIXED}, FILTER, "data.gen_batch_size=1")
     sampler.order = PromptSampler(3, 1, shuffle=False, seed=0)
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2-try3"]
+    assert uids_of(result) == ["step1-prompt0", "step1-prompt2-try3"]
 
 
 def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
@@ -284,37 +281,37 @@ def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
 
 
 def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_next() -> None:
-    sampler = make_sampler(dict.fromkeys(range(8), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    sampler = make_sampler(dict.fromkeys(range(8), MIXED), OVER)
     sampler.pump.late = (1,)
     result = run(sampler.rollout(1))
-    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2"]
+    assert uids_of(result) == ["step1-prompt0", "step1-prompt2"]
     assert result.metrics == {"train/aborted_groups": 1}
     assert sampler.backlog == [1, 3], "1 was ended, 3 was drawn with the others"
     assert sampler.pump.held() == ["step1-prompt0", "step1-prompt2"], "3 was there, and will be sampled again"
     sampler.pump.late = ()
-    assert [request.uid for request in run(sampler.rollout(2)).requests] == ["step2-prompt1", "step2-prompt3"]
+    assert uids_of(run(sampler.rollout(2))) == ["step2-prompt1", "step2-prompt3"]
     assert sampler.backlog == [4, 5], "4 was ready too, and one too many"
 
 
 def test_an_over_sampled_batch_never_has_a_prompt_twice() -> None:
     """4 prompts, 2 + 1 a batch, drawn two at a time: after an epoch the backlog has prompts that come again."""
-    sampler = make_sampler(dict.fromkeys(range(4), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    sampler = make_sampler(dict.fromkeys(range(4), MIXED), OVER)
     for step in range(1, 9):
         open_steps(sampler, step, step)
         assert len(set(sampler.open[step].drawn[0])) == 3
         run(sampler.rollout(step))
-    too_few = make_sampler(dict.fromkeys(range(2), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    too_few = make_sampler(dict.fromkeys(range(2), MIXED), OVER)
     with refuses(DataError, "actor_rollout_ref.rollout.over_sample_rate", 3, 2, "data.train_batch_size"):
         run(too_few.rollout(1))
 
 
 def test_over_sampling_takes_a_prompt_only_with_its_greedy_baseline() -> None:
     """Of 3 prompts the second one's baseline (the fifth request) is late."""
-    overrides = ("actor_rollout_ref.rollout.over_sample_rate=0.5", "algorithm.adv_estimator=remax")
+    overrides = (OVER, "algorithm.adv_estimator=remax")
     sampler = make_sampler(dict.fromkeys(range(8), MIXED), *overrides)
     sampler.pump.late = (4,)
     result = run(sampler.rollout(1))
     uids = ["step1-prompt0", "step1-prompt2"]
-    assert [request.uid for request in result.requests] == uids
+    assert uids_of(result) == uids
     assert result.metrics == {"train/aborted_groups": 1}
     assert sampler.pump.held() == [*uids, *(f"{uid}-greedy" for uid in uids)], "a checkpoint needs these baselines"

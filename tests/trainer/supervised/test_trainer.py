@@ -34,8 +34,7 @@ from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.supervised import SupervisedGroup
 from tests.messages import refuses, says
 from tests.trainer.recorded import Rows as Recorded
-from tests.trainer.supervised.test_rows import pair
-from tests.trainer.supervised.test_rows import rows as rows_of
+from tests.trainer.supervised.test_rows import pair, rows_of
 
 NUM_ROWS, BATCH = 12, 3
 LOSS = "reward_model/loss"
@@ -133,20 +132,12 @@ def test_the_exported_model_says_which_checkpoint_it_is_of(tmp_path: Path) -> No
     trainer, model, _ = make(tmp_path / "none")
     trainer.fit()
     assert (model.usage.step, model.usage.checkpoint, model.usage.dtype) == (4, None, "fp32")
-    written = checkpointed(tmp_path / "some", "trainer.save_freq=4")
-    for config in ("trainer.save_freq=4", "trainer.save_freq=-1"):
-        trainer, model, _ = make(tmp_path / "some", config)
+    for freq in (4, 4, -1):
+        trainer, model, _ = make(tmp_path / "some", f"trainer.save_freq={freq}")
         trainer.fit()
-        assert (model.usage.step, model.usage.checkpoint) == (4, written)
-
-
-def checkpointed(run_dir: Path, *overrides: str) -> str:
-    """Train to the end; returns the digest of the last checkpoint, of which the exported model is."""
-    trainer, model, _ = make(run_dir, *overrides)
-    trainer.fit()
-    assert trainer.saver.last is not None
-    assert model.usage.checkpoint == checkpoint_digest(trainer.saver.last)
-    return model.usage.checkpoint
+        digest = checkpoint_digest(tmp_path / "some/global_step_4")
+        assert (model.usage.step, model.usage.checkpoint) == (4, digest)
+    assert model.log == ["export huggingface fp32"], "nothing was left to train"
 
 
 def terminate_in(
@@ -177,14 +168,14 @@ def test_a_step_is_trained_validated_saved_and_reported_in_this_order(tmp_path: 
 
 
 def test_the_last_step_is_validated_and_saved_also_out_of_turn(tmp_path: Path) -> None:
-    trainer, model, _ = make(
-        tmp_path, "trainer.test_freq=3", "trainer.save_freq=100", "trainer.export_hf_model=false"
-    )  # fmt: skip
+    freq = ("trainer.test_freq=3", "trainer.save_freq=100", "trainer.export_hf_model=false")
+    trainer, model, _ = make(tmp_path, *freq)
     trainer.fit()
-    assert [each for each in model.log if each.startswith(("validate", "save"))] == [
-        "validate 3", "validate 4", "save global_step_4.tmp"
-    ]  # fmt: skip
+    asked = [each for each in model.log if each.startswith(("validate", "save"))]
+    assert asked == ["validate 3", "validate 4", "save global_step_4.tmp"]
     assert model.log[-1] == "report 4", "nothing is exported"
+    rows = sorted(row for batch in model.batches for row in batch)
+    assert rows == sorted(f"rows.jsonl, line {number}" for number in range(NUM_ROWS)), "each once an epoch"
 
 
 def test_metrics_of_a_step(tmp_path: Path) -> None:
@@ -202,35 +193,21 @@ def test_metrics_of_a_step(tmp_path: Path) -> None:
     assert told.rows[-1]["perf/max_memory_resident_gb/reward_model"] == 1.5
 
 
-def test_every_row_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
-    trainer, model, _ = make(tmp_path)
-    trainer.fit()
-    assert sorted(row for batch in model.batches for row in batch) == sorted(
-        f"rows.jsonl, line {number}" for number in range(NUM_ROWS)
-    )
-
-
 def test_a_resumed_run_goes_on_at_the_right_batch(tmp_path: Path) -> None:
     whole, undisturbed, _ = make(tmp_path / "whole", "trainer.total_epochs=2")
     whole.fit()
     first, before, _ = make(
         tmp_path / "run", "trainer.total_epochs=2", "trainer.save_freq=2", model=Model(fails_at=6)
     )  # fmt: skip
-    with pytest.raises(TrainingDiverged):
+    with refuses(TrainingDiverged, "step 6") as caught:
         first.fit()
+    says(caught.value.__notes__, "'train'", "step 6")
     resumed, after, told = make(tmp_path / "run", "trainer.total_epochs=2", "trainer.val_before_train=true")
     assert (resumed.step, len(before.batches)) == (4, 5)
     resumed.fit()
     assert "validate 0" not in after.log, "it was before"
     assert [row["step"] for row in told.rows] == [5, 6, 7, 8]
     assert before.batches[:4] + after.batches == undisturbed.batches
-
-
-def test_where_nothing_is_left_to_train_the_model_is_exported(tmp_path: Path) -> None:
-    make(tmp_path, "trainer.save_freq=4")[0].fit()
-    trainer, model, _ = make(tmp_path)
-    trainer.fit()
-    assert model.log == ["export huggingface fp32"]
 
 
 def test_validation_alone(tmp_path: Path) -> None:
@@ -277,39 +254,38 @@ def test_a_loss_that_is_reached_ends_the_run_as_its_last_step_does(tmp_path: Pat
     assert [each for each in model.log if each.startswith("train")] == ["train 3", "train 4"]
 
 
-def test_what_is_reached_before_the_first_step_needs_none(tmp_path: Path) -> None:
-    trainer, model, _ = make(tmp_path, "trainer.val_before_train=true", *ends_at(0.0))
-    trainer.fit()
-    assert model.log == ["validate 0", "report 0", "export huggingface fp32"]
-
-
-def test_a_loss_that_is_not_reached_ends_nothing(tmp_path: Path) -> None:
-    """And no validation: `val_only` has nothing that it could end."""
+def test_what_is_reached_before_the_first_step_needs_none_and_what_is_not_reached_ends_nothing(tmp_path: Path) -> None:
+    """Nor is a validation alone anything that could end."""
+    validated = ["validate 0", "report 0"]
+    for value, override, log in (
+        (0.0, "val_before_train", [*validated, "export huggingface fp32"]),
+        (1.0, "val_only", validated),
+    ):
+        trainer, model, _ = make(tmp_path / override, f"trainer.{override}=true", *ends_at(value))
+        trainer.fit()
+        assert model.log == log
     trainer, model, _ = make(tmp_path, *ends_at(0.05))
     trainer.fit()
     assert "train 4" in model.log
-    alone, model, _ = make(tmp_path / "alone", "trainer.val_only=true", *ends_at(1.0))
-    alone.fit()
-    assert model.log == ["validate 0", "report 0"]
 
 
-def test_an_error_names_the_stage_and_the_step(tmp_path: Path) -> None:
-    trainer, _, _ = make(tmp_path, model=Model(fails_at=3))
-    with refuses(TrainingDiverged, "step 3") as caught:
-        trainer.fit()
-    says(caught.value.__notes__, "'train'", "step 3")
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
+@SIGNALS
 @pytest.mark.parametrize("method", ["train", "measure"])
-def test_sigterm_in_a_step_lets_it_end_and_saves_it(tmp_path: Path, method: str) -> None:
-    trainer, model, told = make(tmp_path)
-    terminate_in(trainer, method, step=1 if method == "train" else 2)
+def test_the_first_signal_in_a_step_lets_it_end_and_saves_it(
+    tmp_path: Path, method: str, number: signal.Signals
+) -> None:
+    trainer, model, told = make(tmp_path, "trainer.save_freq=100")
+    terminate_in(trainer, method, step=1 if method == "train" else 2, number=number)
     assert told.rows[-1]["step"] == 2
     assert model.log[-2:] == ["report 2", "save global_step_2.tmp"]
+    assert trainer.preemption.checkpoint == tmp_path / "global_step_2"
     assert read_state(tmp_path / "global_step_2").step == 2
     resumed, after, _ = make(tmp_path)
     resumed.fit()
-    assert after.log[0] == "train 3"
+    assert after.log[0] == "train 3", "the same command goes on from there"
 
 
 def test_sigterm_saves_nothing_twice(tmp_path: Path) -> None:
@@ -319,15 +295,7 @@ def test_sigterm_saves_nothing_twice(tmp_path: Path) -> None:
     assert (tmp_path / "global_step_2").is_dir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_saves_the_step_that_is_being_trained(tmp_path: Path, number: signal.Signals) -> None:
-    trainer, _, _ = make(tmp_path, "trainer.save_freq=100")
-    terminate_in(trainer, "train", step=1, number=number)
-    assert trainer.preemption.checkpoint == tmp_path / "global_step_2"
-    assert make(tmp_path)[0].step == 2, "the same command goes on from there"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@SIGNALS
 def test_the_second_signal_leaves_at_once_without_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     trainer, model, _ = make(tmp_path, "trainer.save_freq=100")
     terminate_in(trainer, "train", step=1, number=number, times=2)

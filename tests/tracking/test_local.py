@@ -1,4 +1,4 @@
-"""trackio's local database, read back by trackio's own storage."""
+"""Trackers that write into files here, read back by their own packages: trackio's database, TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 FOLDER = tempfile.mkdtemp()
 os.environ["TRACKIO_DIR"] = FOLDER  # read when trackio is imported
@@ -19,13 +19,13 @@ os.environ["TRACKIO_DIR"] = FOLDER  # read when trackio is imported
 import trackio  # noqa: E402
 
 from grpo_dist.errors import ConfigError  # noqa: E402
-from grpo_dist.tracking.base import RunInfo, Trackers, build_trackers, check_trackers  # noqa: E402
+from grpo_dist.tracking.base import RunInfo, as_markdown, check_trackers  # noqa: E402
+from grpo_dist.tracking.tensorboard import TensorBoardTracker  # noqa: E402
 from tests.messages import refuses, says  # noqa: E402
 from tests.no_network import no_network  # noqa: E402
-from tests.tracking.test_samples import SAMPLE  # noqa: E402
+from tests.tracking.runs import SAMPLE, SCORE, Start, starter  # noqa: E402
 from tests.trainer.metrics_page import PAGE, documented_names  # noqa: E402
 
-SCORE = "critic/score/mean"
 STORE = trackio.SQLiteStorage
 
 
@@ -36,17 +36,12 @@ def removed() -> Any:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., Trackers]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Start:
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
 
-    def started(resumed_step: int | None = None, **config: Any) -> Trackers:
-        names = {"project_name": request.node.name[:60], "experiment_name": "first"}
-        return build_trackers(
-            ["trackio"], RunInfo(run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
-        )
-
-    started.project = request.node.name[:60]  # type: ignore[attr-defined]
+    started: Any = starter("trackio", tmp_path / "run", request.node.name[:60])
+    started.project = request.node.name[:60]
     return started
 
 
@@ -58,16 +53,17 @@ def logs(start: Any) -> list[dict[str, Any]]:
 
 def test_metrics_and_config_are_in_the_database_and_nobody_else_hears_of_it(start, capfd, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 24)
-    tried = no_network(monkeypatch)
+    tried, names = no_network(monkeypatch), documented_names(PAGE.read_text())
     before = psutil.Process().net_connections()
     with start(lr=0.125, hf_token="do-not-keep-this") as trackers:
         says(trackers.notes[1], FOLDER, f"trackio show --project {start.project}")
         trackers.log({SCORE: 1 / 8}, 1)
-        trackers.log({SCORE: 2 / 8, "n": math.nan, "i": -math.inf}, 2)
+        trackers.log(dict.fromkeys(names, 0.5) | {SCORE: 2 / 8, "n": math.nan, "i": -math.inf}, 2)
         assert psutil.Process().net_connections() == before
         assert len(trackers.notes) == 2, "none was dropped"
     rows = logs(start)
     assert [(row["step"], row[SCORE]) for row in rows] == [(1, 1 / 8), (2, 2 / 8)]
+    assert set(names) <= rows[1].keys()
     assert math.isnan(float(rows[1]["n"]))
     assert float(rows[1]["i"]) == -math.inf
     (run,) = trackio.Api().runs(start.project)
@@ -75,13 +71,6 @@ def test_metrics_and_config_are_in_the_database_and_nobody_else_hears_of_it(star
     assert run.config is not None
     assert (run.config["lr"], run.config["hf_token"], run.config["_Username"]) == (0.125, "***", None)
     assert (tried, capfd.readouterr().out) == ([], "")
-
-
-def test_the_names_of_all_metrics_are_kept(start):
-    names = documented_names(PAGE.read_text())
-    with start() as trackers:
-        trackers.log(dict.fromkeys(names, 0.5), 1)
-    assert set(names) <= logs(start)[0].keys()
 
 
 def test_samples_are_a_table_of_their_step(start):
@@ -113,3 +102,54 @@ def test_a_resumed_run_goes_on_in_the_same_and_a_fresh_one_is_new(start, tmp_pat
     with start() as trackers:
         trackers.log({SCORE: 1 / 8}, 1)
     assert len(trackio.Api().runs(start.project)) == 2
+
+
+# --- TensorBoard
+def tensorboard(run_dir, resumed_step=None):
+    run = RunInfo(run_dir=run_dir, project_name="p", experiment_name="e", config={}, resumed_step=resumed_step)
+    return TensorBoardTracker(run)
+
+
+def scalars(run_dir, tag):
+    reader = EventAccumulator(str(run_dir / "tensorboard"))
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(tag)]
+
+
+def test_tensorboard_reads_what_is_logged_before_the_run_ends(tmp_path):
+    tracker = tensorboard(tmp_path)
+    tracker.log({"critic/score/mean": 0.25, "n": 7}, 1)
+    tracker.log({"critic/score/mean": 0.5, "bad": math.nan}, 2)
+    assert scalars(tmp_path, "critic/score/mean") == [(1, 0.25), (2, 0.5)]
+    assert scalars(tmp_path, "n") == [(1, 7.0)]
+    assert math.isnan(scalars(tmp_path, "bad")[0][1])
+    tracker.close()
+    assert str(tmp_path / "tensorboard") in tracker.note
+
+
+def test_samples_are_under_the_text_tab(tmp_path):
+    tracker = tensorboard(tmp_path)
+    tracker.log_samples([SAMPLE, SAMPLE | {"uid": "val-1"}], 3)
+    tracker.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert reader.PluginTagToContent("text").keys() == {"val/generations/0", "val/generations/1"}
+    (event,) = reader.Tensors("val/generations/0")
+    assert event.step == 3
+    assert event.tensor_proto.string_val[0].decode() == as_markdown(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("resumed_step", "expected"),
+    [(2, [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]), (None, [(0, 2.0), (1, 2.0)]), (0, [(0, 1.0), (1, 2.0)])],
+)
+def test_steps_after_the_checkpoint_are_purged(tmp_path, resumed_step, expected):
+    first = tensorboard(tmp_path)
+    for step in range(6):
+        first.log({"loss": 1.0}, step)
+    first.close()
+    second = tensorboard(tmp_path, resumed_step)
+    for step in [step for step, value in expected if value == 2.0]:
+        second.log({"loss": 2.0}, step)
+    second.close()
+    assert scalars(tmp_path, "loss") == expected

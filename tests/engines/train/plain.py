@@ -1,0 +1,65 @@
+"""Engines of this rank and what they hold, and models in plain PyTorch, which take each sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from grpo_dist.config.schema_roles import AdamWConfig
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.protocol import DataProto
+from tests.worker_settings import model_settings
+
+
+def built(path: str, optimizer: AdamWConfig | None = None, temperature: float = 1.0, **changes: Any) -> FSDPEngine:
+    """An engine for runs of six steps; without an optimizer it is frozen."""
+    settings = model_settings(path, **changes)
+    return FSDPEngine(
+        settings, device="cpu", temperature=temperature, optimizer=optimizer, total_steps=6, grad_clip=1.0
+    )
+
+
+def with_sgd(path: str, lr: float, temperature: float = 1.0, **changes: Any) -> FSDPEngine:
+    """By plain SGD: Adam divides by the size of the gradient, which turns rounding of small ones into real steps."""
+    optimizer = AdamWConfig(lr=lr, weight_decay=0.0, betas=(0.9, 0.999), override_optimizer_config=None)
+    made = built(path, optimizer, temperature, **changes)
+    made.grad_clip = float("inf")
+    made.optimizer = torch.optim.SGD([p for p in made.model.parameters() if p.requires_grad], lr=lr)
+    return made
+
+
+def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
+
+
+def told(work: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The class and the message of the error with which the work ends; "" if it is done."""
+    try:
+        work(*args, **options)
+    except GrpoDistError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def causal_lm(path: object) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def response_logits(model: Any, data: DataProto) -> list[torch.Tensor]:
+    """What a model says at the tokens before those of each response."""
+    rows = zip(data["prompts"].rows(), data["responses"].rows(), strict=True)
+    return [model(input_ids=torch.cat(row).long()[None]).logits[0, len(row[0]) - 1 : -1] for row in rows]
+
+
+def log_probs_alone(model: Any, data: DataProto, temperature: float = 1.0) -> list[torch.Tensor]:
+    """Log-probs of each response."""
+    rows = zip(response_logits(model, data), data["responses"].rows(), strict=True)
+    return [
+        torch.log_softmax(logits / temperature, -1).gather(-1, response.long()[:, None])[:, 0]
+        for logits, response in rows
+    ]
