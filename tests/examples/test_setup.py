@@ -78,6 +78,12 @@ def test_cuda_12_has_its_own_indexes_and_versions_of_cuda(checkout: Path) -> Non
     assert [line for line in used if line.startswith(("cuda-", "nvidia-"))] == []
 
 
+def test_cudas_bindings_are_of_one_version() -> None:
+    """Before 12.8 cuda-python brings files of its own for cuda-bindings, with which FlashInfer cannot be imported."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints/gpu.txt").read_text().splitlines())
+    assert pins["cuda-python"] == pins["cuda-bindings"]
+
+
 @pytest.mark.parametrize(
     ("driver", "cuda"),
     [("550.90.07", 12), ("570.86", 12), ("575.57", 12), ("580.65", 13), ("590.1", 13), ("[N/A]", 13)],

@@ -69,14 +69,19 @@ class VLLMBackend(RolloutBackend):
             why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
             text = f"{drafts}, {key}={shown(asked)}{'' if asked else ', on CPU that is true'}: {why}"
             yield Problem(text, (drafts.partition("=")[0], key))
-        yield from between_keys(self._records_in_its_own_way)(config)
+        yield from between_keys(self._refused_by_vllm)(config)
 
-    def _records_in_its_own_way(self, config: RunConfig) -> Iterator[str]:
-        given = self.given(config.actor_rollout_ref.rollout) if config.replays_routes else {}
+    def _refused_by_vllm(self, config: RunConfig) -> Iterator[str]:
+        rollout, routes = config.actor_rollout_ref.rollout, config.replays_routes
+        given = self.given(rollout)
         why = "its own scheduler takes experts from vLLM, which keeps them by its prefix cache; leave the second out"
-        for name, plain in (("enable_prefix_caching", True), ("scheduler_cls", None)):
+        for name, plain in (("enable_prefix_caching", True), ("scheduler_cls", None)) if routes else ():
             if given.get(name, plain) != plain:
                 yield f"<actor.router_replay.mode>, {ARGUMENTS_KEY}.{name}={shown(given[name])}: {why}"
+        if routes and config.device == "cuda" and os.environ.get(v2 := "VLLM_USE_V2_MODEL_RUNNER") == "0":
+            yield f"<actor.router_replay.mode>, {v2}=0: on GPUs that model runner alone records experts; unset {v2}"
+        if rollout.dtype == "float32" and (by := given.get("quantization", "torchao")) != "torchao":
+            yield f"<rollout.dtype>, {ARGUMENTS_KEY}.quantization={by}: it computes in 16 bits; set the first to bf16"
 
     def adapts_experts(self, device: str) -> bool:
         """See `RolloutBackend.adapts_experts`: by Triton alone (see its fused_moe/oracle/unquantized.py)."""

@@ -1,46 +1,91 @@
-"""What vLLM makes of engines' arguments on GPUs, in a Ray worker: `python -m tests.engines.vllm.faked_gpu FILE`.
+"""What vLLM makes of a run's arguments on GPUs, in a Ray worker: `python -m tests.engines.vllm.faked_gpu FILE`.
 
 No GPU and no Ray is needed: vLLM's own CUDA platform is told that there are eight GPUs with 80 GiB, and vLLM that it is
-in a placement group. Nothing is started.
+in a placement group. Nothing is started. With the build for CPU, which has no CUDA kernels, vLLM is also told that they
+and Triton are there; with the build for GPUs (scripts/cuda_engine_config.py) it finds its own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType, NoneType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-NUM_GPUS, MEMORY_BYTES = 8, 80 << 30
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.plan.commands import load_config
+from grpo_dist.plan.plan import make_plan
+from tests.worker_settings import changed
 
-if __name__ != "__main__":  # what vLLM imports as the platform
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
-    from vllm.platforms.interface import DeviceCapability
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+EXPERTS = Path(__file__).with_name("experts")  # a config.json without weights
+PARTS = (  # of vLLM's config
+    *("device_config.device_type", "use_v2_model_runner", "weight_transfer_config.backend"),
+    *("compilation_config.mode", "compilation_config.cudagraph_mode", "model_config.enforce_eager"),
+    *("cache_config.enable_prefix_caching", "cache_config.gpu_memory_utilization"),
+    *("cache_config.kv_cache_memory_bytes", "model_config.enable_sleep_mode"),
+    *("scheduler_config.enable_chunked_prefill", "scheduler_config.async_scheduling"),
+    *("scheduler_config.max_num_batched_tokens", "scheduler_config.max_num_seqs", "model_config.max_model_len"),
+    *("model_config.dtype", "model_config.head_dtype", "model_config.logprobs_mode", "model_config.quantization"),
+    *("parallel_config.distributed_executor_backend", "parallel_config.world_size"),
+    *("parallel_config.distributed_timeout_seconds", "parallel_config.cpu_distributed_timeout_seconds"),
+    "aux_output_config.enabled",  # experts are recorded
+)
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "original_max_position_embeddings": 512}
+R3 = "actor_rollout_ref.actor.router_replay.mode=R3"
+RUNS = {
+    "eight": ["cluster=node8"],
+    "one": ["cluster=single_gpu"],
+    "asleep": ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true"],
+    "unheeded": ["cluster=node8", f"{ROLLOUT}.free_cache_engine=true"],
+    "split": ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2", "actor_rollout_ref.nccl_timeout=77"],
+    "eager": ["cluster=node8", f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.max_num_seqs=32"],
+    "unchunked": [
+        *("cluster=node8", f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=64"),
+        *(f"{ROLLOUT}.max_num_seqs=64", f"{ROLLOUT}.kv_cache_memory_gib=1.5", f"{ROLLOUT}.dtype=fp16"),
+        f"{ROLLOUT}.gpu_memory_utilization=0.5",
+    ],
+    "long": [
+        *("cluster=node8", "data.max_response_length=30000", f"{ROLLOUT}.max_model_len=32768"),
+        *(f"{ROLLOUT}.enable_chunked_prefill=true", f"{ROLLOUT}.max_num_batched_tokens=2048"),
+        f"{MODEL}.head_dtype=fp32",
+        f"{MODEL}.override_config.max_position_embeddings=32768",
+        f"{MODEL}.override_config.rope_parameters={{{', '.join(f'{name}: {value}' for name, value in YARN.items())}}}",
+    ],
+    "own": ["cluster=node8", f"{VLLM}={{compilation_config: {{cudagraph_mode: PIECEWISE}}}}"],
+    "seeds": ["cluster=node8", f"{ROLLOUT}.deterministic=true"],
+    "drafts": ["cluster=node8", f"{VLLM}={{spec_method: ngram, spec_tokens: 4}}"],
+    "routes": ["cluster=node8", f"{MODEL}.path={EXPERTS}", R3],
+    "factors": ["cluster=single_gpu", f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=false"],
+    "fp8": ["cluster=node8", f"{VLLM}.quantization=fp8"],
+}
+RUNS["factors_asleep"] = [*RUNS["factors"], f"{ROLLOUT}.free_cache_engine=true"]  # at level 1: its weights stay
+# Rows for which vLLM asks its kernels for GPUs, so that its build for CPU cannot resolve them.
+BY_KERNELS = {"factors", "factors_asleep", "fp8", "float32 by fp8"}
+# What vLLM refuses: a run, changes of its engine's settings, and the override, or variable, that asks for them.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "routes uncached": ("routes", {"vllm": {"enable_prefix_caching": False}}, f"{VLLM}.enable_prefix_caching=false"),
+    "routes by the other runner": ("routes", {}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+    "routes without experts": ("eight", {"records_routes": True}, R3),
+    "heads in eight parts": ("eight", {"tensor_model_parallel_size": 8}, f"{ROLLOUT}.tensor_model_parallel_size=8"),
+    "float32 by fp8": ("fp8", {"dtype": "float32"}, f"{ROLLOUT}.dtype=float32"),
+}
 
-    class FakedGPU(NonNvmlCudaPlatform):
-        """An H100, as far as a config asks."""
 
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(9, 0)
-
-        @classmethod
-        def get_device_name(cls, device_id: int = 0) -> str:
-            return "NVIDIA H100 80GB HBM3"
-
-        @classmethod
-        def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return MEMORY_BYTES
-
-        def is_cumem_allocator_available(self) -> bool:
-            return True  # it comes with the CUDA wheel
-
-        @classmethod
-        def device_count(cls) -> int:
-            return NUM_GPUS
+def settings(overrides: list[str], **changes: Any) -> EngineSettings:
+    """An engine's settings in a run, with changes that the run's rules may refuse."""
+    config, _ = load_config([f"{ROLLOUT}.kv_cache_memory_gib=null", *overrides])  # the built-in model names a size
+    found = make_plan(config).engine(0)
+    return changed(found, path=resolve_model_path(found.model.path), **changes)
 
 
 def fake() -> None:
@@ -48,65 +93,85 @@ def fake() -> None:
     import ray.util
     import vllm.platforms
 
-    sys.modules["vllm._C_stable_libtorch"] = ModuleType("kernels")  # of the CUDA wheel
-    vllm.platforms.resolve_current_platform_cls_qualname = lambda: "tests.engines.vllm.faked_gpu.FakedGPU"
+    has_kernels = find_spec("vllm._C_stable_libtorch") is not None
+    if not has_kernels:
+        sys.modules["vllm._C_stable_libtorch"] = ModuleType("kernels")
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class FakedGPU(NonNvmlCudaPlatform):
+        """An H100, as far as a config asks."""
+
+        get_device_capability = staticmethod(lambda device_id=0: DeviceCapability(9, 0))
+        get_device_name = staticmethod(lambda device_id=0: "NVIDIA H100 80GB HBM3")
+        get_device_total_memory = staticmethod(lambda device_id=0: 80 << 30)
+        device_count = staticmethod(lambda: 8)
+        if not has_kernels:
+            is_cumem_allocator_available = staticmethod(lambda: True)
+
+    vllm.platforms._current_platform = FakedGPU()
     ray.is_initialized = lambda: True
     ray.get_runtime_context = lambda: SimpleNamespace(runtime_env=None)
     ray.util.get_current_placement_group = lambda: "a bundle with all GPUs of the engine"
-    import vllm.config.vllm  # only now: it asks what it runs on
+    if not has_kernels:
+        import vllm.config.vllm  # only now: it asks what it runs on
 
-    vllm.config.vllm.HAS_TRITON = True  # by which it chooses its model runner
+        vllm.config.vllm.HAS_TRITON = True  # by which it chooses its model runner
 
 
-def resolved(settings: Any) -> dict[str, Any]:
+def resolved(settings: EngineSettings) -> dict[str, Any]:
     """The parts of vLLM's config that decide about speed, memory and log-probs."""
     from vllm.v1.executor.abstract import Executor
 
     from grpo_dist.engines.vllm.arguments import engine_args
 
     config = engine_args(settings, folder="").create_engine_config()
-    return {
-        "device": config.device_config.device_type,
-        "cuda_graphs": config.compilation_config.cudagraph_mode.name,
-        "largest_graph": max(config.compilation_config.cudagraph_capture_sizes or [0]),
-        "compilation": config.compilation_config.mode.name,
-        "enforce_eager": config.model_config.enforce_eager,
-        "prefix_caching": config.cache_config.enable_prefix_caching,
-        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
-        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-        "max_num_seqs": config.scheduler_config.max_num_seqs,
-        "max_model_len": config.model_config.max_model_len,
-        "rope": config.model_config.hf_text_config.rope_parameters,
-        "logprobs": str(config.model_config.logprobs_mode),
-        "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": config.cache_config.kv_cache_memory_bytes,
-        "executor": config.parallel_config.distributed_executor_backend,
+    lora, sizes = config.lora_config, config.compilation_config.cudagraph_capture_sizes
+    found = {
+        "largest_graph": max(sizes or [0]),
         "executor_class": Executor.get_class(config).__name__,
-        "processes": config.parallel_config.world_size,
-        "sleep_mode": config.model_config.enable_sleep_mode,
-        "timeouts": [
-            config.parallel_config.distributed_timeout_seconds,
-            config.parallel_config.cpu_distributed_timeout_seconds,
-        ],
-        "runner_v2": config.use_v2_model_runner,
-        "weights": config.weight_transfer_config.backend,
-        "dtype": str(config.model_config.dtype),
-        "head": str(config.model_config.head_dtype),
+        "rope": config.model_config.hf_text_config.rope_parameters,
+        "lora": lora and [lora.max_loras, lora.max_lora_rank, *lora.target_modules],
     }
+    plain, parts = (int, float, bool, NoneType), {part: attrgetter(part)(config) for part in PARTS}
+    return found | {name: part if type(part) in plain else str(part) for name, part in parts.items()}
 
 
 def look_at(model: str) -> None:
     """Have vLLM look at a model's class unfaked, and keep what it saw: a GPU's kernels are not here."""
-    code = "import sys; from vllm.engine.arg_utils import EngineArgs; EngineArgs(sys.argv[1]).create_model_config()"
-    subprocess.run([sys.executable, "-c", code, model], check=True)
+    code = f"from vllm import EngineArgs; EngineArgs({model!r}, skip_tokenizer_init=True).create_model_config()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def every_row() -> dict[str, tuple[EngineSettings, str]]:
+    """By name: the settings of an engine, and a variable of its environment as NAME=VALUE, or ""."""
+    rows = {name: (settings(overrides), "") for name, overrides in RUNS.items()}
+    for name, (run, changes, said) in REFUSED.items():
+        rows[name] = (settings(RUNS[run], **changes), said if said.startswith("VLLM_") else "")
+    return rows
+
+
+def answer(settings: EngineSettings, variable: str) -> dict[str, Any] | str:
+    """What vLLM makes of a row: its config, or the reason why it refuses it."""
+    try:
+        with patch.dict(os.environ, dict([variable.split("=")]) if variable else {}):
+            return resolved(settings)
+    except ValueError as error:  # what pydantic raises is one too
+        (reason,) = [line for line in str(error).splitlines() if " error, " in line]
+        return reason.strip().partition(" [type=")[0]
+
+
+def answers(rows: dict[str, tuple[EngineSettings, str]]) -> dict[str, dict[str, Any] | str]:
+    """Of this process's vLLM, which is faked for good."""
+    from grpo_dist.engines.vllm.starting import quiet_environment
+
+    quiet_environment("cuda")
+    fake()
+    return {name: answer(*row) for name, row in rows.items()}
 
 
 if __name__ == "__main__":
-    from grpo_dist.engines.vllm.starting import quiet_environment
-
-    every = pickle.loads(Path(sys.argv[1]).read_bytes())
-    for model in {settings.model.path for settings in every.values()}:
+    rows = pickle.loads(Path(sys.argv[1]).read_bytes())
+    for model in {settings.model.path for settings, _ in rows.values()}:
         look_at(model)
-    quiet_environment("cuda")
-    fake()
-    print(json.dumps({name: resolved(settings) for name, settings in every.items()}))
+    print(json.dumps(answers(rows)))

@@ -19,125 +19,56 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.auto import tokenization_auto
 
-from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_traces, tokenizer_args
 from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import EngineError
 from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.plan import make_plan
 from grpo_dist.runtime.group import WorkerGroup
+from tests import golden
+from tests.config.refusals import refused
+from tests.engines.vllm.faked_gpu import BY_KERNELS, REFUSED, RUNS, every_row
 from tests.engines.vllm.test_engine import PROMPTS, generate, sampling
-from tests.messages import refuses
+from tests.messages import refuses, says
 from tests.worker_settings import changed, engine_settings
 
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "original_max_position_embeddings": 512}
-RUNS = {
-    "eight": ["cluster=node8"],
-    "one": ["cluster=single_gpu"],
-    "asleep": ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true"],
-    "unheeded": ["cluster=node8", f"{ROLLOUT}.free_cache_engine=true"],
-    "split": ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2", "actor_rollout_ref.nccl_timeout=77"],
-    "eager": ["cluster=node8", f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.max_num_seqs=32"],
-    "unchunked": [
-        "cluster=node8",
-        f"{ROLLOUT}.enable_chunked_prefill=false",
-        f"{ROLLOUT}.max_num_batched_tokens=64",
-        f"{ROLLOUT}.max_num_seqs=64",
-        f"{ROLLOUT}.kv_cache_memory_gib=1.5",
-        f"{ROLLOUT}.gpu_memory_utilization=0.5",
-        f"{ROLLOUT}.dtype=fp16",
-    ],
-    "long": [
-        *("cluster=node8", "data.max_response_length=30000", f"{ROLLOUT}.max_model_len=32768"),
-        *(f"{ROLLOUT}.enable_chunked_prefill=true", f"{ROLLOUT}.max_num_batched_tokens=2048"),
-        f"{MODEL}.head_dtype=fp32",
-        f"{MODEL}.override_config.max_position_embeddings=32768",
-        f"{MODEL}.override_config.rope_parameters={{{', '.join(f'{name}: {value}' for name, value in YARN.items())}}}",
-    ],
-    "own": ["cluster=node8", f"{ROLLOUT}.engine_kwargs.vllm={{compilation_config: {{cudagraph_mode: PIECEWISE}}}}"],
-}
+FOLDER = Path(golden.__file__).parent
+GOLDEN = json.loads((FOLDER / "vllm_on_gpus.json").read_text())  # of vLLM's build for GPUs
+RESOLVED = {name: GOLDEN["runs"]["eight"] | differing for name, differing in GOLDEN["runs"].items()}
 
 
-def settings(overrides: list[str]) -> EngineSettings:
-    config, _ = load_config([f"{ROLLOUT}.kv_cache_memory_gib=null", *overrides])  # the built-in model names a size
-    found = make_plan(config).engine(0)
-    return changed(found, path=resolve_model_path(found.model.path))
-
-
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By run: the parts of vLLM's config that tests/engines/vllm/faked_gpu.py shows."""
-    file = tmp_path_factory.mktemp("settings") / "runs.pickle"
-    file.write_bytes(pickle.dumps({name: settings(overrides) for name, overrides in RUNS.items()}))
+def test_the_build_for_cpu_told_of_gpus_says_what_theirs_has_said(tmp_path: Path) -> None:
+    """But for what vLLM asks its kernels: there the golden rows stand alone."""
+    file = tmp_path / "rows.pickle"
+    file.write_bytes(pickle.dumps({name: row for name, row in every_row().items() if name not in BY_KERNELS}))
     command = [sys.executable, "-m", "tests.engines.vllm.faked_gpu", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert (RESOLVED.keys(), GOLDEN["refused"].keys()) == (RUNS.keys(), REFUSED.keys())
+    rows = {name: row for name, row in (RESOLVED | GOLDEN["refused"]).items() if name not in BY_KERNELS}
+    assert json.loads(done.stdout.splitlines()[-1]) == rows
+    pins = dict(line.split("==") for line in (FOLDER.parents[1] / "constraints/gpu.txt").read_text().splitlines())
+    assert GOLDEN["versions"] == {name: pins[name] for name in GOLDEN["versions"]}, "scripts/cuda_engine_config.py"
 
 
-def test_the_defaults_are_fast_and_the_log_probs_those_of_the_sampled_distribution(on_gpus) -> None:
-    found = on_gpus["eight"]
-    assert (found["device"], found["dtype"]) == ("cuda", "torch.bfloat16")
-    assert (found["cuda_graphs"], found["compilation"]) == ("FULL_AND_PIECEWISE", "VLLM_COMPILE")
-    assert not found["enforce_eager"]
-    assert found["largest_graph"] >= found["max_num_seqs"] == 256, "a full batch decodes in one graph"
-    assert found["prefix_caching"], "the responses to a prompt share its cache"
-    assert found["chunked_prefill"]
-    assert found["max_num_batched_tokens"] == 8192
-    assert found["logprobs"] == "processed_logprobs"
-    assert (found["gpu_memory_utilization"], found["kv_cache_memory_bytes"]) == (0.8, None)
-    assert found["weights"] == "grpo_dist"
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_refuses_on_gpus_is_refused_before_it_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, asked = REFUSED[name]
+    load_config(RUNS[run])
+    if variable := asked.startswith("VLLM_"):
+        monkeypatch.setenv(*asked.split("="))
+    says(refused(*RUNS[run], *[] if variable else [asked]), asked)
 
 
-def test_every_run_has_the_model_runner_that_the_page_on_clusters_tells_of(on_gpus) -> None:
-    assert {name: found["runner_v2"] for name, found in on_gpus.items()} == dict.fromkeys(RUNS, True)
-
-
-def test_one_gpu_leaves_memory_to_the_other_roles(on_gpus) -> None:
-    config, _ = load_config(RUNS["one"])
-    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    assert 0 < share <= 0.5
-    assert on_gpus["one"]["gpu_memory_utilization"] == share
-    assert on_gpus["one"] | {"gpu_memory_utilization": 0.8} == on_gpus["eight"]
-
-
-def test_an_engine_that_shares_its_gpu_can_give_its_memory_back(on_gpus) -> None:
-    assert on_gpus["asleep"] == on_gpus["one"] | {"sleep_mode": True}
-    assert on_gpus["unheeded"] == on_gpus["eight"], "its GPU is its own"
-    assert not on_gpus["eight"]["sleep_mode"]
-
-
-def test_several_gpus_are_processes_of_the_engine_also_in_a_placement_group(on_gpus) -> None:
-    """vLLM's own choice there would be Ray, which refuses a bundle of several GPUs."""
-    split, one = on_gpus["split"], on_gpus["eight"]
-    assert (split["executor"], split["executor_class"], split["processes"]) == ("mp", "MultiprocExecutor", 2)
-    assert (one["executor"], one["executor_class"], one["processes"]) == ("uni", "UniProcExecutor", 1)
-    assert (split["timeouts"], one["timeouts"]) == ([77, 77], [None, None]), "of NCCL's groups and of gloo's"
-    same = {"executor", "executor_class", "processes", "timeouts"}
-    assert {k: v for k, v in split.items() if k not in same} == {k: v for k, v in one.items() if k not in same}
-
-
-def test_what_the_config_says_is_what_vllm_does(on_gpus) -> None:
-    eager, unchunked = on_gpus["eager"], on_gpus["unchunked"]
-    assert eager["enforce_eager"]
-    assert (eager["cuda_graphs"], eager["compilation"], eager["max_num_seqs"]) == ("NONE", "NONE", 32)
-    assert not unchunked["chunked_prefill"]
-    assert unchunked["max_num_batched_tokens"] == 128, "the longest sequence: prompts are not cut"
-    assert unchunked["kv_cache_memory_bytes"] == 3 << 29
-    assert unchunked["gpu_memory_utilization"] == 0.01, "or vLLM would not start where half of the GPU is not free"
-    assert unchunked["dtype"] == "torch.float16"
-    assert on_gpus["own"]["cuda_graphs"] == "PIECEWISE"
-
-
-def test_a_long_context_is_cut_into_chunks_and_its_positions_are_scaled(on_gpus) -> None:
-    found = on_gpus["long"]
-    assert (found["max_model_len"], found["chunked_prefill"], found["max_num_batched_tokens"]) == (32768, True, 2048)
-    assert found["rope"] == YARN
-    assert (found["head"], on_gpus["eight"]["head"]) == ("torch.float32", "torch.bfloat16"), "beside other changes"
-    assert on_gpus["eight"]["rope"] == {"rope_type": "default", "rope_theta": 10000.0}
+def test_the_defaults_are_fast_and_the_log_probs_those_of_the_sampled_distribution() -> None:
+    found = RESOLVED["eight"]
+    assert found["largest_graph"] >= found["scheduler_config.max_num_seqs"] == 256, "a full batch decodes in one graph"
+    assert found["cache_config.enable_prefix_caching"], "the responses to a prompt share its cache"
+    assert found["model_config.logprobs_mode"] == "processed_logprobs"
+    assert {row["use_v2_model_runner"] for row in RESOLVED.values()} == {True}, "docs/clusters.md"
+    assert RESOLVED["unheeded"] == found, "an engine with a GPU of its own does not sleep"
+    assert RESOLVED["unchunked"]["scheduler_config.max_num_batched_tokens"] == 128, "prompts are not cut"
 
 
 def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:

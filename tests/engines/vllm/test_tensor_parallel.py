@@ -40,13 +40,8 @@ ROUNDING = 1e-4
 
 def split_settings(path: str, transport: str) -> EngineSettings:
     extension = {"worker_extension_cls": f"{SpoiledWorker.__module__}.{SpoiledWorker.__name__}"}
-    timeout = int(TIMEOUT_S)
-    return engine_settings(
-        path,
-        tensor_model_parallel_size=SIZE,
-        vllm=extension,
-        collective_timeout_s=timeout,
-    )
+    parallel = {"tensor_model_parallel_size": SIZE, "collective_timeout_s": int(TIMEOUT_S)}
+    return engine_settings(path, vllm=extension, **parallel)
 
 
 def engine_processes(rollout: WorkerGroup) -> list[psutil.Process]:
