@@ -209,7 +209,7 @@ def lora_variants(rank: int, path: str, most: int) -> str:
             engine.compute_log_probs(data, limits)
             engine.compute_reference_columns(data, ("log_probs",), limits)
             engine.train_mini_batch(data, objective(), limits)
-        return str(engine.forward.compiler.variants)
+        return f"{engine.forward.compiler.variants}; {engine.forward.report}"
 
 
 @pytest.mark.deep
