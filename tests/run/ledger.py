@@ -65,7 +65,7 @@ class LedgerEngine(FakeTrainEngine):
 
     def begin_save(self, folder: Path) -> None:
         """Write a file, and need no memory of the GPU."""
-        assert self.has_states or not self.trains
+        assert self.has_states or not self.trains or not self.settings.shares_gpu
         super().begin_save(folder)
 
     def load_checkpoint(self, folder: Path) -> None:

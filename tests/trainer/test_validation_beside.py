@@ -213,9 +213,7 @@ def test_a_step_that_ends_the_run_from_outside_is_validated_and_a_checkpoint_tha
 def test_before_engines_sleep_it_is_waited_for(groups: dict, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, *BESIDE)
     assert not trainer.validation.comes_first
-    trainer.validation.place = dataclasses.replace(trainer.plan.place, colocate="all")
-    assert trainer.validation.comes_first is trainer.config.actor_rollout_ref.rollout.free_cache_engine
-    trainer.config.actor_rollout_ref.rollout.__dict__["free_cache_engine"] = True
+    trainer.validation.place = dataclasses.replace(trainer.plan.place, engines_sleep=True)
     assert trainer.validation.comes_first
     log = log_events(trainer)
     trainer.fit()
