@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
+from benchmarks.peak import Peak
 from grpo_dist.config.schema_roles import AdamWConfig
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.train.durable_files import FileDigest
@@ -108,39 +108,10 @@ def _serve(rank: int, count: int, port: int, model: str, pipe: Connection) -> No
         pipe.send(getattr(engine, method)(*args, **kwargs))
 
 
-class Memory:
-    """Memory of the ranks together, shared pages counted once, MiB.
-
-    Attributes:
-        before: when a block began.
-        peak: the most during the block, sampled.
-    """
-
-    before = peak = 0.0
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._processes = [psutil.Process(process.pid) for process in ranks.processes]
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Sample until the block ends."""
-        self.before = self.peak = self._now()
-        ends = threading.Event()
-
-        def sample() -> None:
-            while not ends.wait(SAMPLED_S):
-                self.peak = max(self.peak, self._now())
-
-        thread = threading.Thread(target=sample)
-        thread.start()
-        try:
-            yield
-        finally:
-            ends.set()
-            thread.join()
-
-    def _now(self) -> float:
-        return float(sum(process.memory_full_info().pss for process in self._processes) / MIB)
+def peak_memory(ranks: Ranks) -> Peak:
+    """Of the memory of the ranks together, shared pages counted once, MiB."""
+    processes = [psutil.Process(process.pid) for process in ranks.processes]
+    return Peak(lambda: float(sum(process.memory_full_info().pss for process in processes) / MIB), SAMPLED_S)
 
 
 def write_model(folder: Path, sizes: dict[str, Any]) -> None:
@@ -170,16 +141,16 @@ def measure(folder: Path, count: int, rounds: int) -> tuple[list[dict[str, Any]]
 def save(ranks: Ranks, folder: Path, rounds: int) -> tuple[list[dict[str, Any]], Path]:
     """What saves of both kinds take; and the last checkpoint."""
     config, _ = load_config([f"trainer.default_local_dir={folder / 'run'}", "trainer.max_actor_ckpt_to_keep=1"])
-    memory, actor = Memory(ranks), {"actor": ranks}
+    actor = {"actor": ranks}
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for step in range(1, 2 * rounds + 1):
         background = step % 2 == 1
         saver = CheckpointSaver(config, lambda: actor, async_save=background)  # type: ignore[arg-type, return-value]
-        with memory.watched():
+        with peak_memory(ranks) as memory:
             seconds = _save(saver, step)
         assert saver.last is not None
         checkpoint = saver.last
-        found[background].append(seconds | {"before": memory.before, "peak": memory.peak})
+        found[background].append(seconds | {"before": memory.before, "peak": memory.largest})
     num_bytes = sum(file["bytes"] for file in read_manifest(checkpoint)["files"].values())
     alone = {"disk": disk_seconds(folder / "noise", num_bytes), "copy": copy_seconds(num_bytes)}
     rows = []
@@ -202,12 +173,11 @@ def _save(saver: CheckpointSaver, step: int) -> dict[str, float]:
 
 def load(ranks: Ranks, checkpoint: Path) -> dict[str, Any]:
     """What it takes to verify a checkpoint and to load it."""
-    memory = Memory(ranks)
-    with memory.watched():
+    with peak_memory(ranks) as memory:
         verified = _seconds(lambda: damage(checkpoint) == [], checkpoint)
         loaded = _seconds(lambda: not any(ranks.ask("load_checkpoint", checkpoint / "actor")), checkpoint)
     row = {"ranks": len(ranks.processes), "verify": verified, "load": loaded}
-    return row | {"before": memory.before, "peak": memory.peak}
+    return row | {"before": memory.before, "peak": memory.largest}
 
 
 def _seconds(work: Callable[[], bool], checkpoint: Path) -> float:

@@ -7,14 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu_check.gpu import used_gib
 from benchmarks.gpu_check.work import Work
+from benchmarks.peak import Peak
 
 # In six steps the built-in job's score goes from a third to more than four fifths.
 LEAST_RISE = 0.2
@@ -36,7 +35,7 @@ def main_job(work: Work) -> None:
         work.found.at_least(rise, last - first, LEAST_RISE, note=note)
 
 
-def changed_job(work: Work, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+def changed_job(work: Work, overrides: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
     """Three steps of it. The run itself compares the first log-probs of engine and trainer, and ends where they differ.
 
     Where samples are seeded, the first ones are those of a second run.
@@ -44,7 +43,7 @@ def changed_job(work: Work, overrides: Sequence[str] = (), environment: Mapping[
     few = (*work.scale.job, "trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=false")
     samples: list[list[str]] = []
     for _ in range(1 + (overrides == SEEDS)):
-        if not _run(work, [*few, *overrides], environment or {}, samples):
+        if not _run(work, [*few, *overrides], environment, samples):
             return
     if len(samples) > 1:
         others = sum(one != other for one, other in zip(*samples, strict=True))
@@ -95,9 +94,11 @@ def _run(
     command = [sys.executable, "-m", "grpo_dist.main", "algorithm.adv_estimator=grpo", f"cluster={cluster}"]
     command += [f"trainer.default_local_dir={run_dir}", "ray_kwargs.ray_init.address=local", *overrides]
     started = time.perf_counter()
-    with _peak(work):
+    with Peak(lambda: used_gib() or 0.0, 0.5) as memory:
         code = subprocess.run(command, env=os.environ | (environment or {}), check=False).returncode
     work.found.right("exit code", abs(code), 0)
+    if work.device == "cuda":
+        work.found.note("peak of the GPU's memory", memory.largest, "GiB")
     work.found.note("from the command to its end", time.perf_counter() - started, "s")
     if code:
         return []
@@ -109,25 +110,3 @@ def _run(
         samples.append(sorted((run_dir / "rollouts" / "1.jsonl").read_text(encoding="utf-8").splitlines()))
     shutil.rmtree(run_dir)
     return rows
-
-
-@contextmanager
-def _peak(work: Work) -> Iterator[None]:
-    """Note the most memory of the GPU that is taken within the block, looked at twice a second."""
-    if work.device == "cpu":
-        yield
-        return
-    seen, over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.5):
-            seen.append(used_gib() or 0.0)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-        work.found.note("peak of the GPU's memory", max(seen), "GiB")

@@ -317,22 +317,21 @@ def _engine(config: RunConfig, shape: ModelShape) -> RoleMemory:
     if by_ray:  # in each machine's object store and, for an engine of several processes, in a file
         has_file = config.device == "cuda" or place.tensor_parallel > 1
         host["weights on their way"] = weights * (has_file + config.trainer.nnodes / place.num_engines)
-    if place.engines_sleep and rollout_backend(rollout.name).keeps_sleeping_weights(
-        rollout, config.actor_rollout_ref.model
-    ):
+    sleeps = place.engines_sleep
+    if sleeps and rollout_backend(rollout.name).keeps_sleeping_weights(rollout, config.actor_rollout_ref.model):
         host["weights while it sleeps"] = PINNED * weights
-    meets = place.engines_sleep and not by_ray
+    meets = sleeps and not by_ray
     graphs = rollout_backend(rollout.name).keeps_graphs(rollout)
     return RoleMemory(
         "rollout",
         _gib(states | parts),
         _gib(states),
-        waiting=0.0 if place.engines_sleep else sum((states | parts).values()) / GIB,
+        waiting=0.0 if sleeps else sum((states | parts).values()) / GIB,
         context=CUDA_GIB + NCCL_GIB * (place.tensor_parallel > 1) + GRAPHS_GIB * graphs,
         syncing=(weights + 2.0 * rollout.checkpoint_engine.bucket_bytes) / GIB * meets,
         host=_gib(host),
         share=0.0 if cache else rollout.gpu_memory_utilization,
-        sleeps=place.engines_sleep,
+        sleeps=sleeps,
     )
 
 

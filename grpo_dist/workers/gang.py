@@ -62,9 +62,7 @@ def passes(limits: PassLimits, where: str, ranks: int = 1) -> Iterator[None]:
         raise TrainingDiverged(f"{where}{error}") from None
 
 
-def on_device(
-    *, weights: bool = True, optimizer: bool = False, reads: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def on_device(**phase: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
 
     One that only `reads` the weights says so: then none are copied back to CPU memory where they are offloaded. One
@@ -78,7 +76,7 @@ def on_device(
             with (
                 remedied(self.settings.model.room),
                 within_memory(method.__name__),
-                self.engine.on_device(weights=weights, optimizer=optimizer, reads=reads),
+                self.engine.on_device(**phase),
                 torch.profiler.record_function(method.__name__),
             ):
                 return method(self, *args)

@@ -457,6 +457,10 @@ class RolloutGroup(Pool):
         new = self.members[rank].lacks_weights and not self.workers.is_required(rank)
         return new or self.is_starting(rank)
 
+    def _sleeps(self, rank: int) -> bool:
+        settings = self.settings[rank]
+        return settings is not None and settings.sleeps
+
     async def begin_update(self) -> None:
         """Prepare for an update of the actor: engines that sleep release their GPU memory until the next sync.
 
@@ -468,7 +472,7 @@ class RolloutGroup(Pool):
         async with self._syncing:
             self._in_force.clear()
             self._note_loss()
-        awake = [rank for rank, settings in enumerate(self.settings) if settings is not None and settings.sleeps]
+        awake = [rank for rank in range(len(self.settings)) if self._sleeps(rank)]
         while awake:
             await self.started()
             before = list(self.workers.handles)
@@ -510,6 +514,6 @@ class RolloutGroup(Pool):
     async def _woken(self, brought: Outcomes) -> Outcomes:
         """Have engines that slept go on, now that the actor has left their GPUs: what was brought, or their errors."""
         held = (rank for rank, version in brought.items() if not isinstance(version, GrpoDistError))
-        asleep = [rank for rank in held if (settings := self.settings[rank]) is not None and settings.sleeps]
-        woken = await outcomes({rank: self.workers.submit(rank, "sync_weights", "wake") for rank in asleep})
+        calls = {rank: self.workers.submit(rank, "sync_weights", "wake") for rank in held if self._sleeps(rank)}
+        woken = await outcomes(calls)
         return brought | {rank: error for rank, error in woken.items() if isinstance(error, GrpoDistError)}

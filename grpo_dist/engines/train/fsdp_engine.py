@@ -204,11 +204,9 @@ class FSDPEngine:
         return self._finite_metrics(losses, data, plan, "the model is as before")
 
     # --- weights -----------------------------------------------------------------------------------------------
-    def on_device(
-        self, *, weights: bool = True, optimizer: bool = False, reads: bool = False
-    ) -> AbstractContextManager[None]:
+    def on_device(self, **phase: bool) -> AbstractContextManager[None]:
         """Within the block the weights, and with `optimizer` its states, are on the device (`Offload.on_device`)."""
-        return self.offload.on_device(weights=weights, optimizer=optimizer, reads=reads)
+        return self.offload.on_device(**phase)
 
     def full_parameters(
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False

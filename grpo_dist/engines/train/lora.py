@@ -227,8 +227,9 @@ def full_parameters(
 def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
     """As `full_parameters`, LoRA's factors alone, under the names of adapters in peft's form."""
     free_gathered(model)
+    on = gathered_on(model)
     for name, parameter in factors(model):
-        yield name, whole(model.get_parameter(parameter).detach(), gathered_on(model), dtype).to(device)
+        yield name, whole(model.get_parameter(parameter).detach(), on, dtype).to(device)
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
