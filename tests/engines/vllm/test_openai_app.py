@@ -48,16 +48,14 @@ def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
     assert not found.disable_log_stats, "/metrics has nothing without them"
 
 
-def test_a_responses_usual_length_is_one_that_fits() -> None:
-    assert arguments().front.usage.sampling == {"temperature": 0.0, "max_tokens": 96, "stop": ["###"]}
-    longer = replace(SETTINGS, max_model_len=400)
-    assert arguments(settings=longer).front.usage.sampling["max_tokens"] == 200
-
-
-def test_the_models_own_sampling_counts_where_there_is_no_run() -> None:
-    assert arguments().generation_config == "vllm"
-    assert arguments(usage=Usage()).generation_config == "auto"
-    assert arguments(usage=Usage()).default_chat_template_kwargs is None
+def test_what_the_run_says_counts_and_where_there_is_none_the_models_own_sampling() -> None:
+    """A response's usual length is one that fits."""
+    found, longer = arguments(), arguments(settings=replace(SETTINGS, max_model_len=400))
+    assert found.front.usage.sampling == {"temperature": 0.0, "max_tokens": 96, "stop": ["###"]}
+    assert longer.front.usage.sampling["max_tokens"] == 200
+    none = arguments(usage=Usage())
+    assert (found.generation_config, none.generation_config) == ("vllm", "auto")
+    assert none.default_chat_template_kwargs is None
 
 
 def test_options_of_vllm_win() -> None:
@@ -96,7 +94,8 @@ def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
 
 
 # --- requests of agents in training ---------------------------------------------------------------------------------
-ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+INTEGER = {"type": "integer"}
+ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}}
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 STRICT = {
     CHAT: {"messages": MESSAGES, "tools": [{"type": "function", "function": ADD | {"strict": True}}]},
@@ -197,26 +196,8 @@ async def test_options_that_training_does_not_heed_are_refused(engine: SpeakingE
 
 # --- parsers ----------------------------------------------------------------------------------------------------------
 KEY = "tool_parser"
-SCHEMAS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-        },
-    }
-]
-XML = """<tool_call>
-<function=add>
-<parameter=a>
-2
-</parameter>
-<parameter=b>
-3
-</parameter>
-</function>
-</tool_call>"""
+SCHEMAS: list[dict[str, Any]] = [{"type": "function", "function": ADD | {"description": "Add."}}]
+XML = "<tool_call>|<function=add>|<parameter=a>|2|</parameter>|<parameter=b>|3|</parameter>|</function>|</tool_call>"
 
 
 def parsed(name: str, text: str) -> list[tuple[str, Any]]:
@@ -232,7 +213,7 @@ def parsed(name: str, text: str) -> list[tuple[str, Any]]:
         ("hermes", "It is 5.", []),
         ("hermes", "So:\n" + call("add", '{"a": 2, "b": 3}') * 2, [("add", {"a": 2, "b": 3})] * 2),
         ("hermes", "<tool_call>\nadd(2, 3)\n</tool_call>", []),
-        ("qwen3_xml", f"<think>\nI add.\n</think>\n\n{XML}", [("add", {"a": 2, "b": 3})]),
+        ("qwen3_xml", "<think>\nI add.\n</think>\n\n" + XML.replace("|", "\n"), [("add", {"a": 2, "b": 3})]),
         ("qwen3_xml", "It is 5.", []),
         ("pythonic", "[add(a=2, b=3), add(a=4, b=5)]", [("add", {"a": 2, "b": 3}), ("add", {"a": 4, "b": 5})]),
     ],
