@@ -1,15 +1,15 @@
-"""Runs in short, and tables of what they are refused with."""
+"""Runs in short, and tables of what they are refused with.
+
+Loaded without pytest, which environments of faked_gpu.py lack.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import pytest
-
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.commands import load_config
-from tests.config import refusals
 
 # How a key begins -> its section; a word -> the overrides that it stands for.
 SECTIONS = {f"{name}.": f"actor_rollout_ref.{name}." for name in ("actor", "rollout", "model", "ref")} | {
@@ -50,11 +50,15 @@ def notes(*runs: str) -> list[str]:
 
 def refused(*runs: str) -> str:
     """The only problem of a run."""
+    from tests.config import refusals
+
     return refusals.refused(*overrides(*runs))
 
 
 def rows(table: str) -> list[Any]:
     """A run and what it is refused with, of each line: overrides that are named | what else is | others, unnamed."""
+    import pytest
+
     found = []
     for line in filter(None, (re.sub(r"#.*", "", line).strip() for line in table.splitlines())):
         named, also, beside = (overrides(cell) for cell in (*line.split("|"), "", "")[:3])

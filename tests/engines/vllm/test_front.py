@@ -1,4 +1,4 @@
-"""What stands before vLLM's app: where it listens, how long a request may take, who is let in, and what it is filled with.
+"""What stands before vLLM's app: where it listens, who is let in, how long a request may take, what it is filled with.
 
 tests/cli/test_serve.py starts a server.
 """

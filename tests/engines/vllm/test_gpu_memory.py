@@ -64,7 +64,7 @@ def test_what_an_engine_needs() -> None:
     ],
     ids=["first", "share", "replaced", "moment", "killed", "never"],
 )
-def test_it_waits_until_that_is_free_and_no_more_is_given_back(settings: Any, free: list[float], seconds: float) -> None:
+def test_it_waits_until_that_is_free_and_stays_so(settings: Any, free: list[float], seconds: float) -> None:
     found, waited = wait(settings, *((each,) for each in free))
     assert (found, waited) == ([pytest.approx(free[-1])], seconds)
 

@@ -113,18 +113,6 @@ def test_its_processes_are_closed_to_others_and_tell_no_secrets(case: Case) -> N
 
 
 @pytest.mark.deep
-def test_both_processes_get_the_actors_weights(case: Case) -> None:
-    seen = []
-    for step, dtype in enumerate(("float32", "bfloat16")):
-        case.actor.call_all("test", "perturb", step)
-        case.sync(dtype)
-        seen.append(case.answers(0))
-        assert seen[-1] == hf_answers(case.hugging_face(dtype)), dtype
-    assert seen[0] != seen[1], "the change does not show"
-    assert case.transport.generation == 1, "one group for all syncs"
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("bucket", [0, 2])
 def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, bucket: int) -> None:
     """The other process has loaded it, so the weights are mixed, wherever the damage is."""
@@ -144,14 +132,17 @@ def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, b
 
 
 @pytest.mark.deep
-def test_one_such_bucket_costs_a_second_attempt_only(case: Case) -> None:
+def test_both_processes_get_the_actors_weights_and_one_such_bucket_costs_a_second_attempt(case: Case) -> None:
     case.sync()
-    groups = case.transport.generation
-    case.rollout.call(0, "test", "damage", 0, 1)
-    case.actor.call_all("test", "perturb", 30)
-    case.sync()
-    assert case.transport.generation == groups + 1
-    assert case.answers(0) == hf_answers(case.hugging_face())
+    groups, seen = case.transport.generation, [case.answers(0)]
+    for step, dtype in enumerate(("bfloat16", "float32"), 1):
+        if dtype == "float32":
+            case.rollout.call(0, "test", "damage", 0, 1)
+        case.actor.call_all("test", "perturb", 30 + step)
+        case.sync(dtype)
+        seen.append(case.answers(0))
+        assert seen[step] == hf_answers(case.hugging_face(dtype)) != seen[step - 1], dtype
+    assert case.transport.generation == groups + 1, "one group for all others"
 
 
 @pytest.mark.deep
