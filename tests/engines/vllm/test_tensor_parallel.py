@@ -132,20 +132,6 @@ def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, b
 
 
 @pytest.mark.deep
-def test_both_processes_get_the_actors_weights_and_one_such_bucket_costs_a_second_attempt(case: Case) -> None:
-    case.sync()
-    groups, seen = case.transport.generation, [case.answers(0)]
-    for step, dtype in enumerate(("bfloat16", "float32"), 1):
-        if dtype == "float32":
-            case.rollout.call(0, "test", "damage", 0, 1)
-        case.actor.call_all("test", "perturb", 30 + step)
-        case.sync(dtype)
-        seen.append(case.answers(0))
-        assert seen[step] == hf_answers(case.hugging_face(dtype)) != seen[step - 1], dtype
-    assert case.transport.generation == groups + 1, "one group for all others"
-
-
-@pytest.mark.deep
 def test_its_processes_end_with_it_whatever_they_are_at(case: Case, tmp_path: Path) -> None:
     """The last test of the case."""
     case.sync()
