@@ -34,7 +34,7 @@ def test_code_that_a_row_names_is_there(row: Role) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_keys_and_models_of_the_rows_are_those_of_the_config(command: AnyCommand) -> None:
+def test_keys_and_models_of_the_rows_are_those_of_the_config(command: Any) -> None:
     """The policy is first among the models."""
     config, _ = load_command(list(ALL) if command is GRPO else [], command)
     assert [row.name for row in roles_of(config)] == (list(ROLES) if command is GRPO else [config.role])
