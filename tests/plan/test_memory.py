@@ -141,7 +141,7 @@ def test_an_engine(tmp_path: Path) -> None:
                               f"{ROLLOUT}.tensor_model_parallel_size=2"], GRPO)  # fmt: skip
     # 2 (key, value) * 36 layers * 8 heads * 128 values * 2 bytes = 144 KiB per token, on two GPUs
     assert kv_cache_tokens(config, MODELS["Qwen3-8B"]) == 2 * 9 * 2**30 // (144 * 2**10)
-    unsized, _ = load_command(["cluster=node8"], GRPO)
+    unsized, _ = load_command(["cluster=node8", f"{ROLLOUT}.kv_cache_memory_gib=null"], GRPO)
     assert kv_cache_tokens(unsized, MODELS["Qwen3-8B"]) is None
 
 
