@@ -19,6 +19,14 @@ COUNT = 476_224  # parameters of the built-in model
 FACTORS = 3 * 4 * (128 + 128)  # of rank 4, of a projection from 128 to 128, in three layers
 Command = Callable[..., str]
 ROWS = ("data.train_max_samples=64", "data.val_files=null", "trainer.total_training_steps=1", "trainer.test_freq=-1")
+COMMANDS = pytest.mark.parametrize(
+    ("command", "overrides", "setting"),
+    [
+        (main, [f"{MODEL}.lora_rank=4"], f"{MODEL}.target_modules"),
+        (sft, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
+    ],
+    ids=["main", "sft"],
+)
 
 
 @pytest.fixture
@@ -39,17 +47,11 @@ def test_every_model_of_a_run_is_built(dry_run: Command, tmp_path: Path) -> None
     said = dry_run()
     says(said, f"{MODEL}.path", f"{COUNT:,}")
     assert "critic.model.path" not in said
-    says(
-        dry_run("recipe=ppo", "algorithm.adv_estimator=gae"),
-        f"{MODEL}.path",
-        "critic.model.path: built",
-        f"{COUNT + 128:,}",
-    )
+    with_critic = dry_run("recipe=ppo", "algorithm.adv_estimator=gae")
+    says(with_critic, f"{MODEL}.path", "critic.model.path: built", f"{COUNT + 128:,}")
     teacher = another_builtin_model(tmp_path / "teacher")
-    says(
-        dry_run("recipe=distill", f"actor_rollout_ref.ref.model.path={teacher}"),
-        "actor_rollout_ref.ref.model.path: built",
-    )
+    key = "actor_rollout_ref.ref.model.path"
+    says(dry_run("recipe=distill", f"{key}={teacher}"), f"{key}: built")
 
 
 def test_factors_of_lora_are_counted(dry_run: Command) -> None:
@@ -58,14 +60,7 @@ def test_factors_of_lora_are_counted(dry_run: Command) -> None:
     says(dry_run(*ROWS, "model.lora_rank=4", "model.target_modules=[q_proj]", main=sft), f"{FACTORS:,} of them")
 
 
-@pytest.mark.parametrize(
-    ("command", "overrides", "setting"),
-    [
-        (main, ["actor_rollout_ref.model.lora_rank=4"], "actor_rollout_ref.model.target_modules"),
-        (sft, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
-    ],
-    ids=["main", "sft"],
-)
+@COMMANDS
 def test_layers_that_the_model_has_not_are_refused(
     dry_run: Command, command: Callable[[list[str]], int], overrides: list[str], setting: str
 ) -> None:
@@ -73,14 +68,7 @@ def test_layers_that_the_model_has_not_are_refused(
     says(told, setting, "query", "all-linear")
 
 
-@pytest.mark.parametrize(
-    ("command", "overrides", "setting"),
-    [
-        (main, ["actor_rollout_ref.model.lora_rank=4"], "actor_rollout_ref.model.target_modules"),
-        (sft, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
-    ],
-    ids=["main", "sft"],
-)
+@COMMANDS
 def test_factors_that_do_not_fit_the_layers_are_refused_before_ray_starts(
     command: Callable[[list[str]], int],
     overrides: list[str],

@@ -26,7 +26,7 @@ from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, STATE
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest, write_manifest
 from grpo_dist.trainer.record import EXPORTED
 from tests.messages import refuses, says
-from tests.trainer.checkpoints import finished_run, names, save, unverified
+from tests.trainer.checkpoints import finished_run, save, unverified
 
 COMMANDS = pytest.mark.parametrize("command", [GRPO, REWARD_MODEL], ids=lambda command: command.name)
 
@@ -36,56 +36,45 @@ def load(command: AnyCommand, tmp_path: Path, *overrides: str) -> JobConfig:
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
-def test_nothing_wrong_raises_nothing() -> None:
+def told_by(*errors: Exception) -> ConfigError | None:
     checks = Checks()
-    with checks:
-        pass
-    checks.end()
-
-
-def test_one_error_is_told_as_it_is_and_ends_with_exit_code_2() -> None:
-    checks = Checks()
-    with checks:
-        raise DataError("rows.jsonl: line 3")
-    with refuses(ConfigError, "rows.jsonl: line 3") as caught:
-        checks.end()
-    assert str(caught.value) == "rows.jsonl: line 3"
-    assert caught.value.exit_code == 2  # type: ignore[attr-defined]
-
-
-def test_all_errors_are_told_at_once_in_their_order() -> None:
-    checks = Checks()
-    for text in ("a=1", "b=2"):
+    for error in errors:
         with checks:
-            raise DataError(text)
-    with refuses(ConfigError, "2 problems", "a=1", "b=2") as caught:
+            raise error
+    try:
         checks.end()
-    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == ["a=1", "b=2"]
+    except ConfigError as caught:
+        return caught
+    return None
 
 
-def test_a_bug_is_not_collected() -> None:
-    checks = Checks()
-    with pytest.raises(ZeroDivisionError), checks:
-        raise ZeroDivisionError
+def test_errors_are_told_at_once_in_their_order_and_a_bug_is_none() -> None:
+    assert told_by() is None
+    one = told_by(DataError("rows.jsonl: line 3"))
+    assert one is not None
+    assert (str(one), one.exit_code) == ("rows.jsonl: line 3", 2)
+    first, *lines = str(told_by(DataError("a=1"), DataError("b=2"))).splitlines()
+    says(first, "2 problems")
+    assert [line.strip() for line in lines] == ["a=1", "b=2"]
+    with pytest.raises(ZeroDivisionError):
+        told_by(ZeroDivisionError())
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------
 @COMMANDS
-def test_without_a_checkpoint_a_run_begins_anew(command: AnyCommand, tmp_path: Path) -> None:
-    for verify in (True, False):
-        assert check_resume(load(command, tmp_path), {}, 9, verify=verify) == ""
-
-
-@COMMANDS
 def test_a_checkpoint_of_another_config_is_refused_unless_the_run_begins_anew(
     command: AnyCommand, tmp_path: Path
 ) -> None:
+    for verify in (True, False):
+        assert check_resume(load(command, tmp_path), {}, 9, verify=verify) == "", "there is none"
     folder = unverified(load(command, tmp_path))
     with refuses(CheckpointError, "trainer.seed: 1 -> 7", "trainer.resume_mode=disable"):
         check_resume(load(command, tmp_path, "trainer.seed=7"), {}, 9, verify=False)
     anew = load(command, tmp_path, "trainer.seed=7", "trainer.resume_mode=disable")
     assert check_resume(anew, {}, 9, verify=True) == ""
     says(check_resume(load(command, tmp_path), {}, 9, verify=False), str(folder.absolute()))
+    with refuses(CheckpointError, f"{tmp_path}/run", "intact checkpoint"):
+        check_resume(load(command, tmp_path), {}, 9, verify=True)
 
 
 @COMMANDS
@@ -99,24 +88,12 @@ def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(
     assert check_resume(load(command, tmp_path), {}, 9, verify=False) == ""
 
 
-@COMMANDS
-def test_the_files_are_verified_where_that_is_asked_for(command: AnyCommand, tmp_path: Path) -> None:
-    config = load(command, tmp_path)
-    unverified(config)
-    with refuses(CheckpointError, f"{tmp_path}/run", "intact checkpoint"):
-        check_resume(config, {}, 9, verify=True)
-
-
 def test_the_named_checkpoint_is_the_one_that_is_checked(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    named = save(elsewhere, 3)
-    assert "global_step_3" in names(elsewhere)
-    config = load(
-        REWARD_MODEL, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}", "trainer.seed=7"
-    )
+    named = save(tmp_path / "elsewhere", 3)
+    keys = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}", "trainer.seed=7")
     for verify in (True, False):
         with refuses(CheckpointError, str(named), "trainer.seed: 1 -> 7"):
-            check_resume(config, {}, 9, verify=verify)
+            check_resume(load(REWARD_MODEL, tmp_path, *keys), {}, 9, verify=verify)
 
 
 # --- runs that are finished ----------------------------------------------------------------------------------------
@@ -298,9 +275,7 @@ def test_a_run_that_cannot_write_one_checkpoint_is_refused(check, tmp_path: Path
     with refuses(ConfigError, key, "3 GiB"):
         check(2.9, "trainer.save_freq=-1", "trainer.save_interval_minutes=30")
     says(check(3.5), "3.5 GiB", "3 GiB")
-
-
-def test_what_a_killed_run_has_left_is_room(check, tmp_path: Path) -> None:
+    # What a killed run has left is room.
     left = tmp_path / "run" / "global_step_10.tmp" / "actor"
     left.mkdir(parents=True)
     (left / "__0_0.distcp").write_bytes(bytes(1 << 20))
