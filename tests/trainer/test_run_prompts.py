@@ -162,14 +162,12 @@ def test_a_template_and_the_needs_of_the_reward_function(tmp_path: Path) -> None
         own(tmp_path, RowNeeds(), template, rows=rows)
 
 
-def test_where_a_model_scores_rows_without_a_name_are_called_data(tmp_path: Path) -> None:
+def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
+    """Where a model scores, rows without a name are called "data"."""
     model = ("reward_model.enable=true", "reward_model.model.path=some/model")
     prompts, notes = own(tmp_path, RowNeeds(), *model, rows=[{"prompt": "1+1?"}, {"prompt": "2+2?"}])
     assert [(each.prompt.data_source, each.prompt.ground_truth) for each in prompts.train] == [("data", None)] * 2
     assert notes == []
-
-
-def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
     built_in = "custom_reward_function.path=null"
     with refuses(DataError, "own.jsonl, line 1", "'data_source'", "data.data_source=", "custom_reward_function.path"):
         own(tmp_path, RowNeeds(), built_in, rows=SUMS)
@@ -177,11 +175,6 @@ def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
     assert prompts.train[0].prompt.data_source == "gsm8k"
     with refuses(ConfigError, "'sums'", "custom_reward_function.path"):
         own(tmp_path, RowNeeds(), built_in, "data.data_source=sums", rows=SUMS)
-
-
-def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
-    with refuses(DataError, "data.train_batch_size=2", "1 rows", "at most 1"):
-        load(tmp_path, contents=["1+1=?"])
 
 
 def with_tools(tmp_path: Path, template: str = QWEN3) -> list[str]:
@@ -192,19 +185,16 @@ def with_tools(tmp_path: Path, template: str = QWEN3) -> list[str]:
     (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(TOOLS)
     agent = "actor_rollout_ref.rollout.agent"
-    return [
-        f"actor_rollout_ref.model.path={folder}",
-        f"{agent}.default_agent_loop=tool_agent",
-        f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:add'], tool_parser: hermes}}",
-        "data.max_prompt_length=1000",
-    ]
+    tools = f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:add'], tool_parser: hermes}}"
+    return [f"actor_rollout_ref.model.path={folder}", f"{agent}.default_agent_loop=tool_agent", tools]
 
 
 def test_prompts_tell_of_the_tools_and_are_as_long_as_that(tmp_path: Path) -> None:
-    overrides = [*with_tools(tmp_path), "data.apply_chat_template_kwargs={enable_thinking: false}"]
+    length = "data.max_prompt_length=1000"
+    overrides = [*with_tools(tmp_path), length, "data.apply_chat_template_kwargs={enable_thinking: false}"]
     prompts, (note,) = load(tmp_path, *overrides, contents=["1+1=?", "2+2=?", "1+" * 200])
     assert len(prompts.train) == 2
-    says(note, "1 of 3", "data.max_prompt_length=1000")
+    says(note, "1 of 3", length)
     tokenizer = load_tokenizer(str(tmp_path / "model"), trust_remote_code=False)
     text = tokenizer.decode(prompts.train[0].token_ids)
     schema = ToolAgent.template_kwargs({"tools": [f"{tmp_path}/mine.py:add"]})["tools"][0]
@@ -252,12 +242,6 @@ def session(elsewhere: None, capsys: pytest.CaptureFixture[str]) -> Callable[...
         return status, shown.out + shown.err
 
     return command
-
-
-def test_a_trl_function_with_column_arguments_and_a_template(session) -> None:
-    template = r"data.prompt_template='{question} (level {level})\n#### '"
-    columns = {"answer": "2", "level": 1}
-    assert session(f"{REWARD}=reward.py", "custom_reward_function.name=correct", template, **columns)[0] == 0
 
 
 def test_a_function_without_a_ground_truth_needs_no_answers(session) -> None:
