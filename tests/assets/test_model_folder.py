@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import (
@@ -259,14 +257,6 @@ def test_usage_is_read_as_it_was_written_and_nothing_else(tmp_path: Path) -> Non
         (tmp_path / FILE).write_text(text)
         with refuses(DataError, tmp_path / FILE):
             read_usage(tmp_path)
-
-
-def test_load_tokenizer(tmp_path: Path) -> None:
-    made = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
-    assert (tokenizer("a")["input_ids"], tokenizer.eos_token_id) == ([0], 1)
 
 
 def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:

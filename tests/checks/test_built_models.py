@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,6 @@ COUNT = 476_224  # parameters of the built-in model
 FACTORS = 3 * 4 * (128 + 128)  # of rank 4, of a projection from 128 to 128, in three layers
 Command = Callable[..., str]
 ROWS = ("data.train_max_samples=64", "data.val_files=null", "trainer.total_training_steps=1", "trainer.test_freq=-1")
-COMMANDS = pytest.mark.parametrize(
-    ("command", "overrides", "setting"),
-    [
-        (main, [f"{MODEL}.lora_rank=4"], f"{MODEL}.target_modules"),
-        (sft, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
-    ],
-    ids=["main", "sft"],
-)
 
 
 @pytest.fixture
@@ -60,29 +53,23 @@ def test_factors_of_lora_are_counted(dry_run: Command) -> None:
     says(dry_run(*ROWS, "model.lora_rank=4", "model.target_modules=[q_proj]", main=sft), f"{FACTORS:,} of them")
 
 
-@COMMANDS
-def test_layers_that_the_model_has_not_are_refused(
-    dry_run: Command, command: Callable[[list[str]], int], overrides: list[str], setting: str
-) -> None:
-    told = dry_run(*overrides, f"{setting}=[query]", code=2, main=command)
-    says(told, setting, "query", "all-linear")
-
-
-@COMMANDS
-def test_factors_that_do_not_fit_the_layers_are_refused_before_ray_starts(
-    command: Callable[[list[str]], int],
-    overrides: list[str],
-    setting: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("command", "overrides", "setting"),
+    [
+        (main, [f"{MODEL}.lora_rank=4"], f"{MODEL}.target_modules"),
+        (sft, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
+    ],
+    ids=["main", "sft"],
+)
+def test_layers_that_do_not_fit_the_factors_are_refused_before_ray_starts(
+    dry_run: Command, command: Any, overrides: list[str], setting: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Without a dry run too; here those of an output layer that is tied to the embedding."""
-    monkeypatch.chdir(tmp_path)
+    says(dry_run(*overrides, f"{setting}=[query]", code=2, main=command), setting, "query", "all-linear")
     monkeypatch.setattr("grpo_dist.run.run.prepare", lambda *arguments: pytest.fail("Ray starts"))
     assert command([*overrides, f"{setting}=[q_proj,lm_head]"]) == 2
     says(capsys.readouterr().err, setting, "lm_head", "model.embed_tokens", "tie_word_embeddings")
-    assert not list(tmp_path.iterdir())
+    assert not list(Path().iterdir())
 
 
 def test_files_of_another_model_are_refused(dry_run: Command, tmp_path: Path) -> None:

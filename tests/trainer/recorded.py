@@ -45,3 +45,10 @@ def history(trainer: GRPOTrainer) -> list[dict[str, float]]:
     rows = trainer.trackers._active["rows"]
     assert isinstance(rows, Rows)
     return rows.rows
+
+
+def shown_by(trainer: GRPOTrainer) -> list[str]:
+    """What it will tell the user."""
+    shown: list[str] = []
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    return shown

@@ -21,6 +21,7 @@ from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.messages import says
 from tests.trainer.fake_run import make_trainer
+from tests.trainer.recorded import shown_by
 
 SIGNALS = pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGTERM, Terminated), (signal.SIGINT, Interrupted)], ids=["SIGTERM", "SIGINT"]
@@ -163,18 +164,15 @@ def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups:
 @pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("handlers")
-def test_a_checkpoint_that_cannot_be_written_is_told(
-    tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """The workers had the signal too, say. The run ends as SIGTERM ends it."""
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
-    said: list[str] = []
-    monkeypatch.setattr(trainer.progress, "message", said.append)
+    said = shown_by(trainer)
 
     async def begin(*args: Any) -> None:
         raise WorkerLost("its process died", "actor", 0)
 
-    monkeypatch.setattr(trainer.saver, "begin", begin)
+    trainer.saver.begin = begin  # type: ignore[method-assign, assignment]
     terminated_in_the_rollout(trainer, step=2, num_scored=0)
     assert said[-1].startswith("SIGTERM: no checkpoint could be written: actor worker 0")
 

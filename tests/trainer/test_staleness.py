@@ -28,7 +28,7 @@ from tests.messages import says
 from tests.processes import spawned
 from tests.trainer import fake_run
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
-from tests.trainer.recorded import history
+from tests.trainer.recorded import history, shown_by
 
 pytestmark = pytest.mark.ray
 
@@ -205,8 +205,7 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
     with spawned("rollout", SlowRolloutWorker, [(), ()]) as rollout:
         mortal = groups | {"rollout": rollout}
         trainer = make_trainer(tmp_path, mortal, f"trainer.max_staleness={staleness}", seconds=0.5)
-        shown: list[str] = []
-        trainer.progress.message = shown.append  # type: ignore[method-assign]
+        shown = shown_by(trainer)
         trainer.sync_weights()
         run(begin_to_sample(trainer))
         mortal["rollout"].tell(0, "die")
