@@ -17,7 +17,7 @@ import pytest
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.checks import all_checks
 from grpo_dist.checks.all_checks import Machine
-from grpo_dist.main import main
+from grpo_dist.main import main, sft
 from grpo_dist.plan.commands import load_config
 from grpo_dist.trainer.record import run_lock
 from tests.adapters import write_adapter
@@ -28,6 +28,7 @@ TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 PATH, REWARD, RUN_DIR = "actor_rollout_ref.model.path", "custom_reward_function.path", "trainer.default_local_dir"
 ACTOR, ROLLOUT, TEACHER = (f"actor_rollout_ref.{each}" for each in ("actor", "rollout", "ref.model.path"))
 LENGTHS = ("data=arithmetic", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "data.val_files=null")
+COUNT = 476_224  # parameters of the built-in model
 
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 def dry_run(capsys: pytest.CaptureFixture[str]):
     """Runs `... trainer.dry_run=true`; gives the checks that passed and the message."""
 
-    def command(*overrides: str, code: int = 0) -> tuple[list[str], str]:
+    def command(*overrides: str, code: int = 0, main: Any = main) -> tuple[list[str], str]:
         assert main([*overrides, "trainer.dry_run=true"]) == code
         shown = capsys.readouterr()
         assert "Traceback" not in shown.err
@@ -74,6 +75,7 @@ def test_the_built_in_job_is_right(dry_run) -> None:
     says(lines, "prompts", 8000, 200)
     says(lines, "steps", 25)
     says(lines, "builtin:tiny-qwen3", "qwen3", "35 tensors", "1 file")
+    says(lines, f"{PATH}: built", f"{COUNT:,}")
     says(lines, "trainer.profile_steps", "25 steps", "[26, 40]")
     assert not Path("runs").exists(), "nothing is written"
 
@@ -100,6 +102,7 @@ def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Pat
     taught = ("recipe=distill", *LENGTHS, "data.train_files=prompts.jsonl")
     lines, _ = dry_run(*taught, f"{TEACHER}={model}")
     says(lines, f"teacher: {model}", "qwen3", "35 tensors")
+    says(lines, f"{TEACHER}: built")
     says(lines, "reward: grpo_dist.rewards.optional")
     _, message = dry_run("recipe=distill", f"{ACTOR}.kl_loss_type=k2", f"{TEACHER}={{gsm8k: {model}}}", code=2)
     says(message, TEACHER, "'arithmetic'")
@@ -108,6 +111,34 @@ def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Pat
     (model / "tokenizer.json").write_text(json.dumps(words))
     _, message = dry_run(*taught, f"{TEACHER}={model}", code=2)
     says(message, f"{TEACHER}={model}", f"{PATH}=builtin:tiny-qwen3", "tokens")
+
+
+SFT = ("data.train_max_samples=64", "data.val_files=null", "trainer.total_training_steps=1", "trainer.test_freq=-1")
+LORA = [
+    (main, ("actor_rollout_ref.model.lora_rank=4",), "actor_rollout_ref.model.target_modules"),
+    (sft, (*SFT, "model.lora_rank=4"), "model.target_modules"),
+]
+
+
+@pytest.mark.parametrize(("command", "lora", "setting"), LORA, ids=["main", "sft"])
+def test_factors_of_lora_are_counted_and_refused_before_ray_starts_where_they_do_not_fit(
+    dry_run, command: Any, lora: tuple, setting: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Of rank 4, of a projection from 128 to 128, in three layers."""
+    factors = 3 * 4 * (128 + 128)
+    lines, _ = dry_run(*lora, f"{setting}=[q_proj]", main=command)
+    says(lines, f"{COUNT + factors:,}", f"{factors:,} of them")
+    says(dry_run(*lora, f"{setting}=[query]", code=2, main=command)[1], setting, "query", "all-linear")
+    # Without a dry run too; here those of an output layer that is tied to the embedding.
+    monkeypatch.setattr("grpo_dist.run.run.prepare", lambda *arguments: pytest.fail("Ray starts"))
+    assert command([*lora, f"{setting}=[q_proj,lm_head]"]) == 2
+    says(capsys.readouterr().err, setting, "lm_head", "model.embed_tokens", "tie_word_embeddings")
+    assert not list(Path().iterdir())
+
+
+def test_a_critic_is_built_too(dry_run) -> None:
+    lines, _ = dry_run("recipe=ppo", "algorithm.adv_estimator=gae")
+    says(lines, "critic.model.path: built", f"{COUNT + 128:,}")
 
 
 def test_an_adapter_to_go_on_from(dry_run, tmp_path: Path) -> None:
@@ -180,11 +211,14 @@ def test_every_row_counts(dry_run, file: Path) -> None:
 
 
 def test_a_damaged_model_and_one_that_cannot_be_served(dry_run, file: Path, model: Path) -> None:
-    """The tokenizer of another one, heads that vLLM does not compute on CPU, a file that cannot be read."""
+    """Heads that vLLM does not compute on CPU, another shape, another tokenizer, a file that cannot be read."""
     mine = (*LENGTHS, f"data.train_files={file}", f"{PATH}={model}")
     config = (model / "config.json").read_text()
     change(model / "config.json", head_dim=16)
     says(dry_run(*mine, code=2)[1], f"{PATH}={model}", 16, 32, "head_dim", "trainer.n_gpus_per_node")
+    (model / "config.json").write_text(config)
+    change(model / "config.json", intermediate_size=512)
+    says(dry_run(*mine, code=2)[1], f"{PATH}={model}", "(512, 128)")
     (model / "config.json").write_text(config)
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -220,12 +254,11 @@ def test_memory_that_this_machine_does_not_have(dry_run, monkeypatch: pytest.Mon
 
 
 def test_a_run_directory_with_room_that_nobody_uses(dry_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model has 476,224 parameters in fp32, and AdamW two numbers for each: 12 bytes."""
-    count = 476_224
-    key, checkpoint = f"{RUN_DIR}={tmp_path}/run", f"{12 * count / 2**30:.3g} GiB"
-    monkeypatch.setattr(all_checks, "free_bytes", lambda folder: 12 * count)
+    """Of each parameter in fp32, and AdamW's two numbers for it: 12 bytes."""
+    key, checkpoint = f"{RUN_DIR}={tmp_path}/run", f"{12 * COUNT / 2**30:.3g} GiB"
+    monkeypatch.setattr(all_checks, "free_bytes", lambda folder: 12 * COUNT)
     says(dry_run(key)[0], "disk", checkpoint)
-    monkeypatch.setattr(all_checks, "free_bytes", lambda folder: 12 * count - 1)
+    monkeypatch.setattr(all_checks, "free_bytes", lambda folder: 12 * COUNT - 1)
     says(dry_run(key, code=2)[1], key, checkpoint, RUN_DIR)
     with run_lock(tmp_path):
         held = (tmp_path / "run.lock").read_text()

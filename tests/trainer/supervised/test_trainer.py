@@ -159,7 +159,8 @@ def terminate_in(
 
 def test_a_step_is_trained_validated_saved_and_reported_in_this_order(tmp_path: Path) -> None:
     """The last one also out of turn."""
-    trainer, model, _ = make(tmp_path / "a", "trainer.test_freq=2", "trainer.save_freq=2", "trainer.val_before_train=true")
+    twice = ("trainer.test_freq=2", "trainer.save_freq=2", "trainer.val_before_train=true")
+    trainer, model, _ = make(tmp_path / "a", *twice)
     trainer.fit()
     second, last = (
         [f"train {step}", f"validate {step}", f"save global_step_{step}.tmp", f"report {step}"] for step in (2, 4)
