@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from tests.processes import spawned
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.fakes import FakePolicyWorker, RecordingRolloutWorker, StuckRewardWorker
 from tests.trainer.metrics_page import PAGE, undocumented
-from tests.trainer.recorded import history, shown_by
+from tests.trainer.recorded import history, shown_by, trained_rows
 
 pytestmark = pytest.mark.ray
 
@@ -196,7 +195,7 @@ def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, gr
 def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
     """test_freq=2, save_freq=2, and both after the last step."""
     trainer, run_dir, _ = finished
-    rows = [json.loads(line) for line in (run_dir / "rollouts/1.jsonl").read_text().splitlines()]
+    rows = trained_rows(run_dir, 1)
     assert len(rows) == 16
     assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage", "half"}
     assert [row["half"] for row in rows] == [row["score"] / 2 for row in rows], "what the function says besides"
@@ -218,9 +217,8 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path:
     assert trainer.saver.last == folder
     trainer.fit()
     assert [row["step"] for row in history(trainer)] == [3]
-    prompts = [path / "rollouts/3.jsonl" for path in (run_dir, tmp_path / "run")]
-    first, second = ([json.loads(line)["uid"] for line in path.read_text().splitlines()] for path in prompts)
-    assert first == second
+    first, second = (trained_rows(path, 3) for path in (run_dir, tmp_path / "run"))
+    assert [row["uid"] for row in first] == [row["uid"] for row in second]
     assert history(trainer)[0]["training/weight_version"] == history(before)[3]["training/weight_version"]
 
 
