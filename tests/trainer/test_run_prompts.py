@@ -26,17 +26,21 @@ from tests.models import policy_folder
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
 
 
+SIZES = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_prompt_length=64")
+
+
+def load_rows(file: Path, rows: list[dict], *overrides: str, **needs: RowNeeds) -> tuple[Prompts, list[str]]:
+    """Prompts of a file with these rows; batches of 2."""
+    file.write_text("\n".join(map(json.dumps, rows)))
+    keys = (f"data.train_files={file}", "data.val_files=null", "data.max_response_length=64", *SIZES)
+    config, _ = load_config([*keys, *overrides])
+    return load_run_prompts(config, policy_folder(config), **needs)
+
+
 def load(tmp_path: Path, *overrides: str, contents: list[str | list]) -> tuple[Prompts, list[str]]:
-    """Prompts of a file with one row per content, also as validation set; batches of 2."""
-    lines = [
-        json.dumps({"data_source": "arithmetic", "prompt": content, "reward_model": {"ground_truth": "2"}})
-        for content in contents
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    lengths = ("data.max_prompt_length=64", "data.max_response_length=64")
-    sizes = (*lengths, "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    config, _ = load_config([f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", *sizes, *overrides])
-    return load_run_prompts(config, policy_folder(config))
+    """Prompts of a file with one row per content."""
+    row = {"data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
+    return load_rows(tmp_path / "rows.jsonl", [row | {"prompt": content} for content in contents], *overrides)
 
 
 def test_overlong_prompts_that_are_left_out_are_counted_and_named(tmp_path: Path) -> None:
@@ -125,13 +129,9 @@ def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
 
 def own(tmp_path: Path, needs: RowNeeds, *overrides: str, rows: list[dict]) -> tuple[Prompts, list[str]]:
     """Prompts of rows with columns of one's own, for a reward function with these needs."""
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.val_files=null")
-    keys = (*sizes, "data.max_prompt_length=64", "data.max_response_length=64")
     (tmp_path / "mine.py").touch()
     reward = f"custom_reward_function.path={tmp_path}/mine.py"
-    config, _ = load_config([f"data.train_files={tmp_path}/own.jsonl", reward, *keys, *overrides])
-    return load_run_prompts(config, policy_folder(config), needs)
+    return load_rows(tmp_path / "own.jsonl", rows, reward, *overrides, needs=needs)
 
 
 SUMS = [{"question": f"{i}+1?", "answer": i + 1} for i in range(3)]
@@ -234,9 +234,8 @@ def session(elsewhere: None, capsys: pytest.CaptureFixture[str]) -> Callable[...
         rows = [{"question": f"{i}+{i}?", **{name: i for name in columns}} for i in (1, 2)]
         Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         Path("reward.py").write_text(code)
-        keys = ["data.train_files=sums.jsonl", "data.train_batch_size=2", "trainer.dry_run=true"]
-        keys += ["data.max_prompt_length=64", "data.max_response_length=64"]
-        status = main([*keys, "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides])
+        keys = ("data.train_files=sums.jsonl", "data.max_response_length=64", "trainer.dry_run=true")
+        status = main([*keys, *SIZES, *overrides])
         shown = capsys.readouterr()
         assert "Traceback" not in shown.err
         return status, shown.out + shown.err

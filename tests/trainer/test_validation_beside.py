@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,24 +61,18 @@ def log_events(trainer: GRPOTrainer) -> list[str]:
     """Notes updates and syncs, by the weights that the engines have before; and steps that are logged."""
     log: list[str] = []
 
-    def note_calls(name: str) -> None:
-        call = getattr(trainer, name)
+    def note(holder: object, name: str, said: Callable[..., str]) -> None:
+        call = getattr(holder, name)
 
         def noted(*args: Any) -> Any:
-            log.append(f"{name} {trainer.weight_version}")
+            log.append(f"{name} {said(*args)}")
             return call(*args)
 
-        setattr(trainer, name, noted)
+        setattr(holder, name, noted)
 
-    note_calls("update")
-    note_calls("sync_weights")
-    logged = trainer.trackers.log
-
-    def note_logged(metrics: dict[str, float], step: int) -> None:
-        log.append(f"log {step}{' validated' if METRIC in metrics else ''}")
-        logged(metrics, step)
-
-    trainer.trackers.log = note_logged  # type: ignore[method-assign, assignment]
+    for name in ("update", "sync_weights"):
+        note(trainer, name, lambda *args: str(trainer.weight_version))
+    note(trainer.trackers, "log", lambda metrics, step: f"{step}{' validated' if METRIC in metrics else ''}")
     return log
 
 
