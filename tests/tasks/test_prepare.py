@@ -1,4 +1,4 @@
-"""The command, and the rows of GSM8K and MATH that it writes: from a fixture and, where it is there, a whole release."""
+"""The command, and the rows of GSM8K and MATH that it writes, from a fixture and, where it is there, a whole release."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ GSM8K = [
     {"question": "A house's price?", "answer": "It costs $70,000.\n#### 70,000"},
     {"question": "Below zero?", "answer": "3 - 8 = -5\n#### -5"},
 ]
-SOLUTIONS = (r"First \boxed{no}, then $\boxed{\frac{3}{4}}$.", r"It is $\boxed{\{1, \sqrt{2}\}}$", r"So $\boxed 7$ it is.")
+SOLUTIONS = (
+    r"First \boxed{no}, then $\boxed{\frac{3}{4}}$.",
+    r"It is $\boxed{\{1, \sqrt{2}\}}$",
+    r"So $\boxed 7$ it is.",
+)
 MATH = [{"problem": "What is it?", "level": "Level 1", "type": "Algebra", "solution": each} for each in SOLUTIONS]
 MATH[2] |= {"problem": "Short?", "level": None}
 EXAMPLES: dict[str, list[dict[str, Any]]] = {"gsm8k": GSM8K, "math": MATH}
@@ -55,7 +59,7 @@ def prepare(raw: Path, tmp_path: Path) -> Callable[..., int]:
         (
             "gsm8k",
             "openai/gsm8k",
-            'A house\'s price? Let\'s think step by step and output the final answer after "####".',
+            "A house's price? Let's think step by step and output the final answer after \"####\".",
             GSM8K[1],
             ["4", "70000", "-5"],
         ),
@@ -168,7 +172,8 @@ def test_broken_and_missing_files_and_no_hub(
 
 
 @pytest.mark.parametrize(
-    ("task", "named"), [("gsm8k", ("openai/gsm8k", "main")), ("math", ("DigitalLearningGmbH/MATH-lighteval", "default"))]
+    ("task", "named"),
+    [("gsm8k", ("openai/gsm8k", "main")), ("math", ("DigitalLearningGmbH/MATH-lighteval", "default"))],
 )
 def test_from_the_hub(task: str, named: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []

@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def make_trainer(
     tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, length: int = 8, bad: int = -1
 ) -> GRPOTrainer:
-    """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches; of the reference's group where it is there."""
+    """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches; with a reference where there is a group."""
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "reward.py").write_text(REWARD.replace("BAD", str(bad)))
     config, _ = load_config(

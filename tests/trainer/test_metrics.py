@@ -64,7 +64,9 @@ def test_names_that_verls_boards_show() -> None:
     assert (metrics["response_length_non_aborted/clip_ratio"], metrics["tool_call_counts/mean"]) == (1, 3)
     assert metrics["training/num_turns/max"] == 1
     batch = scored([1, 2])
-    assert not [name for name in batch_metrics(batch) if name.startswith(("tool_call_counts", "training/router_replay"))]
+    assert not [
+        name for name in batch_metrics(batch) if name.startswith(("tool_call_counts", "training/router_replay"))
+    ]
     batch.small["unknown_routes"] = np.array([1, 2])  # 3 tokens of two rows of 2 have no recorded experts
     assert batch_metrics(batch)["training/router_replay/unknown"] == 0.75
 

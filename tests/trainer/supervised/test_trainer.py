@@ -266,7 +266,8 @@ def test_what_is_reached_before_the_first_step_needs_none_and_what_is_not_reache
 
 
 @pytest.mark.parametrize(
-    ("method", "step", "number"), [("train", 1, signal.SIGTERM), ("train", 1, signal.SIGINT), ("measure", 2, signal.SIGTERM)]
+    ("method", "step", "number"),
+    [("train", 1, signal.SIGTERM), ("train", 1, signal.SIGINT), ("measure", 2, signal.SIGTERM)],
 )
 def test_the_first_signal_in_a_step_lets_it_end_and_saves_it(
     tmp_path: Path, method: str, step: int, number: signal.Signals
