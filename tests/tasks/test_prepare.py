@@ -1,4 +1,4 @@
-"""The command, and the rows of GSM8K and MATH that it writes, from a fixture and, where it is there, a whole release."""
+"""The command, and the rows of GSM8K and MATH that it writes: from a fixture and, if it is here, a whole release."""
 
 from __future__ import annotations
 
