@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.fakes import impatient, store_here  # noqa: F401 - fixtures
+
 
 @pytest.fixture
 def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -16,8 +18,7 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     (folder / "ray").mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+    for name in ("RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

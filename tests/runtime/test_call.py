@@ -1,9 +1,10 @@
-"""Calls of a group whose processes are none; test_group.py has those of real ones."""
+"""Calls of a group whose processes are none, and the driver's loop; test_group.py has calls of real processes."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,35 +15,40 @@ import pytest
 from grpo_dist.errors import WorkerLost
 from grpo_dist.runtime import call as module
 from grpo_dist.runtime.call import BusyClock
-from grpo_dist.runtime.event_loop import TimeLimits
+from grpo_dist.runtime.event_loop import TimeLimits, blocking, run
 from grpo_dist.runtime.group import WorkerGroup
-from tests.messages import refuses
-
-
-class Process:
-    """Answers every method with its name and arguments, as Ray's actor handles do."""
-
-    def __getattr__(self, name: str) -> Any:
-        def remote(*args: Any) -> Any:
-            answer: Future[Any] = Future()
-            answer.set_result((name, *args))
-            return SimpleNamespace(future=lambda: answer)
-
-        def options(num_returns: int) -> Any:
-            return SimpleNamespace(remote=lambda *args: (remote(*args), "data"))
-
-        return SimpleNamespace(remote=remote, options=options)
+from tests.messages import refuses, says
+from tests.runtime.fakes import Fakes
 
 
 def group(*handles: Any) -> WorkerGroup:
     return WorkerGroup("actor", handles, TimeLimits(60.0))
 
 
+def working(*answers: Future[Any]) -> Any:
+    """As one of Ray's actor handles: its calls have these answers in turn, and their arguments as data."""
+    left = iter(answers)
+
+    def remote(*args: Any) -> Any:
+        answer = next(left)
+        return SimpleNamespace(future=lambda: answer)
+
+    def options(num_returns: int) -> Any:
+        return SimpleNamespace(remote=lambda *args: (remote(*args), args))
+
+    return SimpleNamespace(work=SimpleNamespace(remote=remote, options=options))
+
+
 async def test_a_call_has_the_answer_and_the_data_of_its_process() -> None:
-    workers = group(Process(), Process())
-    call = workers.submit_for_data(0, "update", "update", "rows")
-    assert await workers.submit(1, "memory", "peak", 5).answer() == ("peak", 5)
-    assert (await call.answer(), call.data) == (("update", "rows"), "data")
+    answers = [Future[Any](), Future[Any]()]
+    workers = group(working(answers[0]), working(answers[1]))
+    call, other = workers.submit_for_data(0, "update", "work", "rows"), workers.submit(1, "memory", "work")
+    for answer in answers:
+        answer.set_result(answers.index(answer))
+    assert (await other.answer(), await call.answer(), call.data) == (1, 0, ("rows",))
+    assert call.is_current
+    workers.handles[0] = working()
+    assert not call.is_current, "it was replaced"
 
 
 async def test_a_rank_without_a_process_is_lost() -> None:
@@ -50,32 +56,40 @@ async def test_a_rank_without_a_process_is_lost() -> None:
         await group(None).submit(0, "update", "update").answer()
 
 
-async def test_a_call_of_a_process_that_was_replaced_is_not_current() -> None:
-    workers = group(Process())
-    call = workers.submit(0, "update", "update")
-    assert call.is_current
-    workers.handles[0] = Process()
-    assert not call.is_current
+async def test_a_wait_that_is_cancelled_leaves_the_call() -> None:
+    answer = Future[int]()
+    call = group(working(answer)).submit(0, "slow", "work")
+    first = asyncio.create_task(call.answer())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert first.cancelled()
+    answer.set_result(1)
+    assert await call.answer() == 1
 
 
-def test_open_calls_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_open_calls_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls from 1 to 4 and from 3 to 6, on top of 10 s before: 5 s more; then idle, then busy again from 8 on."""
     now = [1.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    clock = BusyClock(10.0)
-    clock.begin()
+    answers = [Future[int](), Future[int](), Future[int]()]
+    workers = group(working(*answers))
+    workers._busy[0] = BusyClock(10.0)
+    first = workers.submit(0, "work", "work")
     now[0] = 3.0
-    clock.begin()
+    second = workers.submit(0, "work", "work")
     now[0] = 4.0
-    clock.end()
-    assert clock.seconds == 13.0
+    answers[0].set_result(1)
+    await first.answer()
+    assert workers.busy_seconds() == 13.0
     now[0] = 6.0
-    clock.end()
+    answers[1].set_result(1)
+    await second.answer()
     now[0] = 8.0
-    assert clock.seconds == 15.0
-    clock.begin()
+    assert workers.busy_seconds() == 15.0
+    workers.submit(0, "work", "work")
     now[0] = 8.5
-    assert clock.seconds == 15.5
+    assert workers.busy_seconds() == 15.5
 
 
 async def test_an_answer_that_nobody_holds_is_gone_at_once() -> None:
@@ -94,3 +108,58 @@ async def test_an_answer_that_nobody_holds_is_gone_at_once() -> None:
         assert answer() is None
     finally:
         gc.enable()
+
+
+def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped() -> None:
+    """NCCL ends the processes of ranks that have waited too long."""
+    group = Fakes("actor", 2)
+    died = group.lost(0, "update", "its process died (SIGABRT)")
+    group.states[1] = "stopped"
+    found = run(group.root_cause(died))
+    assert isinstance(found, WorkerLost)
+    says(found, "actor worker 1", "'update'", "stopped")
+    group.states[1] = "dead"
+    assert run(group.root_cause(died)) is died, "both may have waited for each other"
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+async def double(number: int) -> int:
+    await asyncio.sleep(0)
+    if number < 0:
+        raise ValueError(f"{number}")
+    return 2 * number
+
+
+def test_values_and_errors_come_back_also_where_a_loop_runs_already() -> None:
+    """As in a notebook. The loop does not wait for itself."""
+
+    async def cell() -> int:
+        return run(double(3))
+
+    assert run(double(4)) == blocking(double)(4) == 8
+    assert asyncio.run(cell()) == 6
+    with pytest.raises(ValueError, match="-1"):
+        run(double(-1))
+    with pytest.raises(AssertionError, match="await"):
+        run(cell())
+
+
+def test_an_interrupted_wait_cancels_the_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.set()
+
+    def interrupt(*args: object) -> None:
+        begun.wait(60)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("concurrent.futures.Future.result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(endless())
+    assert ended.wait(60)

@@ -17,6 +17,7 @@ from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.call import failure
 from grpo_dist.runtime.mailbox import Mailbox, Postbox
 from tests.messages import refuses, says
+from tests.runtime.fakes import Fakes
 
 
 class Worker(Mailbox):
@@ -33,17 +34,15 @@ class Worker(Mailbox):
         return 2 * number, data
 
 
-class Group:
-    """What a postbox needs of a `WorkerGroup`; notes the calls, and what is stored."""
+class Group(Fakes):
+    """Its worker is in this process; `asked` has the numbers of requests."""
 
     def __init__(self) -> None:
-        self.worker = Worker()
-        self.handles = ["process"]
-        self.calls: list[tuple[str, int]] = []
-        self.is_lost = asyncio.Event()
+        super().__init__("rollout", 1)
+        self.worker, self.is_lost = Worker(), asyncio.Event()
 
     def submit(self, rank: int, stage: str, method: str, box: str, requests: list) -> Any:
-        self.calls.append((method, len(requests)))
+        self.tell(rank, method, len(requests))
         running = asyncio.ensure_future(getattr(self.worker, method)(box, requests))
         return SimpleNamespace(running=running, data=SimpleNamespace())
 
@@ -61,13 +60,10 @@ class Group:
         outcomes, call.data.rows = found
         return outcomes
 
-    def lost(self, rank: int, stage: str, message: str) -> WorkerLost:
-        return WorkerLost(message, "rollout", rank, "?", stage)
-
 
 def make() -> tuple[Group, Postbox]:
     group = Group()
-    return group, Postbox(group, 0, "generate")  # type: ignore[arg-type]
+    return group, Postbox(group, 0, "generate")
 
 
 async def answers(*posted: Any) -> list[Any]:
@@ -77,9 +73,9 @@ async def answers(*posted: Any) -> list[Any]:
 async def test_requests_of_one_turn_travel_together_and_so_do_their_answers() -> None:
     group, box = make()
     posted = [box.post("double", (number,)) for number in (2, 0, 1)]
-    assert not group.calls, "not before the loop's next turn"
+    assert not group.asked, "not before the loop's next turn"
     await asyncio.sleep(0)
-    assert group.calls == [("collect", 3)]
+    assert group.asked == [("collect", 0, 3)]
     group.worker.gate.set()
     found = await answers(*posted)
     assert [answer for answer, *_ in found] == [4, 0, 2]
@@ -87,10 +83,10 @@ async def test_requests_of_one_turn_travel_together_and_so_do_their_answers() ->
     assert all(each[1] is data for each in found)
     assert [each[2] for each in found] == [0, 2, 2], "where their rows begin"
     assert data.rows["x"].tolist() == [2, 2, 1]
-    assert group.calls == [("collect", 3)]
+    assert group.asked == [("collect", 0, 3)]
     box.post("double", (3,))
     await asyncio.sleep(0)
-    assert group.calls[1:] == [("collect", 1)], "it begins again"
+    assert group.asked[1:] == [("collect", 0, 1)], "it begins again"
 
 
 async def test_what_is_posted_while_others_are_awaited_is_taken_at_once() -> None:
@@ -100,7 +96,7 @@ async def test_what_is_posted_while_others_are_awaited_is_taken_at_once() -> Non
     second = [box.post("double", (number,)) for number in (2, 3)]
     box.flush()
     await asyncio.sleep(0)
-    assert group.calls == [("collect", 1), ("take", 2)]
+    assert group.asked == [("collect", 0, 1), ("take", 0, 2)]
     group.worker.gate.set()
     assert [answer for answer, *_ in await answers(first, *second)] == [2, 4, 6]
 
@@ -131,7 +127,7 @@ async def test_nothing_is_sent_to_a_process_that_was_replaced() -> None:
     group.handles[0] = "another"
     with refuses(GrpoDistError, "rollout worker 0", "replaced"):
         await posted
-    assert not group.calls
+    assert not group.asked
 
 
 WHERE = ("reward", 1, "node2", "score")

@@ -79,11 +79,9 @@ def group() -> DataProtoRef:
 
 def scored_batch() -> DataProtoRef:
     """With all columns that targets and samples are made of."""
-    columns = ("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs")
-    data = DataProto.from_dict(
-        {name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score", "failure", "said")}
-    )
-    return DataProtoRef.put(data)
+    columns = ["uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs"]
+    columns += ["prompts", "responses", "score", "failure", "said"]
+    return DataProtoRef.put(DataProto.from_dict({name: torch.zeros(2) for name in columns}))
 
 
 def score(pool: RewardPool, limit_s: float = 240.0) -> tuple[DataProtoRef, list[str]]:
@@ -155,8 +153,14 @@ def test_each_process_has_one_call_at_a_time_and_a_cancelled_one_keeps_its_proce
 
 
 @pytest.mark.deep
-def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
+def test_whole_batches_are_asked_again_and_the_functions_own_mistake_is_shown_at_once(
+    make: Callable, tmp_path: Path
+) -> None:
     pool, batch = make(2), scored_batch()
+    (tmp_path / "trap").write_text("raise")
+    with refuses(RewardError, "own.py, line 7"):
+        score(pool)
+    assert not pool.restarts.failures
     (tmp_path / "trap").write_text("SIGKILL")
     targets, _ = run(pool.compute_targets(batch, TargetSettings("grpo"), 0.0, 0))
     assert pool.printed.take() == ["the advantage or KL estimator printed:\n  a line"]
@@ -169,12 +173,3 @@ def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
     run(write())
     assert (tmp_path / "7.jsonl").read_text() == "7"
     assert len(pool.restarts.failures) == 2
-
-
-@pytest.mark.deep
-def test_the_functions_own_mistake_is_shown_at_once(make: Callable, tmp_path: Path) -> None:
-    pool = make(3)
-    (tmp_path / "trap").write_text("raise")
-    with refuses(RewardError, "own.py, line 7"):
-        score(pool)
-    assert not pool.restarts.failures

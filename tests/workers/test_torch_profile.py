@@ -54,36 +54,25 @@ def test_the_trace_of_a_rank_has_its_update(random_models: dict[str, str], tmp_p
 
 
 def recorded(path: Path, calls: int) -> int:
-    """How many of the calls of a module are in the profile of them."""
+    """How many of the calls of a module are in the profile of them, which replaces the one before."""
     module = torch.nn.Linear(2, 2)
     profile = TorchProfile()
     for _ in range(calls):
         module(torch.ones(1, 2))
     profile.write(path)
+    assert os.listdir(path.parent) == [path.name]
     return [event["name"] for event in read(path)["traceEvents"]].count("aten::linear")
 
 
-def test_the_modules_that_are_recorded_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recorded(tmp_path / "x.json.gz", 20) == 20
+def test_the_modules_that_are_recorded_are_bounded_and_a_trace_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json.gz"
+    assert recorded(path, 20) == 20
     monkeypatch.setattr(gang, "MOST_MODULE_CALLS", 7)
-    assert recorded(tmp_path / "x.json.gz", 20) == 7
-    assert recorded(tmp_path / "x.json.gz", 5) == 5, "the next profile counts anew"
-    assert not torch.nn.modules.module._global_forward_pre_hooks
-
-
-def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
-    for size in (2, 3):
-        profile = TorchProfile()
-        torch.ones(size).sum() if size == 2 else torch.ones(size).prod()
-        profile.write(tmp_path / "x.json.gz")
-    names = {event["name"] for event in read(tmp_path / "x.json.gz")["traceEvents"]}
-    assert "aten::prod" in names
-    assert "aten::sum" not in names
-    assert os.listdir(tmp_path) == ["x.json.gz"]
-
-
-def test_a_trace_that_cannot_be_written_is_told_and_the_next_one_can(tmp_path: Path) -> None:
+    assert recorded(path, 20) == 7
     profile = TorchProfile()
     with refuses(EngineError, f"{tmp_path}/gone/x.json.gz"):
         profile.write(tmp_path / "gone" / "x.json.gz")
-    TorchProfile().write(tmp_path / "x.json.gz")
+    assert recorded(path, 5) == 5, "the next profile counts anew"
+    assert not torch.nn.modules.module._global_forward_pre_hooks
