@@ -133,6 +133,12 @@ class Held(Fakes):
         return [(call.rank, answer) for call, answer in self.sent if call.ref == method and not answer.done()]
 
 
+async def settle() -> None:
+    """Let all go on that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 @dataclass(eq=False)
 class Stored:
     """An object in a store of this process."""

@@ -7,18 +7,24 @@ import gc
 import threading
 import weakref
 from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from grpo_dist.errors import WorkerLost
+from grpo_dist.errors import WorkerError, WorkerLost
 from grpo_dist.runtime import call as module
+from grpo_dist.runtime import group as module_of_groups
 from grpo_dist.runtime.call import BusyClock
 from grpo_dist.runtime.event_loop import TimeLimits, blocking, run
 from grpo_dist.runtime.group import WorkerGroup
 from tests.messages import refuses, says
-from tests.runtime.fakes import Fakes
+from tests.ranks import run_ranks
+from tests.runtime.fakes import Fakes, Held
 
 
 def group(*handles: Any) -> WorkerGroup:
@@ -108,6 +114,53 @@ async def test_an_answer_that_nobody_holds_is_gone_at_once() -> None:
         assert answer() is None
     finally:
         gc.enable()
+
+
+# --- a rank that is late, or that others wait for ------------------------------------------------------------------
+async def test_no_answer_in_time() -> None:
+    """The rank that is late is named; of a call that is awaited alone the time counts from when it was sent."""
+    workers, other = Held("actor", 2), Fakes("ref", 1)
+    workers.limits = TimeLimits(0.04, {"patient": 60.0})
+    late, answered = workers.submit(0, "add", "add", 1), workers.submit(1, "add", "add", 1)
+    workers.open("add")[1][1].set_result(1)
+    with refuses(WorkerLost, "actor worker 0", "host0", "'add'", "0.04 s"):
+        await workers.answers([late, answered])
+    call = workers.submit(1, "patient", "wait")
+    assert call.limit_s == 60.0
+    with refuses(WorkerLost, "actor worker 1", "host0", "'patient'", "0.02 s"):
+        await other.answers([call], timeout_s=0.02)
+    with refuses(WorkerLost, "actor worker 1", "host0", "'patient'", "60 s"):
+        await replace(call, started=call.started - 60.0).answer()
+
+
+def wait_in_vain(rank: int) -> str:
+    """What gloo says at rank 0, which waits for another one."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["told"])
+        return ""
+    dist.distributed_c10d._set_pg_timeout(timedelta(milliseconds=200), dist.group.WORLD)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.zeros(1))
+    store.set("told", "")
+    return str(caught.value)
+
+
+async def test_the_rank_that_others_wait_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those whose collective operation fails for it; nor one that works, where another fails by itself."""
+    monkeypatch.setattr(module_of_groups, "COLLECTIVE_GRACE_S", 0.02)
+    said, _ = run_ranks(2, wait_in_vain)
+    workers = Held("actor", 3)
+    for text, kind, named in ((said, WorkerLost, 1), ("KeyError: 'key'", WorkerError, 0)):
+        calls = [workers.submit(rank, "update", "update") for rank in range(3)]
+        for rank, answer in workers.open("update")[-3:]:
+            if rank != 1:
+                answer.set_exception(workers.error(rank, "update", text))
+        with pytest.raises(WorkerError) as caught:
+            await workers.answers(calls)
+        error = caught.value
+        assert (type(error), error.rank, error.node, error.stage) == (kind, named, "host0", "update")
+        assert text in "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -84,7 +82,7 @@ def bundles(local_ray: None) -> Iterator[Mapping[str, list]]:
 
 
 def spawn(bundles: list, args: list[tuple]) -> WorkerGroup:
-    limits = TimeLimits(240.0, {"hasty": 0.1})
+    limits = TimeLimits(240.0)
     group = WorkerGroup.spawn("actor", worker_class(), bundles, args=args, env={"COLOUR": "blue"}, limits=limits)
     here = ray.get_runtime_context().get_node_id()
     group.note_addresses([Address(f"node{rank}", "127.0.0.1", os.getpid(), here) for rank in range(len(args))])
@@ -170,33 +168,6 @@ def test_an_error_that_cannot_be_unpickled_is_still_told(group: WorkerGroup) -> 
         group.call(0, "x", "no_such_method")
 
 
-# --- time --------------------------------------------------------------------------------------------------------
-def test_no_answer_in_time(group: WorkerGroup, gate: Path) -> None:
-    group.call_all("add", "add", 1)  # the tests before have let go of them
-    impatient = WorkerGroup("actor", group.handles, TimeLimits(4.0))
-    impatient.note_addresses(list(group.addresses.values()))
-    waiting, answered = impatient.submit(0, "add", "wait_for", str(gate)), impatient.submit(1, "add", "add", 1)
-    with refuses(WorkerError, "actor worker 0", "node0", "'add'", "4 s"):
-        impatient.gather([waiting, answered])
-    assert not is_answered(waiting)
-    other = WorkerGroup("ref", [], TimeLimits(30.0))  # a call is named by its own role
-    with refuses(WorkerError, "actor worker 0", "node0", "'slow'", "0.1 s"):
-        other.gather([group.submit(0, "slow", "add", 1)], timeout_s=0.1)
-
-
-@pytest.mark.deep
-def test_the_deadline_of_a_call(group: WorkerGroup, gate: Path) -> None:
-    """It counts from when the call was sent; the process answers one after the other."""
-    patient, hasty = group.submit(1, "score", "wait_for", str(gate)), group.submit(1, "hasty", "add", 1)
-    assert (patient.limit_s, hasty.limit_s) == (240.0, 0.1)
-    with refuses(WorkerLost, "actor worker 1", "node1", "'hasty'", "0.1 s"):
-        run(hasty.answer())
-    with refuses(WorkerLost, "actor worker 0", "node0", "'hasty'", "0.1 s"):
-        group.call(0, "hasty", "wait_for", str(gate))
-    gate.touch()
-    assert group.gather([patient, hasty], timeout_s=240.0) == [1, 101]
-
-
 # --- death -------------------------------------------------------------------------------------------------------
 @pytest.mark.deep
 def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], gate: Path) -> None:
@@ -243,64 +214,3 @@ def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> 
     with refuses(GrpoDistError, "actor worker 0", "'start'", "rank -1"):
         group.call(0, "start", "address")
     group.kill()
-
-
-# --- a rank that others wait for -----------------------------------------------------------------------------------
-def member_class() -> type:
-    """A rank of a gloo group whose others wait 5 s for it."""
-
-    class Member(Process):
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def open(self) -> int:
-            from grpo_dist.engines.rendezvous import open_store
-
-            self.store = open_store("127.0.0.1")
-            return self.store.port
-
-        def join(self, port: int) -> None:
-            from datetime import timedelta
-
-            import torch.distributed as dist
-
-            from grpo_dist.engines.rendezvous import init_process_group
-
-            store = self.store if self.rank == 0 else dist.TCPStore("127.0.0.1", port)
-            init_process_group(device="cpu", rank=self.rank, world_size=3, store=store, timeout_s=240.0)
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), dist.group.WORLD)
-
-        def add_up(self, path: str) -> float:
-            import torch
-            import torch.distributed as dist
-
-            while self.rank == 1 and not os.path.exists(path):
-                time.sleep(0.01)
-            total = torch.tensor([float(self.rank)])
-            dist.all_reduce(total)
-            return total.item()
-
-    return Member
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "stopped", [pytest.param(False, id="sleeps"), pytest.param(True, id="stopped", marks=pytest.mark.long)]
-)
-def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Path, tmp_path: Path, *, stopped: bool) -> None:
-    with reserved(actor=3) as bundles:
-        args = [(0,), (1,), (2,)]
-        group = WorkerGroup.spawn("actor", member_class(), bundles["actor"], args=args, limits=TimeLimits(240.0))
-        run(group.call_home())
-        group.call_all("start", "join", group.call(0, "start", "open"))
-        assert group.call_all("update", "add_up", str(tmp_path)) == [3.0, 3.0, 3.0]
-        if stopped:
-            os.kill(group.addresses[1].pid, signal.SIGSTOP)
-        with pytest.raises(WorkerLost) as caught:
-            group.call_all("update", "add_up", str(gate))
-        error = caught.value
-        assert (error.role, error.rank, error.node, error.stage) == ("actor", 1, socket.gethostname(), "update")
-        assert ("stopped" in error.message) == stopped
-        (shown,) = error.__notes__
-        assert re.search("Timed out waiting 5000ms|Connection (closed|reset) by peer", shown)
-        group.kill()

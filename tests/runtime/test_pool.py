@@ -19,7 +19,7 @@ from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.pool import Pool
 from tests.messages import says
-from tests.runtime.fakes import FakeNodes, Held
+from tests.runtime.fakes import FakeNodes, Held, settle
 
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -45,11 +45,6 @@ def ask(pool: Pool, name: str, **options: Any) -> asyncio.Task[Any]:
 def ask_now(pool: Pool) -> asyncio.Task[Any]:
     send = pool.workers.submit
     return asyncio.create_task(pool.ask_now(lambda rank: send(rank, "write", "now"), lambda call, answer: answer))
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def answer(workers: Held, *names: str) -> None:

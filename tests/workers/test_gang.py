@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import gzip
+import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,25 +18,19 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import ConfigError, TrainingDiverged, WorkerLost
+from grpo_dist.errors import ConfigError, EngineError, TrainingDiverged, WorkerLost
 from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
 from grpo_dist.rewards.scorer import PrintedLines
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Address, Process
-from grpo_dist.trainer.rollout.job import RolloutJob
-from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.actor import ActorGroup
-from grpo_dist.workers.gang import Gang, ReferenceGroup, Turn, find_model
-from grpo_dist.workers.reward import RewardPool
+from grpo_dist.workers import gang
+from grpo_dist.workers.gang import Gang, ReferenceGroup, TorchProfile, Turn, find_model
 from grpo_dist.workers.roles import Roles
-from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
-from grpo_dist.workers.scorer import Task
 from tests.messages import refuses
 from tests.processes import spawned
 from tests.runtime.fakes import FakeNodes, Fakes
@@ -62,11 +58,12 @@ def log_probs(found: DataProtoRef, name: str) -> list[list[float]]:
 
 # --- ranks that split sequences ----------------------------------------------------------------------------------
 class Splitting(Fakes):
-    """Ranks that note their rows, and return their rank as log-probs and loss."""
+    """Ranks that note their rows, and return their rank as log-probs and loss; some are lost in their first pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Sequence[int] = ()) -> None:
         super().__init__("actor", 4)
         self.rows: dict[int, Any] = {}
+        self.lost_ranks = lost
 
     def submit_for_data(self, rank: int, stage: str, method: str, rows: DataProtoRef, *args: Any, **_: Any) -> Call:
         lengths = rows.fetch(("responses",))["responses"].lengths.tolist() if len(rows) else []
@@ -77,6 +74,8 @@ class Splitting(Fakes):
         if method == "update":
             self.rows[rank] = [rows["uid"][part].tolist() for part in args[0]]
             answer = [{"actor/loss": Sum(1.0), "actor/entropy": Mean(10.0 * rank, 2)}], answer
+        if rank in self.lost_ranks and not self.lives[rank]:
+            answer = self.lost(rank, stage, "its process died")
         self.results[method] = self.results.get(method, {}) | {rank: answer}
         return replace(self.submit(rank, stage, method), data=ray.put(data))
 
@@ -164,27 +163,17 @@ def test_a_pass_whose_rank_is_lost_is_done_again(reference: ReferenceGroup, numb
         run(reference.compute_log_probs("ref_log_prob", batch))
 
 
-@pytest.mark.ray
-@pytest.mark.deep
-def test_ranks_that_are_lost_together_cost_one_restart_and_other_passes_wait(reference: ReferenceGroup) -> None:
-    """Five passes of a job of which all groups are there; none of them is lost."""
-    engines, scorers = (WorkerGroup(role, [None], TimeLimits(60.0)) for role in ("rollout", "reward"))
-    source = functools.partial(reference.compute_log_probs, "ref_log_prob")
-    pump = RolloutPump(RolloutGroup(engines), RewardPool(scorers), {"ref": source}, reward_timeout_s=60.0)
-    reference.workers.call_all("test", "set_trap", signal.SIGKILL)
-    groups = groups_of(5)
-    sampling, task = SamplingSettings(2, 1.0, 1.0, -1, 4, None), Task("", "", {})
-    requests = [GroupRequest(f"{i}", np.array([3], np.int32), sampling, task) for i in range(5)]
+def test_ranks_that_are_lost_together_cost_one_restart_and_other_passes_wait(store_here: None) -> None:
+    workers = Splitting(lost=range(4))
+    reference, batch = ReferenceGroup(workers, RestartBudget(1, FakeNodes())), DataProtoRef.concat(groups_of(4))
 
-    async def sample() -> RolloutJob:
-        finished = {i: (group, group) for i, group in enumerate(groups)}
-        job = pump.submit(requests, sources=("ref",), finished=finished)
-        await job.finished()
-        return job
+    async def passes() -> list[DataProtoRef]:
+        await reference.start(settings())
+        return await asyncio.gather(*(reference.compute_log_probs("ref_log_prob", batch) for _ in range(5)))
 
-    found = run(sample()).log_probs["ref"]
-    assert {i: log_probs(ref, "ref_log_probs") for i, ref in found.items()} == {i: [[i, i], [i]] for i in range(5)}
-    assert len(reference.restarts.failures) == 1
+    for found in run(passes()):
+        assert sorted(len(row) for row in log_probs(found, "old_log_probs")) == [1] * 4 + [2] * 4
+    assert (workers.lives, len(reference.restarts.failures)) == ([1] * 4, 1)
 
 
 def test_only_a_loss_is_made_good() -> None:
@@ -269,3 +258,29 @@ def test_processes_with_custom_code_are_asked_what_it_has_printed(overrides: lis
     plain, _ = load_config([])
     assert run(roles.take_printed(plain)) == ["the reward function printed:\n  hello"]
     assert run(roles.take_printed(plain)) == []
+
+
+# --- torch's own profiler --------------------------------------------------------------------------------------------
+def recorded(path: Path, calls: int) -> int:
+    """How many of the calls of a module are in the profile of them, which replaces the one before."""
+    module = torch.nn.Linear(2, 2)
+    profile = TorchProfile()
+    for _ in range(calls):
+        module(torch.ones(1, 2))
+    profile.write(path)
+    assert os.listdir(path.parent) == [path.name]
+    return [event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]].count("aten::linear")
+
+
+def test_the_modules_that_are_recorded_are_bounded_and_a_trace_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json.gz"
+    assert recorded(path, 20) == 20
+    monkeypatch.setattr(gang, "MOST_MODULE_CALLS", 7)
+    assert recorded(path, 20) == 7
+    profile = TorchProfile()
+    with refuses(EngineError, f"{tmp_path}/gone/x.json.gz"):
+        profile.write(tmp_path / "gone" / "x.json.gz")
+    assert recorded(path, 5) == 5, "the next profile counts anew"
+    assert not torch.nn.modules.module._global_forward_pre_hooks

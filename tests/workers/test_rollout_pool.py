@@ -31,7 +31,7 @@ from grpo_dist.workers.rollout import Engine, GroupRequest, RolloutGroup
 from grpo_dist.workers.scorer import Task
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, Outcomes, weight_transport
 from tests.messages import refuses, says
-from tests.runtime.fakes import FakeNodes, Fakes, Held
+from tests.runtime.fakes import FakeNodes, Fakes, Held, settle
 from tests.worker_settings import changed, engine_settings
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -57,11 +57,6 @@ async def ranks_of(group: RolloutGroup, *asked: tuple[Any, ...]) -> list[int]:
         ask(group, *each)
     await asyncio.sleep(0)
     return [rank for _, rank in group.workers.order[before:]]
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def answer(workers: Held, method: str = "generate", **loads: EngineLoad) -> None:
@@ -124,14 +119,19 @@ def test_the_number_in_flight_follows_the_engines_load(limit: int, load: tuple[i
     assert member.limit == expected
 
 
-@pytest.mark.parametrize("error", [EngineError("vLLM failed: engine died"), WorkerError("no answer", "rollout", 0)])
-async def test_an_engine_that_fails_is_replaced(error: GrpoDistError) -> None:
+@pytest.mark.parametrize("error", [EngineError("vLLM failed: engine died"), WorkerError("no answer", "rollout", 0), None])
+async def test_an_engine_that_fails_or_hangs_is_replaced(error: GrpoDistError | None) -> None:
     group, workers = held(1, most=1)
+    workers.limits = TimeLimits(60.0, {} if error else {"generate": 0.02})
     asked = ask(group, "a")
     await settle()
-    workers.open("generate")[0][1].set_exception(error)
-    await settle()
-    assert (workers.lives, group.restarts.failures) == ([1], [str(error)])
+    if error is not None:
+        workers.open("generate")[0][1].set_exception(error)
+    workers.limits = TimeLimits(60.0)  # the new process may take longer
+    while not workers.open("start"):
+        await asyncio.sleep(0)
+    assert workers.lives == [1]
+    says(group.restarts.failures[0], *([str(error)] if error else ["rollout worker 0", "'generate'", "0.02 s"]))
     await answer(workers, "start")
     await answer(workers)
     assert len(await asked) == 0
@@ -199,6 +199,19 @@ async def test_an_engine_that_comes_back_during_an_update_waits_for_the_next_wei
     assert (brings.to, len(workers.open("generate"))) == ([[0]], 1)
     await answer(workers)
     await asked
+
+
+async def test_an_engine_that_dies_in_a_sync_does_not_hold_up_the_others() -> None:
+    """Its new process gets the same weights once it is there."""
+    group, workers = held(2, most=1)
+    brings = Bringing(6, rank0=WorkerLost("its process died", "rollout", 0))
+    await group.take_weights(brings, 6)
+    assert await ranks_of(group, ("now",), ("soon",)) == [1, 1]
+    brings.refused.clear()
+    await settle()
+    await answer(workers, "start")
+    assert (brings.to, workers.lives, len(group.restarts.failures)) == ([[0, 1], [0]], [1, 0], 1)
+    assert await ranks_of(group, ("later",)) == [0]
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
