@@ -29,7 +29,7 @@ from tests.processes import open_to_others
 from tests.workers.services import Service, control_service
 
 
-# --- it is found ---------------------------------------------------------------------------------------------------
+# --- it is found ------------------------------
 def note(folder: Path, text: str) -> None:
     (folder / "ray" / "ray_current_cluster").write_text(text)
 
@@ -94,7 +94,7 @@ def test_without_room_for_rays_sockets_a_local_cluster_is_refused(
     assert find_cluster(None) == "local"
 
 
-# --- it is joined or started ---------------------------------------------------------------------------------------
+# --- it is joined or started ------------------------------
 NO_TOKEN, BROKEN = "Unauthenticated: no token was found", "no space left on device"
 VERSIONS = {"ray_version": "2.55.1", "python_version": "3.9.7"}
 
@@ -176,7 +176,7 @@ def test_what_is_not_this_users_own_folder_is_refused(
         nodes._private_folder()
 
 
-# --- its loss ------------------------------------------------------------------------------------------------------
+# --- its loss ------------------------------
 class Told:
     """What is told of a loss."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import ray
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, RewardError, WorkerError, WorkerLost
 from grpo_dist.runtime.call import Call
-from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address, Process
 from tests.messages import refuses, says
@@ -77,7 +76,7 @@ def worker_class() -> type:
 
 @pytest.fixture(scope="module")
 def bundles(local_ray: None) -> Iterator[Mapping[str, list]]:
-    with reserved(lasting=2, dying=3, replaced=1, unbuilt=1) as found:
+    with reserved(lasting=2, dying=3, unbuilt=1) as found:
         yield found
 
 
@@ -120,7 +119,7 @@ def test_values_come_in_rank_order_from_processes_of_their_own_with_the_given_en
     assert group.call_all("environment", "environment", "COLOUR") == ["blue", "blue"]
 
 
-# --- errors ------------------------------------------------------------------------------------------------------
+# --- errors ------------------------------
 def test_an_error_of_ours_comes_out_as_itself(group: WorkerGroup) -> None:
     with pytest.raises(RewardError) as caught:
         group.call_all("score", "fail_as_ours")
@@ -168,7 +167,7 @@ def test_an_error_that_cannot_be_unpickled_is_still_told(group: WorkerGroup) -> 
         group.call(0, "x", "no_such_method")
 
 
-# --- death -------------------------------------------------------------------------------------------------------
+# --- death ------------------------------
 @pytest.mark.deep
 def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], gate: Path) -> None:
     group = spawn(bundles["dying"], [(0,), (1,), (2,)])
@@ -188,25 +187,6 @@ def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], g
         group.kill()
     with refuses(WorkerError, "actor worker 0", "node0", "'add'", "died"):
         group.call(0, "add", "add", 1)
-
-
-@pytest.mark.deep
-def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, list]) -> None:
-    group = spawn(bundles["replaced"], [(0,)])
-    try:
-        before = group.addresses[0].pid
-        group.respawn(0)
-        assert 0 not in group.addresses, "it is not up yet"
-        (now,) = group.call_all("add", "address")
-        assert (group.addresses[0].pid, now.pid != before) == (now.pid, True)
-        says(group.error(0, "add", "failed"), "actor worker 0", socket.gethostname(), "'add'", "failed")
-    finally:
-        group.kill()
-    group.respawn(0)
-    ray.kill(group.handles[0])
-    with refuses(WorkerError, "actor worker 0", "'add'", "died") as caught:
-        group.call(0, "add", "address")
-    assert caught.value.node == socket.gethostname(), "of the one before: it was never up"
 
 
 def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:

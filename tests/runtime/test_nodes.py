@@ -78,7 +78,7 @@ def placed(monkeypatch: pytest.MonkeyPatch, after: int) -> list[str]:
     return seen
 
 
-# --- which are dead --------------------------------------------------------------------------------------------------
+# --- which are dead ------------------------------
 def test_whoever_does_not_answer_is_waited_for_until_it_is_dead_or_answers_again(
     monkeypatch: pytest.MonkeyPatch, listening: int, silent: int
 ) -> None:
@@ -124,7 +124,7 @@ async def test_the_loop_goes_on_while_ray_is_asked(monkeypatch: pytest.MonkeyPat
     assert turned
 
 
-# --- room --------------------------------------------------------------------------------------------------------------
+# --- room ------------------------------
 def test_room_is_waited_for_and_the_wait_is_told(monkeypatch: pytest.MonkeyPatch, listening: int, silent: int) -> None:
     """A role that goes on with other processes has time; one without has the minutes of the key."""
     cluster(monkeypatch, [node(0, listening), node(1, silent, alive=False)])
@@ -218,7 +218,7 @@ async def test_who_has_left_ray_asks_it_nothing(left: str, monkeypatch: pytest.M
     assert looks == rooms == []
 
 
-# --- the budget --------------------------------------------------------------------------------------------------------
+# --- the budget ------------------------------
 GONE = {"b": "host1 (10.0.0.2)"}
 
 

@@ -74,7 +74,7 @@ def test_the_peak_of_memory_is_in_gib() -> None:
     assert Process().peak_memory_gib() == {"resident": pytest.approx(int(lines["VmHWM"].split()[0]) / 2**20, rel=0.1)}
 
 
-# --- what custom code prints ---------------------------------------------------------------------------------------
+# --- what custom code prints ------------------------------
 class PrintingEngine:
     """Stands for a train engine whose loss prints."""
 
@@ -128,7 +128,7 @@ async def test_what_an_agent_loop_prints_in_an_engine_is_kept(tmp_path: Path, ra
     assert (lines[0], sorted(lines[1:]), more) == ("made", ["said no", "said yes"], 0)
 
 
-# --- addresses, with answers of Ray that come when a test says so ----------------------------------------------------
+# --- addresses, with answers of Ray that come when a test says so ------------------------------
 def address(node: int) -> Address:
     return Address(f"host{node}", f"10.0.0.{node}", 7, f"node{node}")
 
@@ -160,7 +160,7 @@ def test_where_a_process_was_is_known_until_the_next_has_started(monkeypatch: py
     assert found.last(1) == address(3)
 
 
-# --- the environment -------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------
 NUMBERS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 SECRET = "hf_" + "s3cretS3cretS3cretS3cret"
 
@@ -171,7 +171,7 @@ def test_credentials_proxies_and_nccl_are_shared(monkeypatch: pytest.MonkeyPatch
     wanted |= {"https_proxy": "http://me:pass@proxy:3128", "NO_PROXY": "10.0.0.0/8", "NCCL_DEBUG": "INFO"}
     wanted |= {"NCCL_SOCKET_IFNAME": "^lo,docker", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "GLOO_SOCKET_IFNAME": "eth0"}
     wanted |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128", "TRITON_DEBUG": "1"}
-    others = {"PATH": "/bin", "HF_HOME": "/data/hf", "WANDB_SERVICE": "2-1-tcp-localhost-1", "CUDA_VISIBLE_DEVICES": "0"}
+    others = {"PATH": "/bin", "HF_HOME": "/data/hf", "WANDB_SERVICE": "2-1-tcp", "CUDA_VISIBLE_DEVICES": "0"}
     others |= {"RAY_AUTH_TOKEN": "t", "WANDB_DIR": "/here", "VLLM_API_KEY": "k", "VLLM_HOST_IP": "10.0.0.1"}
     assert shared_environment(wanted | others) == wanted | NUMBERS
     assert shared_environment({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}) == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
@@ -209,8 +209,12 @@ def test_workers_have_it_also_after_a_restart_and_ray_does_not_write_it_down(loc
         options = {"limits": TimeLimits(240.0), "env": DATA_STAYS_IN_STORE, "shared": {"HF_TOKEN": SECRET}}
         group = WorkerGroup.spawn("actor", Looking, bundles["actor"], args=[()], **options)
         assert group.call(0, "start", "look") == SECRET
+        (before,) = run(group.call_home())
         group.respawn(0)
+        assert group.addresses == {}, "it is not up yet"
         assert group.call(0, "start", "look") == SECRET
+        assert group.addresses[0].pid != before.pid
+        says(group.error(0, "add", "failed"), "actor worker 0", before.host, "'add'", "failed")
         group.kill()
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     texts = [path.read_bytes() for path in logs.rglob("*") if path.is_file()]
@@ -218,7 +222,7 @@ def test_workers_have_it_also_after_a_restart_and_ray_does_not_write_it_down(loc
     assert not any(SECRET.encode() in text for text in texts)
 
 
-# --- what nodes are asked: the states of processes -------------------------------------------------------------------
+# --- what nodes are asked: the states of processes ------------------------------
 class Sleeper(Process):
     """Sleeps, or fails as a rank does whose peer is gone."""
 
@@ -286,7 +290,7 @@ def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for
     assert re.search("running|waiting", str(run(group.late(calls[:1], 5.0))))
 
 
-# --- whether they see the run directory --------------------------------------------------------------------------------
+# --- whether they see the run directory ------------------------------
 def test_all_nodes_of_the_run_that_do_not_share_the_folder_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,7 +329,7 @@ def test_a_folder_on_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert folder_problem(str(mark)) == "cannot write into it"
 
 
-# --- freed memory ------------------------------------------------------------------------------------------------------
+# --- freed memory ------------------------------
 # A process of its own, since malloc is shared.
 FREEING = """
 from grpo_dist.runtime.freed_memory import FreedMemory, kept_bytes

@@ -56,7 +56,7 @@ def log_probs(found: DataProtoRef, name: str) -> list[list[float]]:
     return [row.tolist() for row in found.fetch((name,))[name].rows()]
 
 
-# --- ranks that split sequences ----------------------------------------------------------------------------------
+# --- ranks that split sequences ------------------------------
 class Splitting(Fakes):
     """Ranks that note their rows, and return their rank as log-probs and loss; some are lost in their first pass."""
 
@@ -110,7 +110,7 @@ def test_one_process_of_each_node_finds_the_model() -> None:
         run(find_model(groups, "Qwen/Qwen3-8B", "model.path"))
 
 
-# --- a rank that is lost -----------------------------------------------------------------------------------------
+# --- a rank that is lost ------------------------------
 class Reference(Process):
     """A rank of two; its log-probs are its row's uid and -1. On request it ends in the midst of a pass."""
 
@@ -188,7 +188,7 @@ def test_only_a_loss_is_made_good() -> None:
     assert (reference.restarts.failures, reference.workers.lives) == ([], [0, 0])
 
 
-# --- turns -------------------------------------------------------------------------------------------------------
+# --- turns ------------------------------
 class Busy(Gang):
     """A gang that writes down when its ranks compute."""
 
@@ -232,7 +232,7 @@ async def test_engines_make_room_for_a_gang_that_is_to_be_alone() -> None:
         assert (asked, turn.beside_engines.locked()) == (["sleep"], True)
 
 
-# --- what custom code has printed ------------------------------------------------------------------------------------
+# --- what custom code has printed ------------------------------
 LOOP = f"actor_rollout_ref.rollout.agent.default_agent_loop={__file__}:Loop"
 LOSS = f"actor_rollout_ref.actor.policy_loss.loss_mode={__file__}:loss"
 KL = f"actor_rollout_ref.actor.kl_loss_type={__file__}:kl"
@@ -241,7 +241,8 @@ OF_ENGINES = ["  engine 0", "  ... and 2 more lines"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"), [([], []), ([LOOP], [OF_ENGINES]), ([LOSS], [OF_RANKS]), ([KL, LOOP], [OF_RANKS, OF_ENGINES])]
+    ("overrides", "told"),
+    [([], []), ([LOOP], [OF_ENGINES]), ([LOSS], [OF_RANKS]), ([KL, LOOP], [OF_RANKS, OF_ENGINES])],
 )
 def test_processes_with_custom_code_are_asked_what_it_has_printed(overrides: list[str], told: list[list[str]]) -> None:
     """Of three the second is lost; the last engine has been replaced, and is not there yet."""
@@ -260,7 +261,7 @@ def test_processes_with_custom_code_are_asked_what_it_has_printed(overrides: lis
     assert run(roles.take_printed(plain)) == []
 
 
-# --- torch's own profiler --------------------------------------------------------------------------------------------
+# --- torch's own profiler ------------------------------
 def recorded(path: Path, calls: int) -> int:
     """How many of the calls of a module are in the profile of them, which replaces the one before."""
     module = torch.nn.Linear(2, 2)
@@ -269,7 +270,8 @@ def recorded(path: Path, calls: int) -> int:
         module(torch.ones(1, 2))
     profile.write(path)
     assert os.listdir(path.parent) == [path.name]
-    return [event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]].count("aten::linear")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events].count("aten::linear")
 
 
 def test_the_modules_that_are_recorded_are_bounded_and_a_trace_that_cannot_be_written_is_told(

@@ -65,7 +65,7 @@ def test_a_process_that_dies_is_replaced_and_its_data_outlives_it(local_ray: Non
             run(pool.score(group(), TASK, 240.0))
 
 
-# --- on processes that are none --------------------------------------------------------------------------------------
+# --- on processes that are none ------------------------------
 SCORED = [(Label((), {}, 2), [])], ([], 0), 0.001
 
 

@@ -40,7 +40,7 @@ RESPONSES = {"a": ["It is 3.", "", "4"], "b": ["60", "I do not know, and I shall
 MESSAGES = {uid: [{"role": "user", "content": text}] for uid, text in PROMPTS.items()}
 
 
-# --- rows --------------------------------------------------------------------------------------------------------
+# --- rows ------------------------------
 def test_what_the_sequences_of_a_group_begin_with_is_computed_once() -> None:
     data = scored_rows([[1, 2, 3], [1, 2], [1, 4], [5]], ["a", "a", "a", "b"])
     assert [row.tolist() for row in data["prompts"].rows()] == [[1], [1], [1], [5]]
@@ -51,7 +51,7 @@ def test_what_the_sequences_of_a_group_begin_with_is_computed_once() -> None:
     assert [row.tolist() for row in nothing_common["prompts"].rows()] == [[1], [3]], "a prompt has a token"
 
 
-# --- ranks -------------------------------------------------------------------------------------------------------
+# --- ranks ------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return builtin_reward_model(tmp_path_factory.mktemp("scorer"))
@@ -128,7 +128,7 @@ def test_conversations_in_its_own_template(local_ray: None, folder: str) -> None
             assert found["rm_clipped"].tolist() == [0] * len(rows)
 
 
-# --- one rank, without Ray -----------------------------------------------------------------------------------------
+# --- one rank, without Ray ------------------------------
 def scores(rank: int, settings: RewardModelSettings, data: DataProto) -> dict[str, np.ndarray] | str:
     worker = RewardModelWorker(rank, 1)
     worker.settings = settings
@@ -140,7 +140,7 @@ def scores(rank: int, settings: RewardModelSettings, data: DataProto) -> dict[st
         return str(error)
 
 
-# --- steps ---------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------
 STEPS = {"a": ["1 + 2\n= 3", "", "3\n"], "b": ["10 + 20\n+ 30\n= 60", "60"], "c": ["Hm\n\nI"]}
 
 
@@ -203,7 +203,7 @@ def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_pa
     assert found["rm_clipped"].tolist() == [0, 0, 0, 1, 0, 0]
 
 
-# --- other folders ---------------------------------------------------------------------------------------------------
+# --- other folders ------------------------------
 def test_tokens_as_they_are_closed_by_the_template_and_cut(folder: str) -> None:
     """By a token budget; one of the conversations is too long."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -250,7 +250,7 @@ def test_a_score_that_is_not_finite_stops_the_run(folder: str, tmp_path: Path) -
     says(told, "reward_model", "values", "prompts a, b, c")
 
 
-# --- a rank that trains on rows with known answers, and the group of all ranks ---------------------------------------
+# --- a rank that trains on rows with known answers, and the group of all ranks ------------------------------
 OBJECTIVE = PreferenceSettings()
 
 

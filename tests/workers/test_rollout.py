@@ -96,7 +96,7 @@ def test_the_worker_hands_out_a_handle_with_the_small_columns(rollouts: WorkerGr
         handle.fetch(("old_log_probs",))
 
 
-# --- episodes on a real engine -----------------------------------------------------------------------------------
+# --- episodes on a real engine ------------------------------
 LOOP = """
 import asyncio
 

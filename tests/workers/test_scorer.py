@@ -29,7 +29,7 @@ NAN = math.nan
 GRPO = {"norm_adv_by_std_in_grpo": False}
 
 
-# --- where scores stand ------------------------------------------------------------------------------------------
+# --- where scores stand ------------------------------
 def test_a_score_stands_on_the_last_token_that_trains() -> None:
     """Not on what an environment put in behind it; where nothing trains, on the last token."""
     responses = Ragged.from_rows([[5, 6, 7], [], [8, 9], [8, 9]], torch.int32)
@@ -52,7 +52,7 @@ def test_each_agent_has_its_steps_rewards_or_the_episodes_on_its_last_token() ->
     assert given.values.isnan().sum() == 6, "what was given stands as it is"
 
 
-# --- score -------------------------------------------------------------------------------------------------------
+# --- score ------------------------------
 def test_scores_and_extra_values(worker: Local) -> None:
     """Word counts 2, 1, 1 (the end is a special token); w5 first earns 10 more, and only with w5 there is `lucky`."""
     handle, failures, printed = worker.score(put(RESPONSES), TASK)
@@ -120,7 +120,7 @@ def test_the_teachers_prompts_of_a_policy_that_teaches_itself(worker: Local, mon
     assert not {"teacher_prompts", "teacher_mask"} & set(validated.columns)
 
 
-# --- rewards of episodes -----------------------------------------------------------------------------------------
+# --- rewards of episodes ------------------------------
 def test_the_reward_of_an_episode_stands_in_place_of_the_functions(worker: Local) -> None:
     """The second response has brought none: the function scores it, and is not asked for the first, which has w13."""
     handle, failures, _ = worker.score(put([[5, 13, 2], [6, 2]], rewards=[0.25, NAN]), TASK)
@@ -171,7 +171,7 @@ def test_rewards_of_steps_stand_where_the_episode_gave_them(worker: Local, monke
     assert column(scored, "step_mask") == [[1, 0, 1], [0, 1]]
 
 
-# --- other reward functions --------------------------------------------------------------------------------------
+# --- other reward functions ------------------------------
 def test_what_an_estimator_prints_comes_with_its_advantages(tmp_path: Path) -> None:
     """Of a group of -3, none, -1: mean -2. The reward of the one without a score is none either."""
     file = tmp_path / "mine.py"

@@ -24,7 +24,7 @@ from tests.workers.local_reward import RESPONSES, Local, column, local, put
 pytestmark = pytest.mark.usefixtures("store_here")
 
 
-# --- advantages --------------------------------------------------------------------------------------------------
+# --- advantages ------------------------------
 def scored_batch(**small: Any) -> DataProtoRef:
     """Group a: scores 1, 0, 0, 0; group b, between them: 5, 5. Responses of 2 tokens, the last one of 1."""
     lengths = [2, 2, 2, 2, 2, 1]
@@ -128,7 +128,7 @@ def test_gdpo_compares_what_the_function_declares(random_models: dict[str, str],
         assert handle["advantage_mean"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-# --- samples -----------------------------------------------------------------------------------------------------
+# --- samples ------------------------------
 def sample_batch(masks: list[list[int]] | None = None, **more: Ragged) -> DataProtoRef:
     columns = {
         "prompts": Ragged.from_rows([[7, 8]] * 3, torch.int32),
