@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,17 @@ from tests.messages import refuses, says
 from tests.observed import assert_gone
 from tests.processes import open_to_others
 from tests.workers.services import Service, control_service
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Ray's folder, short because the paths of its sockets are limited to 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        Path(folder, "ray").mkdir()
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        for name in ("RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        yield Path(folder)
 
 
 # --- it is found ------------------------------
