@@ -150,9 +150,7 @@ class Stored:
 def store_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's store is in this process."""
     monkeypatch.setattr(ray, "put", Stored)
-    monkeypatch.setattr(
-        ray, "get", lambda refs: [ref.value for ref in refs] if isinstance(refs, list) else refs.value
-    )
+    monkeypatch.setattr(ray, "get", lambda refs: [ref.value for ref in refs] if isinstance(refs, list) else refs.value)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from grpo_dist.runtime.pool import Pool
 from tests.messages import says
 from tests.runtime.fakes import FakeNodes, Held, settle
 
-
 pytestmark = pytest.mark.usefixtures("impatient")
 
 

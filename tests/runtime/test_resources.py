@@ -112,11 +112,11 @@ def test_in_a_restart_one_of_those_that_work_alone_is_enough(monkeypatch: pytest
 
 @pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("needs", [(1, 0.1, 1.0), (3, 50.0, 0.0)], ids=["gpu", "cpu"])
-def test_what_the_cluster_has_not_is_refused_and_holds_nothing(monkeypatch: pytest.MonkeyPatch, needs: tuple) -> None:
+def test_what_the_cluster_has_not_is_refused_and_holds_nothing(needs: tuple) -> None:
     count, cpus, gpus = needs
-    with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
-        patch.setattr(resources, "PLACEMENT_TIMEOUT_S", 0.5)
-        reserve(slots_of({"actor": [0], "rollout": [0] * count}, {"actor": (0.1, 0.0), "rollout": (cpus, gpus)}))
+    slots = slots_of({"actor": [0], "rollout": [0] * count}, {"actor": (0.1, 0.0), "rollout": (cpus, gpus)})
+    with pytest.raises(ConfigError) as caught:
+        reserve(slots, timeout_s=0.5)
     message = str(caught.value)
     says(message, f"actor 1 x (0.1 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU)", "1 machine")
     says(message, f"{0.1 + count * cpus:g} CPU and {count * gpus:g} GPU", "2 CPU and 0 GPU", "trainer.n_gpus_per_node")

@@ -17,7 +17,6 @@ from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.gang import TrainedGroup, TrainedWorker
-
 from tests.processes import spawned
 from tests.worker_settings import changed_sizes
 from tests.workers.test_actor import SEQUENCES, save, stored_batch

@@ -27,8 +27,8 @@ from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Address, Process
-from grpo_dist.workers.actor import ActorGroup
 from grpo_dist.workers import gang
+from grpo_dist.workers.actor import ActorGroup
 from grpo_dist.workers.gang import Gang, ReferenceGroup, TorchProfile, Turn, find_model
 from grpo_dist.workers.roles import Roles
 from tests.messages import refuses

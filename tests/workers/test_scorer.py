@@ -108,12 +108,12 @@ def test_the_teachers_prompts_of_a_policy_that_teaches_itself(worker: Local, mon
     alone = section.replaced(success_threshold=None, feedback_name="text")
     of_row = alone.replaced(feedback_name="solution")
     with_solution = replace(task, extra_info={"index": 3, "solution": "w7"})
-    for section, asked, responses, prompts, mask in (
+    for shown, asked, responses, prompts, mask in (
         (section, task, RESPONSES, [[9, 20, 5], [9, 20, 5], [9, 20, 5, 6]], [[1, 1, 1], [1, 1], [1]]),
         (alone, task, [[5, 6, 2], [2]], [[9, 21, 5, 6], []], [[1, 1, 1], [0]]),  # nothing of an empty response
         (of_row, with_solution, [[5, 2]], [[9, 21, 7]], [[1, 1]]),
     ):
-        monkeypatch.setattr(worker, "teacher_prompts", TeacherPrompts(section, worker.tokenizer, {}))
+        monkeypatch.setattr(worker, "teacher_prompts", TeacherPrompts(shown, worker.tokenizer, {}))
         read = worker.score(put(responses), asked)[0]
         assert (column(read, "teacher_prompts"), column(read, "teacher_mask")) == (prompts, mask)
     validated = worker.score(put([[5, 2]]), replace(with_solution, validation=True))[0]

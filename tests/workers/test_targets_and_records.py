@@ -204,9 +204,7 @@ def test_judged_responses_are_rows_for_a_reward_model(
 
     def written(labels: list[list[int]]) -> list[dict]:
         columns = {"responses": responses, "rule_labels": Ragged.from_rows(labels, torch.int8)}
-        worker.write_judged(
-            DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["p0"] * 3})), str(path), asked
-        )
+        worker.write_judged(DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["p0"] * 3})), str(path), asked)
         return lines(path)
 
     assert written([[1], [], [0]]) == [{"prompt": asked["p0"], "completions": ["w5 w6"], "labels": [True]}]
