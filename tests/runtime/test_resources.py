@@ -114,14 +114,14 @@ def test_in_a_restart_one_of_those_that_work_alone_is_enough(monkeypatch: pytest
 @pytest.mark.parametrize("needs", [(1, 0.1, 1.0), (3, 50.0, 0.0)], ids=["gpu", "cpu"])
 def test_what_the_cluster_has_not_is_refused_and_holds_nothing(needs: tuple) -> None:
     count, cpus, gpus = needs
-    slots = slots_of({"actor": [0], "rollout": [0] * count}, {"actor": (0.1, 0.0), "rollout": (cpus, gpus)})
+    slots = slots_of({"actor": [0], "rollout": [0] * count}, {"actor": (0.13, 0.0), "rollout": (cpus, gpus)})
     with pytest.raises(ConfigError) as caught:
         reserve(slots, timeout_s=0.5)
     message = str(caught.value)
-    says(message, f"actor 1 x (0.1 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU)", "1 machine")
-    says(message, f"{0.1 + count * cpus:g} CPU and {count * gpus:g} GPU", "2 CPU and 0 GPU", "trainer.n_gpus_per_node")
-    bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
-    states = {entry["state"] for entry in placement_group_table().values() if bundle in entry["bundles"].values()}
-    assert states == {"REMOVED"}
+    says(message, f"actor 1 x (0.13 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU)", "1 machine")
+    says(message, f"{0.13 + count * cpus:g} CPU and {count * gpus:g} GPU", "2 CPU and 0 GPU", "trainer.n_gpus_per_node")
+    asked = [{"CPU": 0.13}, {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}]
+    entries = [entry for entry in placement_group_table().values() if entry["bundles"][0] in asked]
+    assert {entry["state"] for entry in entries} == {"REMOVED"}
     with held(slots_of({"actor": [0]}, NEEDS)) as (_, bundles):
         assert len(bundles["actor"]) == 1
