@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from grpo_dist.runtime.cluster import find_cluster, running_cluster
 from grpo_dist.runtime.nodes import connect, end_with_ray, kill_ray, watching
 from tests.messages import refuses, says
 from tests.observed import assert_gone
-from tests.processes import open_to_others
+from tests.processes import is_loopback
 from tests.workers.services import Service, control_service
 
 
@@ -139,24 +140,63 @@ def test_a_cluster_of_another_token_or_version_is_named_with_the_way_in(
     assert type(caught.value) is RuntimeError, "another failure stays what it is"
 
 
-@ray.remote(num_cpus=0)
-def niceness() -> int:
-    return os.nice(0)
+# A process of its own: what counts is that Ray is imported after `prepare`, as in the main job.
+SCRIPT = """
+import json, os, sys, time
+from grpo_dist.errors import ConfigError
+from grpo_dist.runtime.cluster import prepare
+
+address = prepare(None)
+from grpo_dist.runtime.nodes import connect
+
+said = connect(address, 1)
+import psutil, ray
+
+@ray.remote
+class Worker:
+    def niceness(self):
+        return os.nice(0)
+
+worker = Worker.remote()
+nice = ray.get(worker.niceness.remote())
+me = psutil.Process()
+listening, beside = [], []
+for p in (me, *me.children(recursive=True)):
+    try:
+        listening += [(p.name(), c.laddr.ip) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+        beside += [p.name()] if p != me and os.getpgid(p.pid) == os.getpgid(0) else []
+    except (psutil.Error, ProcessLookupError):  # it has ended meanwhile
+        continue
+cpus = ray.cluster_resources()["CPU"]
+session = ray._private.worker._global_node.get_session_dir_path()
+ray.shutdown()
+start, refusal = time.monotonic(), None
+try:
+    connect(prepare("127.0.0.1:1"), None)
+except ConfigError as error:
+    refusal = str(error)
+print(json.dumps([said, nice, listening, beside, cpus, refusal, time.monotonic() - start, session]))
+"""
 
 
+@pytest.mark.deep
 @pytest.mark.ray
-def test_a_local_cluster_is_closed_to_other_machines_and_users(local_ray: None) -> None:
-    """It is the tests' own, which is found and started as that of a run is."""
-    assert ray.get(niceness.remote()) == 0, "its workers are as urgent as others"
-    assert ray.cluster_resources()["CPU"] == 2
-    assert open_to_others(psutil.Process()) == {}
-    rays = [p for p in psutil.Process().children() if {"raylet", "gcs_server"} & set(p.name().split())]
-    assert len(rays) == 2
-    for process in [process for each in rays for process in (each, *each.children(recursive=True))]:
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            assert os.getpgid(process.pid) != os.getpgid(0), "a signal to the run's process group must not end Ray"
-    private = Path(ray._private.worker._global_node.get_session_dir_path()).parent.parent
-    assert private.name == f"ray-{os.geteuid()}"
+def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
+    """With a stale note about; and an address where nobody answers is refused."""
+    (ray_folder / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    said, nice, listening, beside, cpus, refusal, seconds, session = json.loads(done.stdout.splitlines()[-1])
+    says(said, "local", "127.0.0.1")
+    assert (nice, cpus) == (0, 1)
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    open_ports = [(name, ip) for name, ip in listening if not is_loopback(ip)]
+    assert open_ports == []
+    assert beside == [], "a signal to the run's process group must not end Ray"
+    says(refusal, "ray_kwargs.ray_init.address=127.0.0.1:1", "ray start --head")
+    assert seconds < 60, "Ray itself tries for minutes"
+    private = ray_folder / f"ray-{os.geteuid()}"
+    assert Path(session).parent.parent == private
     assert private.stat().st_mode & 0o777 == 0o700, "Ray lets all users write into what is in it"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +14,23 @@ import ray
 import torch
 
 from grpo_dist.config.schema_roles import CheckpointEngineConfig
-from grpo_dist.engines.settings import RankSettings
+from grpo_dist.engines.settings import GroupAddress, RankSettings
 from grpo_dist.engines.weights.buckets import unpack
-from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
-from grpo_dist.runtime.event_loop import run
+from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
+from grpo_dist.runtime.call import Call
+from grpo_dist.runtime.event_loop import TimeLimits, run
 from grpo_dist.runtime.group import WorkerGroup
+from grpo_dist.runtime.process import Address
 from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
-from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
+from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
 from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together
 from tests.worker_settings import engine_settings, model_settings, policy_settings
 
-pytestmark = [pytest.mark.ray, pytest.mark.deep]
+pytestmark = pytest.mark.ray
 
 GREEDY = sampling(n=1, temperature=0.0, seed=None)
 BUCKET_BYTES = 20_000
@@ -40,13 +42,20 @@ def actor_class() -> type:
     """An actor whose weights and broadcasts can be spoiled; Ray sends it by value."""
 
     class Actor(ActorWorker):
-        def perturb(self, seed: int, share: float = 1.0) -> None:
-            """Change this share of the weights."""
+        def perturb(self, seed: int) -> None:
             torch.manual_seed(100 * seed + self.rank)
             with torch.no_grad():
                 for parameter in self.engine.model.parameters():
                     shard = parameter.to_local()
-                    shard += (torch.rand_like(shard) < share) * 0.025 * torch.randn_like(shard)
+                    shard += 0.5 * 0.05 * torch.randn_like(shard)
+
+        def nudge(self, seed: int) -> None:
+            """Change one weight of a hundred."""
+            torch.manual_seed(100 * seed + self.rank)
+            with torch.no_grad():
+                for parameter in self.engine.model.parameters():
+                    shard = parameter.to_local()
+                    shard += (torch.rand_like(shard) < 0.01) * 0.1 * torch.randn_like(shard)
 
         def damage(self, bucket: int) -> None:
             """Flip a bit of that bucket of the next sync, after its checksum was taken."""
@@ -95,11 +104,6 @@ class Case:
         assert not own
         return model
 
-    def expected(self, dtype: str = "float32") -> list[list[int]]:
-        """What `hugging_face` answers."""
-        model = self.hugging_face(dtype)
-        return [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
-
     def answers(self, rank: int) -> list[list[int]]:
         found = generate(self.rollout, rank, PROMPTS, GREEDY)
         assert set(found["weight_version"].tolist()) == {self.version}
@@ -124,7 +128,10 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
         engines = [engine_settings(path, seed=rank, tensor_model_parallel_size=size) for rank in range(2)]
-        start_together(Gang(actor).start(actor_settings(path)), RolloutGroup(rollout).start(engines))
+        start_together(
+            Gang(actor).start(actor_settings(path)),
+            RolloutGroup(rollout).start(engines),
+        )
         yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S, backend))
 
 
@@ -133,6 +140,7 @@ def actor_settings(path: str) -> RankSettings:
     return policy_settings(model_settings(path), weight_bucket_bytes=BUCKET_BYTES)
 
 
+@pytest.mark.deep
 def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: WorkerGroup) -> None:
     """And so does an engine that got the same weights through the object store."""
     seen = [case.answers(0)]
@@ -140,7 +148,8 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
         case.actor.call_all("test", "perturb", step)
         case.sync(dtype)
         assert len(case.buckets(dtype)) > 2, "smaller than the model"
-        expected = case.expected(dtype)
+        model = case.hugging_face(dtype)
+        expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
         assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2, (step, dtype)
         assert expected not in seen, "the change does not show"
         seen.append(expected)
@@ -151,6 +160,7 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
     assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
 
 
+@pytest.mark.deep
 def test_nothing_listens_for_other_machines(case: Case) -> None:
     """Ray, the ranks of two process groups and the engines, while the weight group stands."""
     case.sync()
@@ -169,8 +179,8 @@ def spoiled_sync(case: Case, bucket: int) -> dict[int, Any]:
     return run(outcomes(dict(enumerate(calls))))
 
 
-def test_a_damaged_bucket_is_refused_or_leaves_mixed_weights_and_costs_a_second_attempt(case: Case) -> None:
-    """Before the first bucket the old weights stay in force; behind it they are mixed, until a whole sync has come."""
+@pytest.mark.deep
+def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
     case.sync()
     before = case.answers(0)
     for error in spoiled_sync(case, 0).values():
@@ -178,6 +188,10 @@ def test_a_damaged_bucket_is_refused_or_leaves_mixed_weights_and_costs_a_second_
         says(error, f"version {case.version + 1}", "bucket 0", f"keeps version {case.version}")
     assert [case.answers(rank) for rank in (0, 1)] == [before] * 2
 
+
+@pytest.mark.deep
+def test_a_damaged_later_bucket_leaves_mixed_weights_until_a_whole_sync(case: Case) -> None:
+    case.sync()
     mixed = ("mixed", f"versions {case.version} and {case.version + 1}")
     for error in spoiled_sync(case, 2).values():
         assert isinstance(error, WeightSyncError)
@@ -185,16 +199,25 @@ def test_a_damaged_bucket_is_refused_or_leaves_mixed_weights_and_costs_a_second_
     with refuses(EngineError, *mixed):
         generate(case.rollout, 1, PROMPTS, GREEDY)
     case.sync()
-    assert [case.answers(rank) for rank in (0, 1)] == [case.expected()] * 2
+    model = case.hugging_face()
+    expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
 
+
+@pytest.mark.deep
+def test_one_damaged_bucket_costs_a_second_attempt_only(case: Case) -> None:
+    case.sync()
     groups = case.transport.generation
     case.actor.call(0, "test", "damage", 1)
     case.actor.call_all("test", "perturb", 30)
     case.sync()
     assert case.transport.generation == groups + 1
-    assert [case.answers(rank) for rank in (0, 1)] == [case.expected()] * 2
+    model = case.hugging_face()
+    expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
 
 
+@pytest.mark.deep
 def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: Case) -> None:
     """The last test of the case: rank 0 is gone afterwards."""
     case.sync()
@@ -215,12 +238,14 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
     assert isinstance(found[0], WorkerError), "its process died"
     assert found[1] == case.version
     assert case.transport.generation == groups + 1, "a group without it"
-    assert case.answers(1) == case.expected()
+    model = case.hugging_face()
+    assert case.answers(1) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
     engines = case.sync()
     with refuses(GrpoDistError, "rollout worker 0", "died"):
         run(engines.started())
 
 
+@pytest.mark.deep
 def test_engines_that_get_changes_only_hold_the_actors_weights_to_the_bit(
     local_ray: None, random_models: dict[str, str]
 ) -> None:
@@ -238,7 +263,7 @@ def test_engines_that_get_changes_only_hold_the_actors_weights_to_the_bit(
         changes, whole = ObjectStoreTransport(changes_only=True), ObjectStoreTransport()
 
         def sync(version: int, ranks: list[int]) -> float:
-            actor.call_all("test", "perturb", next(seed), 0.01)
+            actor.call_all("test", "nudge", next(seed))
             found = run(changes.sync(actor, rollout, ranks, version=version, dtype="bfloat16"))
             found |= run(whole.sync(actor, rollout, [3], version=version, dtype="bfloat16"))
             assert found == dict.fromkeys([*ranks, 3], version)
@@ -253,3 +278,173 @@ def test_engines_that_get_changes_only_hold_the_actors_weights_to_the_bit(
         answers = [generate(rollout, rank, PROMPTS, sampling()) for rank in range(4)]
         for name in ("responses", "rollout_log_probs"):
             assert all(torch.equal(answers[3][name].values, each[name].values) for each in answers), name
+
+
+def test_transports_by_name() -> None:
+    assert isinstance(
+        weight_transport("object_store", workers_per_engine=2, collective_timeout_s=600.0), ObjectStoreTransport
+    )
+    ipc = weight_transport("ipc", workers_per_engine=1, collective_timeout_s=600.0)
+    assert isinstance(ipc, BroadcastTransport)
+    broadcast = weight_transport("broadcast", workers_per_engine=2, collective_timeout_s=600.0)
+    assert isinstance(broadcast, BroadcastTransport)
+    assert (ipc.backend, broadcast.backend, broadcast.workers_per_engine) == ("ipc", "broadcast", 2)
+    actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
+    assert broadcast.rank_timeout_s(actor) == 4.5, "sooner than the driver gives up"
+    assert broadcast.rank_timeout_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0, (
+        "sooner than other ranks of the actor"
+    )
+
+
+class Scripted(WorkerGroup):
+    """Processes that are none: each method's results by rank, None where none are given. Notes what was asked."""
+
+    def __init__(self, role: str, size: int, **results: Any) -> None:
+        super().__init__(role, [object() for _ in range(size)], TimeLimits(60.0))
+        self.results, self.asked, self.told = results, [], []  # told: with arguments
+        self.states: dict[int, str] = {}
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        self.asked.append((method, rank))
+        self.told.append((method, rank, *args))
+        return Call(method, self, rank, stage, time.monotonic(), 60.0, self.handles[rank])  # type: ignore[arg-type]
+
+    async def value(self, call: Call) -> Any:
+        result = self.results.get(str(call.ref), {}).get(call.rank)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: self.states.get(rank, "running") for rank in ranks}
+
+
+def formed(rollout: WorkerGroup) -> BroadcastTransport:
+    """A transport whose group these engines are."""
+    transport = BroadcastTransport(1, 300.0)
+    transport._members = list(rollout.handles)
+    return transport
+
+
+@pytest.mark.deep
+def test_nothing_is_sent_while_an_engines_responses_end() -> None:
+    actor, rollout = Scripted("actor", 2), Scripted("rollout", 2, receive_weights={0: 3, 1: 3})
+    rollout.asked = actor.asked  # one list of both
+    sync = formed(rollout).sync(actor, rollout, [0, 1], version=3, dtype="float32")
+    assert run(sync) == {0: 3, 1: 3}
+    pauses, sends = [("pause_for_weights", rank) for rank in (0, 1)], [("broadcast_weights", rank) for rank in (0, 1)]
+    assert actor.asked == [*pauses, *sends, ("receive_weights", 0), ("receive_weights", 1)]
+
+
+@pytest.mark.deep
+def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where() -> None:
+    """On GPUs that roles share each rank has engines beside it. Two engines of two workers, on two machines."""
+    host = {"open_weight_store": {0: ("10.0.0.1", 77)}}
+    here, there = (Address("host", ip, 1, "node") for ip in ("10.0.0.1", "10.0.0.2"))
+    actor, rollout = Scripted("actor", 3, **host), Scripted("rollout", 2, address={0: here, 1: there})
+    actor.note_addresses([here, here, there])
+    rollout.asked = actor.asked
+    assert run(BroadcastTransport(2, 300.0, "ipc")._form(actor, rollout, [0, 1], rollout.handles)) == {}
+    joins = [(rank, args) for method, rank, *args in actor.told if method == "join_weight_group"]
+    assert [rank for rank, _ in joins] == [0, 1, 2]
+    assert joins[0][1] == [GroupAddress("10.0.0.1", 77, 1, 7, 30.0, "ipc", 3)], "half of what the driver waits"
+    assert [first for _, rank, _, first in rollout.told[2:]] == [3, 5]
+    assert actor.told[0] == ("open_weight_store", 0, ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"])
+
+
+@pytest.mark.deep
+def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:
+    lost = WorkerLost("its process died", "rollout", 0, "node", "sync_weights")
+    actor, rollout = Scripted("actor", 1), Scripted("rollout", 2, pause_for_weights={0: lost})
+    found = run(formed(rollout)._attempt(actor, rollout, [0, 1], 3, "float32"))
+    assert found[0] is lost
+    assert isinstance(found[1], WeightSyncError), "it gets a second attempt"
+    assert not actor.asked
+
+
+@pytest.mark.deep
+def test_an_actor_rank_that_is_lost_is_named_and_not_the_one_whose_connection_broke() -> None:
+    broken = WorkerError("RuntimeError: Connection closed by peer", "actor", 0, "node", "sync_weights")
+    actor, rollout = Scripted("actor", 2, broadcast_weights={0: broken}), Scripted("rollout", 1)
+    actor.states = {1: "gone"}
+    with refuses(WorkerLost, "actor worker 1", "'sync_weights'", "gone"):
+        run(formed(rollout).sync(actor, rollout, [0], version=3, dtype="float32"))
+
+
+def worker_class() -> type:
+    """A class of its own: Ray sends it by value, so workers start fast."""
+
+    class Worker:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+            self.log: list = []
+            self.answer: object = None
+
+        def behave(self, answer: object) -> None:
+            self.answer, self.log = answer, []
+
+        def calls(self) -> list:
+            return self.log
+
+        def export_weights(self, dtype: str) -> list:
+            import ray
+
+            started = time.monotonic()
+            if self.answer == "fail":
+                raise RuntimeError("gather failed")
+            time.sleep(0.2 * self.rank)
+            self.log.append(("export", dtype, started, time.monotonic()))
+            return [ray.put(f"bucket {i} in {dtype}") for i in range(2)] if self.rank == 0 else []
+
+        def load_weights(self, buckets: list, version: int) -> object:
+            import ray
+
+            self.log.append(("load", ray.get(buckets), version, time.monotonic()))
+            return version if self.answer is None else self.answer
+
+    return Worker
+
+
+@pytest.fixture(scope="module")
+def groups(local_ray: None) -> Iterator[tuple[WorkerGroup, RolloutGroup]]:
+    ranks: list[tuple] = [(0,), (1,)]
+    with spawned("actor", worker_class(), ranks) as actor, spawned("rollout", worker_class(), ranks) as rollout:
+        yield actor, RolloutGroup(rollout)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(groups: tuple[WorkerGroup, RolloutGroup]) -> None:
+    for workers in (groups[0], groups[1].workers):
+        workers.call_all("behave", "behave", None)
+
+
+def test_every_engine_loads_rank_0s_buckets_once_all_ranks_have_exported(groups: tuple) -> None:
+    actor, rollout = groups
+    run(rollout.sync_weights(actor, ObjectStoreTransport(), version=4, dtype="float32"))
+    exports = [log for (log,) in actor.call_all("calls", "calls")]
+    loads = [log for (log,) in rollout.workers.call_all("calls", "calls")]
+    assert [log[:2] for log in exports] == [("export", "float32")] * 2, "once per rank, in the engines' type"
+    assert [log[:3] for log in loads] == [("load", ["bucket 0 in float32", "bucket 1 in float32"], 4)] * 2
+    assert max(log[3] for log in exports) < min(log[3] for log in loads)
+
+
+def test_versions_follow_one_another(groups: tuple) -> None:
+    for version in (0, 1, 2):
+        run(groups[1].sync_weights(groups[0], ObjectStoreTransport(), version=version, dtype="bfloat16"))
+    assert [[log[2] for log in rank] for rank in groups[1].workers.call_all("calls", "calls")] == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("held", [3, -1, "4"])
+def test_an_engine_that_confirms_another_version_stops_the_run(groups: tuple, held: object) -> None:
+    actor, rollout = groups
+    rollout.workers.call(1, "behave", "behave", held)
+    with refuses(GrpoDistError, "rollout worker 1", f"version {held}", "sync of 4"):
+        run(rollout.sync_weights(actor, ObjectStoreTransport(), version=4, dtype="float32"))
+
+
+def test_no_engine_is_touched_when_the_export_fails(groups: tuple) -> None:
+    actor, rollout = groups
+    actor.call(1, "behave", "behave", "fail")
+    with refuses(WorkerError, "actor worker 1", "'sync_weights'", "RuntimeError: gather failed"):
+        run(rollout.sync_weights(actor, ObjectStoreTransport(), version=5, dtype="float32"))
+    assert rollout.workers.call_all("calls", "calls") == [[], []]
