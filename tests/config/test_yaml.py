@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from grpo_dist.config.command import default_options
-from grpo_dist.config.keys import free_form_keys, leaf_keys, section_keys
+from grpo_dist.config.keys import free_form_keys, leaf_keys
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
@@ -56,29 +56,22 @@ def test_root_and_schema_have_the_same_keys(command):
     assert sorted(there) == sorted(set(known) - of_rules)
 
 
-def test_there_are_keys_of_all_sections():
-    assert len(leaf_keys()) > 80
-    assert "actor_rollout_ref.actor.optim" in section_keys()
-    assert set(free_form_keys()) == {
-        "actor_rollout_ref.model.override_config",
-        "actor_rollout_ref.ref.model.override_config",
-        "critic.model.override_config",
-        "actor_rollout_ref.rollout.engine_kwargs",
-        "actor_rollout_ref.rollout.agent.agent_kwargs",
-        "actor_rollout_ref.rollout.agent.endpoint_kwargs",
-        "data.apply_chat_template_kwargs",
-        "custom_reward_function.reward_kwargs",
-        "trainer.stage_timeout_s",
-        "actor_rollout_ref.actor.optim.override_optimizer_config",
-        "critic.optim.override_optimizer_config",
-        "reward_model.retrain.optim.override_optimizer_config",
-    }
-    assert free_form_keys(REWARD_MODEL.schema) == ("model.override_config", "optim.override_optimizer_config")
-    assert set(free_form_keys(SFT.schema)) == {
-        "optim.override_optimizer_config",
-        "model.override_config",
-        "data.apply_chat_template_kwargs",
-    }
+# The mappings below which any name is accepted, and a misspelt one is not found.
+FREE = {
+    "train": """actor_rollout_ref.model.override_config actor_rollout_ref.ref.model.override_config
+        actor_rollout_ref.rollout.engine_kwargs actor_rollout_ref.rollout.agent.agent_kwargs
+        actor_rollout_ref.rollout.agent.endpoint_kwargs actor_rollout_ref.actor.optim.override_optimizer_config
+        critic.model.override_config critic.optim.override_optimizer_config data.apply_chat_template_kwargs
+        reward_model.retrain.optim.override_optimizer_config custom_reward_function.reward_kwargs
+        trainer.stage_timeout_s""",
+    "reward-model": "model.override_config optim.override_optimizer_config",
+    "sft": "model.override_config optim.override_optimizer_config data.apply_chat_template_kwargs",
+}
+
+
+@EACH
+def test_mappings_of_any_names_are_these(command):
+    assert {*free_form_keys(command.schema)} == {*FREE[command.name].split()}
 
 
 @EACH
@@ -91,16 +84,12 @@ def test_the_types_hold_for_the_defaults_and_another_model(command):
 
 
 @pytest.mark.parametrize(("command", "path"), GROUP_FILES)
-def test_groups_set_known_keys_only(command, path):
+def test_groups_set_known_keys_only_each_with_a_comment_above(command, path):
     keys = list(leaves(read(path), command.schema))
     assert keys or path.stem == "grpo", "only the default method changes nothing"
     assert set(keys) <= set(leaf_keys(command.schema))
-    assert path.read_text().splitlines()[0] == "# @package _global_"
-    assert path.read_text().splitlines()[1].startswith("# ")
-
-
-@pytest.mark.parametrize("path", [each.values[1] for each in GROUP_FILES])
-def test_every_key_of_a_group_has_a_comment_above(path):
+    package, comment, *_ = path.read_text().splitlines()
+    assert (package, comment[:2]) == ("# @package _global_", "# ")
     assert uncommented(path.read_text()) == []
 
 
@@ -114,14 +103,6 @@ def test_every_key_has_a_comment_above(command):
 
 def test_a_key_without_comment_is_seen():
     assert uncommented("a:\n  # said\n  b: 1\n  c: 2\n") == ["c: 2"]
-
-
-def test_groups_are_found():
-    assert set(GRPO.group_options()) == {"model", "data", "cluster", "recipe"}
-    assert "qwen3_8b" in GRPO.group_options()["model"]
-    judged = ["arithmetic_outcomes", "arithmetic_steps"]
-    for command, more in ((REWARD_MODEL, judged), (SFT, [])):
-        assert command.group_options() == {"data": ["arithmetic", *more, "files"], "model": ["hf", "tiny"]}
 
 
 @EACH
