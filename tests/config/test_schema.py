@@ -104,7 +104,7 @@ def test_every_way_to_write_a_learning_rate():
         ("trainer.test_freq=0", ["-1", "1"]),
         ("trainer.save_freq=0", ["-1", "1"]),
         ("trainer.total_training_steps=0", ["greater", "1"]),
-        ("trainer.logger=[console,wandbb]", ["console, jsonl, tensorboard, wandb, mlflow, trackio,", "'wandb'?"]),
+        ("trainer.logger=[console,wandbb]", ["jsonl, tensorboard, wandb, mlflow, trackio, prometheus", "'wandb'?"]),
         ("trainer.resume_mode=never", ["auto, disable, resume_path"]),
         ("trainer.profile_steps=3", ["[a,b]"]),
         ("trainer.profile_steps=[]", ["null"]),
