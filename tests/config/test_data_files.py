@@ -24,25 +24,18 @@ def test_names(name, expected):
 
 
 def test_files_and_folders(tmp_path):
-    (tmp_path / "a.jsonl").write_text("")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "train.parquet").write_text("")
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "state.json").write_text("{}")
-    assert parse_data_file("data.train_files", f"{tmp_path}/a.jsonl") == DataFile("file", f"{tmp_path}/a.jsonl")
-    assert parse_data_file("data.train_files", f"{tmp_path}/folder") == DataFile("parquet_folder", f"{tmp_path}/folder")
-    assert parse_data_file("data.train_files", f"{tmp_path}/folder:train") == DataFile(
-        "parquet_folder", f"{tmp_path}/folder", split="train"
-    )
-    assert parse_data_file("data.train_files", f"{tmp_path}/saved:dev") == DataFile(
-        "saved", f"{tmp_path}/saved", split="dev"
-    )
-
-
-def test_a_name_with_a_colon_that_exists_is_taken_as_it_is(tmp_path):
-    (tmp_path / "a:b").mkdir()
-    (tmp_path / "a:b" / "x.parquet").write_text("")
-    assert parse_data_file("data.train_files", f"{tmp_path}/a:b") == DataFile("parquet_folder", f"{tmp_path}/a:b")
+    for name in ("a.jsonl", "folder/train.parquet", "saved/state.json", "a:b/x.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for name, kind, split in (
+        ("a.jsonl", "file", None),
+        ("folder", "parquet_folder", None),
+        ("folder:train", "parquet_folder", "train"),
+        ("saved:dev", "saved", "dev"),
+        ("a:b", "parquet_folder", None),  # there is a folder of this name
+    ):
+        path = f"{tmp_path}/{name}".removesuffix(f":{split}")
+        assert parse_data_file("data.train_files", f"{tmp_path}/{name}") == DataFile(kind, path, split=split)
 
 
 @pytest.mark.parametrize(
