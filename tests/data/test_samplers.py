@@ -1,4 +1,4 @@
-"""A sampler of the user's: what it may return, its state, and messages for what is wrong with it."""
+"""The order of the prompts, seeded or by a class of the user's: coverage, resume, and messages for what is wrong."""
 
 from __future__ import annotations
 
@@ -10,16 +10,62 @@ import numpy as np
 import pytest
 
 from grpo_dist.data import Prompt, PromptSampler
-from grpo_dist.data.sampler import CustomSampler, load_sampler_class
+from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum, load_sampler_class
 from grpo_dist.errors import ConfigError, DataError
 from tests.messages import refuses
 
+def seeded(num_prompts: int = 12, batch_size: int = 4, seed: int = 0, *, shuffle: bool = True) -> PromptSampler:
+    return PromptSampler(num_prompts, batch_size, shuffle=shuffle, seed=seed)
+
+
+def batches(sampler: PromptSampler, count: int) -> list[list[int]]:
+    return [sampler.next_batch().tolist() for _ in range(count)]
+
+
+def test_without_shuffle_file_order_and_the_incomplete_batch_dropped() -> None:
+    """No result changes the order, and a returned batch may be changed."""
+    sampler = seeded(7, 3, shuffle=False)
+    assert sampler.steps_per_epoch == 2
+    sampler.next_batch()[:] = -1
+    sampler.update({3: np.array([1.0])})
+    assert batches(sampler, 3) == [[3, 4, 5], [0, 1, 2], [3, 4, 5]]
+    assert (sampler.epoch, sampler.metrics()) == (1, {})
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    expected = [*np.random.default_rng([1, 0]).permutation(20), *np.random.default_rng([1, 1]).permutation(20)]
+    for batch_size in (4, 5):
+        two_epochs = batches(seeded(20, batch_size, seed=1), 40 // batch_size)
+        assert [index for batch in two_epochs for index in batch] == expected
+    assert seeded(20, 20, seed=2).next_batch().tolist() != expected[:20]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 6])
+def test_resume_continues_exactly_from_any_step(steps: int) -> None:
+    whole = seeded(11)
+    batches(whole, steps)
+    state = json.loads(json.dumps(whole.state_dict()))
+    expected = batches(whole, 7)
+    resumed = seeded(11)
+    batches(resumed, 3)  # whatever it did before is forgotten
+    resumed.load_state_dict(state)
+    assert batches(resumed, 7) == expected
+
+
+def test_resume_with_another_batch_size_repeats_no_prompt() -> None:
+    sampler, resumed = seeded(), seeded(batch_size=8)
+    seen = sampler.next_batch().tolist()
+    resumed.load_state_dict(sampler.state_dict())
+    assert sorted(seen + resumed.next_batch().tolist()) == list(range(12))
+
+
+# --- a class of the user's -------------------------------------------------------------------------------------------
 SOURCE = '''
 class Backwards:
     """From the last prompt to the first, skipping those that were solved."""
 
     def __init__(self, prompts, batch_size, seed):
-        self.waiting = [p for p in range(len(prompts))]
+        self.waiting = list(range(len(prompts)))
         self.batch_size, self.num_prompts, self.solved = batch_size, len(prompts), []
         self.first_question, self.seed = prompts[0].messages[0]["content"], seed
 
@@ -86,14 +132,10 @@ def make(path: str, name: str = "Backwards", batch_size: int = 3) -> CustomSampl
 
 def test_batches_and_epochs(path: str) -> None:
     sampler = make(path)
-    batch = sampler.next_batch()
-    assert batch.tolist() == [6, 5, 4]
-    assert batch.dtype == np.int64
-    assert (sampler.steps_per_epoch, sampler.epoch) == (2, 0)
-    sampler.next_batch()
-    assert sampler.epoch == 0
-    sampler.next_batch()
-    assert sampler.epoch == 1
+    first = sampler.next_batch()
+    assert (first.tolist(), first.dtype, sampler.epoch) == ([6, 5, 4], np.int64, 0)
+    assert [(sampler.next_batch()[0], sampler.epoch) for _ in range(2)] == [(3, 0), (6, 1)]
+    assert sampler.steps_per_epoch == 2
     curriculum: Any = sampler._curriculum
     assert (curriculum.first_question, curriculum.seed) == ("q0", 4)
 
@@ -176,24 +218,29 @@ def test_what_is_no_sampler_is_refused(path: str, name: str, words: list[str]) -
         load_sampler_class(path, name)
 
 
-def test_a_state_of_another_sampler_is_refused(path: str) -> None:
-    state = PromptSampler(7, 3, shuffle=True, seed=4).state_dict()
-    with refuses(DataError, "data.sampler", "sampler=PromptSampler", "sampler=Backwards"):
-        make(path).load_state_dict(state)
-    with refuses(DataError, "data.sampler", "sampler=Backwards", "sampler=PromptSampler"):
-        PromptSampler(7, 3, shuffle=True, seed=4).load_state_dict(make(path).state_dict())
-    with refuses(DataError, "num_prompts=7", "num_prompts=6"):
-        CustomSampler(path, "Backwards", PROMPTS[:6], 3, seed=4).load_state_dict(make(path).state_dict())
+def test_a_state_of_other_data_or_of_another_order_is_refused(path: str) -> None:
+    options = {"exploration": 0.2, "decay": 0.5}
+    built_in, its_class = PassRateCurriculum.__module__, PassRateCurriculum.__name__
+    rates, fewer = (CustomSampler(built_in, its_class, PROMPTS[:n], 3, seed=4, **options) for n in (7, 6))
+    default, own = seeded(7), make(path)
+    for made, state, *parts in (
+        (seeded(8), default, "data.train_files", "num_prompts=7", "num_prompts=8"),
+        (seeded(7, seed=5), default, "data.seed", "seed=0", "seed=5"),
+        (seeded(7, shuffle=False), default, "data.shuffle"),
+        (own, default, "data.sampler", "sampler=PromptSampler", "sampler=Backwards"),
+        (default, own, "data.sampler", "sampler=Backwards", "sampler=PromptSampler"),
+        (CustomSampler(path, "Backwards", PROMPTS[:6], 3, seed=4), own, "num_prompts=7", "num_prompts=6"),
+        (fewer, rates, "data.train_files", "num_prompts=7", "num_prompts=6"),
+        (default, rates, "data.curriculum.enable", "sampler=PassRateCurriculum", "sampler=PromptSampler"),
+    ):
+        with refuses(DataError, *parts):
+            made.load_state_dict(state.state_dict())
 
 
 def test_fewer_prompts_than_a_batch(path: str) -> None:
-    with refuses(DataError, "data.train_batch_size=8", "7 rows"):
-        make(path, batch_size=8)
-
-
-def test_the_default_sampler_fits_the_protocol() -> None:
-    sampler = PromptSampler(7, 3, shuffle=False, seed=0)
-    sampler.next_batch()
-    before = sampler.state_dict()
-    sampler.update({0: np.array([1.0])})
-    assert sampler.state_dict() == before
+    for sampler in (lambda size: seeded(7, size), lambda size: make(path, batch_size=size)):
+        with refuses(DataError, "data.train_batch_size=8", "7 rows", "most 7"):
+            sampler(8)
+        with refuses(DataError, "data.train_batch_size=0"):
+            sampler(0)
+    assert seeded(8, 8).steps_per_epoch == 1
