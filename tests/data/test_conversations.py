@@ -1,9 +1,12 @@
+"""Conversations as a reward model or a teacher reads them: rendered again, or the policy's tokens closed."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 import transformers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data.conversations import ConversationRenderer, encode_conversation, render_conversation, without_padding
@@ -37,6 +40,8 @@ def test_the_response_becomes_the_last_message_without_special_tokens() -> None:
     own = tokenizer(OTHER_TEMPLATE)
     assert rendered(own, "It is 3.") == f"<user> What is 1 + 2? <assistant> It is 3. {own.eos_token}"
     assert rendered(own, "") == f"<user> What is 1 + 2? <assistant>  {own.eos_token}", "an empty message"
+    base = tokenizer(None)
+    assert rendered(base, " It is 3.") == f"What is 1 + 2? It is 3.{base.eos_token}", "right behind the prompt"
 
 
 def test_an_answer_goes_on_from_a_begun_turn() -> None:
@@ -48,22 +53,16 @@ def test_an_answer_goes_on_from_a_begun_turn() -> None:
     assert apart.count("<assistant>") == 2
 
 
-def test_without_a_template_the_answer_is_right_behind_the_prompt_and_ends() -> None:
-    own = tokenizer(None)
-    assert rendered(own, " It is 3.") == f"What is 1 + 2? It is 3.{own.eos_token}"
-
-
-def test_a_template_that_refuses_the_roles() -> None:
+def test_templates_that_cannot_be_used_are_refused() -> None:
     with_system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     render = ConversationRenderer(tokenizer(NO_SYSTEM), SETTING, tokenizer())
     render(MESSAGES, [], [5])
     with refuses(DataError, SETTING, "TemplateError", "roles!", "data.system_prompt"):
         render(with_system, [], [5])
-
-
-def test_a_conversation_without_tokens() -> None:
     with refuses(DataError, SETTING, "tokens"):
         ConversationRenderer(tokenizer("{# nothing #}"), SETTING, tokenizer())(MESSAGES, [], [5])
+    with refuses(DataError, SETTING, "reward_model.model.input_tokenizer=null"):  # it would close nothing
+        ConversationRenderer(tokenizer("{{ messages[0].content }}"), SETTING)
 
 
 # --- the same tokens ---------------------------------------------------------------------------------------------
@@ -75,46 +74,27 @@ def test_the_policys_tokens_are_closed_as_the_template_does(template: tuple, end
     answer = [{"role": "assistant", "content": "It is 3."}]
     whole, _ = encode_conversation(*render_conversation(own, MESSAGES, answer), own)
     found = ConversationRenderer(own, SETTING)(MESSAGES, [7, 8], response("It is 3.", ended=ended))
-    assert found[:2] == [7, 8]
-    words = len(response("It is 3.", ended=False))
-    assert found[2 : 2 + words] == response("It is 3.", ended=False)
-    closing = found[2 + words :]
+    begun = [7, 8, *response("It is 3.", ended=False)]
+    assert found[: len(begun)] == begun
+    closing = found[len(begun) :]
     assert closing
     assert closing == whole[-len(closing) :].tolist()
     assert own.eos_token_id in closing
 
 
-TURNS = "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}"
-
-
-def with_space_in_front() -> Any:
-    """As Llama 2's: a text begins with a space of its own; `<end>` is special and has no role."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
+def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:
+    """With a tokenizer as Llama 2's: a text begins with a space of its own; `<end>` is special and has no role."""
     words = ["<unk>", "</s>", "\u2581", "\n", *"ANSWERPOMTab"]
     found = Tokenizer(models.BPE({word: i for i, word in enumerate(dict.fromkeys(words))}, [], unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     found.add_special_tokens([AddedToken("<turn>", special=True), AddedToken("<end>", special=True)])
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", eos_token="</s>")
-    made.chat_template = TURNS
-    return made
-
-
-def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:
-    own = with_space_in_front()
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", eos_token="</s>")
+    own.chat_template = "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}"
     end, newline, a = own.convert_tokens_to_ids(["<end>", "\n", "a"])
-    render = ConversationRenderer(own, SETTING)
-    assert render(MESSAGES, [7], [a, end]) == [7, a, end, newline]
-    assert render(MESSAGES, [7], [a]) == [7, a, end, newline]
-    assert render(MESSAGES, [7], [a, own.eos_token_id]) == [7, a, end, newline]
+    for response in ([a, end], [a], [a, own.eos_token_id]):
+        assert ConversationRenderer(own, SETTING)(MESSAGES, [7], response) == [7, a, end, newline]
 
 
-def test_a_template_that_leaves_out_the_answer_closes_nothing() -> None:
-    with refuses(DataError, SETTING, "reward_model.model.input_tokenizer=null"):
-        ConversationRenderer(tokenizer("{{ messages[0].content }}"), SETTING)
-
-
-# --- padding -----------------------------------------------------------------------------------------------------
 def test_padding_at_the_end_is_no_place_for_a_score() -> None:
     assert without_padding([1, 0, 2, 0, 0], 0) == [1, 0, 2]
     assert without_padding([0, 0], 0) == [0]

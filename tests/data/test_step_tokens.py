@@ -58,17 +58,13 @@ def test_at_a_text_behind_every_step() -> None:
         (["x", "-", ">", "y"], "->", ["x", "y"], [2, 3]),  # a separator of two tokens
         (["abc", ""], "\n", ["abc"], [1]),
         (["", "\n", " "], "\n", [], []),
+        (list("\n\na\n \n"), "\n", ["a"], [3]),
         ([], "\n", [], []),
     ],
 )
 def test_steps_and_their_last_tokens(tokens: list[str], separator: str, steps: list[str], ends: list[int]) -> None:
-    assert [step.strip() for step in "".join(tokens).split(separator) if step.strip()] == steps
+    assert [step.strip() for step in split_steps("".join(tokens), separator)] == steps
     assert step_ends(tokens, separator) == ends
-
-
-def test_as_many_steps_as_the_rewards_have_places_for() -> None:
-    for text in ("", " ", "a", "a\nb", "a\n\n b \n", "\n\na", "a\n \n"):
-        assert len(split_steps(text, "\n")) == len(step_ends(list(text), "\n")), repr(text)
 
 
 def test_a_response_becomes_the_conversation() -> None:
@@ -85,12 +81,9 @@ def test_a_response_becomes_the_conversation() -> None:
         StepRenderer(refusing, "key=path", StepForm(), None)(PROMPT, [])
 
 
-def test_a_template_without_the_answer() -> None:
+def test_what_cannot_be_judged_is_refused() -> None:
     with pytest.raises(ValueError, match="answer"):
         step_tokens(byte_tokenizer("{{ messages[0].content }}"), PROMPT, ["a"], StepForm(), None)
-
-
-def test_a_token_that_judges_is_one() -> None:
     tokenizer = byte_tokenizer()
     assert judging_token(tokenizer, "+", "reward_model.process.good") == tokenizer.convert_tokens_to_ids("+")
     with refuses(ConfigError, "reward_model.process.good='good'", "4 tokens", "one"):
