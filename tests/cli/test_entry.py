@@ -95,8 +95,9 @@ def test_a_folder_that_is_gone_is_told(command: list[str], tmp_path: Path) -> No
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there.json").write_text("old")
     (tmp_path / "folder").mkdir()
-    for name, part, replaces in (("no/where.json", "no", True), ("there.json", "there.json", False), ("folder", "", True)):
-        with refuses(ConfigError, "--output", tmp_path / (part or name)):
+    refused = ("no/where.json", "no", True), ("there.json", "there.json", False), ("folder", "folder", True)
+    for name, part, replaces in refused:
+        with refuses(ConfigError, "--output", tmp_path / part):
             check_output(str(tmp_path / name), replaces=replaces)
     monkeypatch.setenv("HOME", str(tmp_path))
     for output in (str(tmp_path / "new.json"), "~/new.json", None):
@@ -121,7 +122,7 @@ def test_a_file_is_written_whole_or_is_as_it_was(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == [path]
 
 
-# --- report -------------------------------------------------------------------------------------------------------------
+# --- report --------------------------------------------------------------------------------------------------------
 def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", [{"step": step, "critic/score/mean": 0.5} for step in (1, 2, 3)])
     other = write_run(tmp_path / "other", [{"step": 1, "critic/score/mean": 0.1}])
