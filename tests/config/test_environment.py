@@ -1,7 +1,12 @@
-"""Values of the environment: the run has the value, what is saved and shown has the reference."""
+"""What a config takes from its surroundings.
+
+Values of the environment (the run has the value, what is saved and shown has the reference), the folders of a user and of
+a job, an adapter to go on from, and the processor.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_dist.config import processor
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command, readable_config, run_folder, saved_values, with_overrides
+from grpo_dist.config.processor import cpu_flags, has_bf16, is_wsl, physical_cores
 from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.plan.commands import GRPO, SFT, load_config
 from grpo_dist.plan.text import format_plan
@@ -272,3 +279,64 @@ def test_what_engines_can_compute_with() -> None:
         with refuses(ConfigError, f"{MODEL}.{other}", f"{MODEL}.lora.merge=false", *more):
             load_config([*apart, f"{MODEL}.{other}"])
     assert not load_config([apart[0]])[0].actor_rollout_ref.model.sends_factors
+
+
+# --- the processor ---------------------------------------------------------------------------------------------------
+def test_bf16_by_its_flag(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    for line, expected in (
+        ("flags\t\t: fpu avx2 avx512_bf16 sse", True),
+        ("flags\t\t: fpu amx_bf16", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+        ("model name\t: a bf16 machine", False),
+    ):
+        file.write_text(f"processor\t: 0\n{line}\n")
+        assert has_bf16(str(file)) == expected
+    assert not has_bf16(str(tmp_path / "none")), "elsewhere than on Linux"
+    assert cpu_flags(str(tmp_path / "none")) == frozenset()
+
+
+def test_cores_of_this_machine() -> None:
+    assert 1 <= physical_cores() <= os.cpu_count()
+
+
+def test_linux_under_windows_by_its_kernel(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    for version, expected in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)):
+        file.write_text(f"Linux version {version} (gcc)\n")
+        assert is_wsl(str(file)) == expected
+    assert not is_wsl(str(tmp_path / "none"))
+
+
+V2 = "0::/system.slice/job_7/step_0\n"
+V1 = "5:cpu,cpuacct:/slurm/job_7\n4:memory:/slurm/job_7\n1:name=systemd:/slurm\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus", "memory"),
+    [
+        ("0::/", {"cpu.max": "150000 100000", "memory.max": "4096"}, 2, 4096),
+        ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, 64, None),
+        (V2, {"system.slice/job_7/cpu.max": "400000 100000", "system.slice/memory.max": "8192"}, 4, 8192),
+        (V2, {"system.slice/job_7/step_0/memory.max": "9000", "system.slice/memory.max": "8192"}, 64, 8192),
+        ("0::/../other", {"cpu.max": "50000 100000", "memory.max": "4096"}, 1, 4096),
+        (V1, {"cpu/slurm/cpu.cfs_quota_us": "300000", "cpu/slurm/cpu.cfs_period_us": "100000"}, 3, None),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64, None),
+        (V1, {"memory/slurm/job_7/memory.limit_in_bytes": "2048", "memory/memory.limit_in_bytes": "4096"}, 64, 2048),
+        ("4:memory:/docker/0123", {"memory/memory.limit_in_bytes": "2048"}, 64, 2048),
+        ("4:pids:/", {"pids/memory.limit_in_bytes": "1", "memory.max": "1"}, 64, None),
+    ],
+)  # fmt: skip
+def test_what_control_groups_leave(
+    groups: str, files: dict[str, str], cpus: int, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions 1 and 2, at the top of a container and deeper, where the tightest of all groups above holds too."""
+    for name, text in {"own": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(processor, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processor, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert (processor.logical_cpus(), processor.memory_gib()) == (cpus, (memory or whole) / 2**30)

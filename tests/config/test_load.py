@@ -1,10 +1,11 @@
-"""The command line: groups, unknown keys, everything wrong at once, and what is chosen unless it is set."""
+"""The command line: groups, unknown keys, everything wrong at once, what is chosen unless it is set; forms of data files."""
 
 from pathlib import Path
 
 import pytest
 
-from grpo_dist.config.keys import nearest_keys
+from grpo_dist.config.data_files import DataFile, parse_data_file
+from grpo_dist.config.keys import Problem, nearest_keys
 from grpo_dist.config.load import saved_values, with_overrides
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import GRPO, load_config
@@ -26,15 +27,13 @@ def refused(*overrides):
 
 @pytest.fixture
 def parquet(tmp_path):
-    path = tmp_path / "train.parquet"
-    path.write_bytes(b"PAR1")
+    (path := tmp_path / "train.parquet").write_bytes(b"PAR1")
     return path
 
 
 @pytest.fixture
 def model_folder(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
+    (folder := tmp_path / "model").mkdir()
     (folder / "config.json").write_text("{}")
     return folder
 
@@ -97,9 +96,9 @@ def test_the_last_of_two_counts():
     assert config.actor_rollout_ref.model.path == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-@pytest.mark.parametrize("first", [["recipe=gspo"], ["+cluster=cpu", "+cluster=cpu"], [("recipe", "gspo")]])
-def test_the_same_option_twice_is_no_contradiction(first):
-    assert load_config([*first, *first]) == load_config(first)
+def test_the_same_option_twice_is_no_contradiction():
+    for given in (["recipe=gspo"], ["+cluster=cpu", "+cluster=cpu"], [("recipe", "gspo")]):
+        assert load_config([*given, *given]) == load_config(given)
 
 
 @pytest.mark.parametrize("group", ["model=tiny model=hf", "cluster=cpu +cluster=node8", "data=gsm8k data=arithmetic"])
@@ -108,18 +107,14 @@ def test_of_two_options_of_a_group_the_one_without_effect_is_named(group, model_
     says(load_config([*group.split(), given])[1], *(each.lstrip("+") for each in group.split()))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_two_recipes_are_not_combined():
+    for given in (
         ["+recipe=dapo", "+recipe=gspo"],
-        ["recipe=dapo", "+recipe=gspo"],
         ["recipe=dapo", "trainer.seed=1", "recipe=gspo"],
         [("recipe", "dapo"), ("+recipe", "gspo")],
-    ],
-)
-def test_two_recipes_are_not_combined(given):
-    with refuses(ConfigError, "recipe=dapo", "recipe=gspo"):
-        load_config(given)
+    ):
+        with refuses(ConfigError, "recipe=dapo", "recipe=gspo"):
+            load_config(given)
 
 
 def test_free_form_mappings_take_any_name():
@@ -147,12 +142,9 @@ def test_your_own_model_leaves_the_tiny_settings_behind_unless_its_group_is_chos
 
 def test_your_own_data_leaves_the_arithmetic_settings_behind(parquet):
     config, notes = load_config([f"data.train_files={parquet}", "model=qwen3_0_6b", "cluster=node8"])
-    assert (config.data.train_batch_size, config.data.max_response_length) == (1024, 1024)
-    assert config.data.val_files == ()
-    assert config.trainer.total_training_steps is None
+    assert (config.data.val_files, config.trainer.total_training_steps) == ((), None)
     says(notes, "data=files")
-    chosen = load(f"data.train_files={parquet}", "data=arithmetic")
-    assert chosen.data.max_response_length == 64
+    assert load(f"data.train_files={parquet}", "data=arithmetic").data.max_response_length == 64
 
 
 def sizes(config):
@@ -219,3 +211,67 @@ def test_a_saved_config_with_another_model_of_ones_own() -> None:
     assert config.actor_rollout_ref.model.path == config.reward_model.model.input_tokenizer == "mine"
     saved = load("actor_rollout_ref.model.path=mine", "trainer.dry_run=config").model_dump(mode="json")
     assert with_overrides(saved, ["model=hf"], GRPO).actor_rollout_ref.model.path == "mine", "a group leaves it open"
+
+
+# --- entries of data.train_files -------------------------------------------------------------------------------------
+def test_names_of_data_sets():
+    for name, expected in (
+        ("builtin:arithmetic/train", DataFile("builtin", "arithmetic/train")),
+        ("hf:openai/gsm8k", DataFile("hub", "openai/gsm8k")),
+        ("hf:openai/gsm8k:train", DataFile("hub", "openai/gsm8k", None, "train")),
+        ("hf:openai/gsm8k/main", DataFile("hub", "openai/gsm8k", "main")),
+        ("hf:openai/gsm8k/main:test", DataFile("hub", "openai/gsm8k", "main", "test")),
+    ):
+        assert parse_data_file("data.train_files", name) == expected
+
+
+def test_files_and_folders(tmp_path):
+    for name in ("a.jsonl", "folder/train.parquet", "saved/state.json", "a:b/x.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    for name, kind, split in (
+        ("a.jsonl", "file", None),
+        ("folder", "parquet_folder", None),
+        ("folder:train", "parquet_folder", "train"),
+        ("saved:dev", "saved", "dev"),
+        ("a:b", "parquet_folder", None),  # there is a folder of this name
+    ):
+        path = f"{tmp_path}/{name}".removesuffix(f":{split}")
+        assert parse_data_file("data.train_files", f"{tmp_path}/{name}") == DataFile(kind, path, split=split)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "missing"),
+    [
+        ("hf:gsm8k", ["hf:OWNER/NAME"], False),
+        ("hf:a/b/c/d", ["hf:OWNER/NAME"], False),
+        ("gone.parquet", ["file", Path.cwd()], True),
+        ("/gone.parquet", ["file"], True),
+        ("gone", ["folder", Path.cwd()], True),
+        ("gone:train", ["folder"], True),
+        ("rows.csv", [".parquet, .jsonl or .json", "folder"], False),
+        (".", ["folder", ".parquet"], False),
+    ],
+)
+def test_entries_that_are_no_data(name, parts, missing):
+    problem = parse_data_file("data.train_files", name)
+    assert isinstance(problem, Problem)
+    says(problem.text, *parts)
+    assert problem.missing_file == missing
+
+
+def test_a_missing_file_is_answered_with_the_one_beside_it_that_is_meant(tmp_path):
+    (tmp_path / "train.parquet").touch()
+    for name, is_near in (("trian.parquet", True), ("0.jsonl", False)):
+        problem = parse_data_file("data.train_files", f"{tmp_path}/{name}")
+        assert isinstance(problem, Problem)
+        assert ("'train.parquet'" in problem.text) == is_near
+
+
+def test_a_missing_library_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
+    problem = parse_data_file("data.train_files", "hf:openai/gsm8k")
+    assert isinstance(problem, Problem)
+    assert problem.missing_file
+    says(problem.text, "pip install -e '.[datasets]'")
+    assert isinstance(parse_data_file("data.train_files", "builtin:arithmetic/train"), DataFile)

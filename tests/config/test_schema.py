@@ -46,8 +46,7 @@ def test_defaults_are_grpo():
     assert config.algorithm.adv_estimator == "grpo"
     assert (config.actor_rollout_ref.rollout.n, actor.use_kl_loss, config.trainer.save_freq) == (8, True, 20)
     assert config.data.train_files == ("builtin:arithmetic/train",)
-    assert config.device == "cpu"
-    assert config.num_gpus == 0
+    assert (config.device, config.num_gpus) == ("cpu", 0)
 
 
 def test_every_way_to_write_a_learning_rate():
@@ -62,7 +61,6 @@ def test_every_way_to_write_a_learning_rate():
         (f"{ROLLOUT}.temperature=0", ["greater", "0"]),
         (f"{ROLLOUT}.temperature=nan", ["finite"]),
         (f"{ROLLOUT}.temperature=2.5", ["less", "2"]),
-        (f"{ROLLOUT}.val_kwargs.temperature=2.5", ["less", "2"]),
         (f"{ROLLOUT}.n=0", ["greater", "1"]),
         (f"{ROLLOUT}.n=8.0", ["whole number"]),
         (f"{ROLLOUT}.n=true", ["whole number"]),
@@ -70,9 +68,7 @@ def test_every_way_to_write_a_learning_rate():
         (f"{ROLLOUT}.top_p=1.01", ["less", "1"]),
         (f"{ROLLOUT}.top_k=0", ["-1", "1"]),
         (f"{ROLLOUT}.dtype=int8", ["float32, bfloat16, float16"]),
-        (f"{ROLLOUT}.dtype=16", ["float32, bfloat16, float16"]),
         (f"{ACTOR}.fsdp_config.dtype=half", ["float16 overflows"]),
-        (f"{ACTOR}.fsdp_config.model_dtype=fp16", ["float16 overflows"]),
         ("actor_rollout_ref.ref.fsdp_config.dtype=float16", ["float16 overflows"]),
         ("trainer.dry_run=configs", ["true", "config"]),
         (f"{ACTOR}.grad_clip=0", ["greater", "0"]),
@@ -102,7 +98,6 @@ def test_every_way_to_write_a_learning_rate():
         ("trainer.experiment_name=7", ["quotes"]),
         ("trainer.project_name=''", ["empty"]),
         ("trainer.test_freq=0", ["-1", "1"]),
-        ("trainer.save_freq=0", ["-1", "1"]),
         ("trainer.total_training_steps=0", ["greater", "1"]),
         ("trainer.logger=[console,wandbb]", ["jsonl, tensorboard, wandb, mlflow, trackio, prometheus", "'wandb'?"]),
         ("trainer.resume_mode=never", ["auto, disable, resume_path"]),
@@ -128,8 +123,8 @@ def test_a_single_logger_and_a_list_of_files():
 
 def test_custom_names_pass(tmp_path):
     (mine := tmp_path / "mine.py").write_text("def estimator(): ...")
-    config = load(f"algorithm.adv_estimator={mine}:estimator", f"{ACTOR}.kl_loss_type=pkg.module:k9")
-    assert config.algorithm.adv_estimator == f"{mine}:estimator"
+    name = f"{mine}:estimator"
+    assert load(f"algorithm.adv_estimator={name}", f"{ACTOR}.kl_loss_type=a.b:k9").algorithm.adv_estimator == name
 
 
 ON_POLICY = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=1")
@@ -196,8 +191,8 @@ def test_types_and_determinism_that_are_asked_for():
     assert found == [True, False]
     asked = load(f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.deterministic=false", f"{ACTOR}.fsdp_config.dtype=bf16")
     roles = resolve(asked).actor_rollout_ref
-    rollout, actor = roles.rollout, roles.actor
-    assert (rollout.dtype, rollout.deterministic, actor.fsdp_config.dtype) == ("float16", False, "bf16")
+    types = roles.rollout.dtype, roles.rollout.deterministic, roles.actor.fsdp_config.dtype
+    assert types == ("float16", False, "bf16")
     assert resolve(resolve(asked)) == resolve(asked)
 
 
@@ -230,11 +225,11 @@ def test_every_name_of_a_type(names, trained, sampled):
 
 
 
-@pytest.mark.parametrize(("written", "kept"), [("AdamW", "AdamW"), ("_AdamW", "AdamW"), ("AdamW8bit", "AdamW8bit")])
-def test_every_name_of_an_optimizer(written, kept):
+def test_every_name_of_an_optimizer():
     """verl's are those of torch and torchao."""
-    config = load(f"{ACTOR}.optim.optimizer={written}", f"critic.optim.optimizer={written}")
-    assert {config.actor_rollout_ref.actor.optim.optimizer, config.critic.optim.optimizer} == {kept}
+    for written, kept in (("AdamW", "AdamW"), ("_AdamW", "AdamW"), ("AdamW8bit", "AdamW8bit")):
+        config = load(f"{ACTOR}.optim.optimizer={written}", f"critic.optim.optimizer={written}")
+        assert {config.actor_rollout_ref.actor.optim.optimizer, config.critic.optim.optimizer} == {kept}
 
 
 def test_null_lengths_seeds_and_reference():
