@@ -1,7 +1,5 @@
-"""What a config takes from its surroundings.
-
-Values of the environment (the run has the value, what is saved and shown has the reference), the folders of a user and of
-a job, an adapter to go on from, and the processor.
+"""What a config takes from its surroundings: values of the environment, folders of a user and of a job, an adapter,
+and the processor. The run has the value of a variable, what is saved and shown has the reference.
 """
 
 from __future__ import annotations

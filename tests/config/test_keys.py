@@ -230,7 +230,7 @@ def test_the_longest_section_answers() -> None:
     assert foreign_key("data.train_batch_size") is None
 
 
-# --- whole scripts -------------------------------------------------------------------------------------------------------
+# --- whole scripts ---------------------------------------------------------------------------------------------------
 # By script a table of overrides: a section, and what is set below it. "grpo" has the 37 most used keys, as a script on
 # Qwen3-8B and GSM8K sets them; the others come behind these.
 SCRIPTS = {

@@ -1,4 +1,4 @@
-"""The command line: groups, unknown keys, everything wrong at once, what is chosen unless it is set; forms of data files."""
+"""The command line: groups, unknown keys, everything wrong at once, what is chosen unless it is set; data files."""
 
 from pathlib import Path
 

@@ -124,7 +124,7 @@ GOOD = {
 # By kind: a broken row, and what must be named of it.
 BROKEN: dict[str, list[tuple[Any, list[str]]]] = {
     "conversation": [
-        ({"question": "a", "answer": "b"}, ["data.messages_key=messages", "'prompt'", "'completion'", "a, answer"]),
+        ({"question": "a", "answer": "b"}, ["data.messages_key=messages", "'prompt'", "question, answer"]),
         ({"prompt": "a"}, ["'messages'", "'completion'"]),
         ({"completion": "a"}, ["'prompt'"]),
         ({"messages": [ASKED, said("2")], "completion": "2"}, ["data.messages_key=messages", "completion"]),
