@@ -190,7 +190,7 @@ def test_standard_input_and_a_chat(
         ("eval", ["{base}", "data.val_files=[]"], ["data.val_files", "--data"]),
         ("eval", ["{base}", "custom_reward_function.path=reward.py:x"], ["custom_reward_function.path", "reward.py:x"]),
         ("eval", ["{base}", "--output", "rows.jsonl"], ["--output rows.jsonl"]),
-        ("generate", ["gone"], ["gone", "builtin:tiny-qwen3"]),
+        ("generate", ["gone"], ["gone", "trainer.default_local_dir", "builtin:tiny-qwen3"]),
         ("generate", ["{base}", "--step", "3"], ["--step 3", "trainer.save_freq"]),
         ("generate", ["{base}", "--prompts", "rows.jsonl", "--prompts", "text"], ["--prompts"]),
         ("generate", ["{base}", "data.promt_key=x"], ["data.promt_key", "data.prompt_key"]),

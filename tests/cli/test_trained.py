@@ -88,11 +88,7 @@ def test_a_folder_says_how_it_is_asked(tmp_path: Path) -> None:
         find_trained(str(folder))
 
 
-def test_what_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with refuses(ConfigError, tmp_path / "gone", "trainer.default_local_dir", "builtin:tiny-qwen3"):
-        find_trained(str(tmp_path / "gone"))
-    with refuses(ConfigError, "--step 1", "trainer.save_freq"):
-        find_trained(TINY, step=1)
+def test_a_run_of_another_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_dir = Path("outputs/grpo_dist/words")
     run_dir.mkdir(parents=True)

@@ -13,9 +13,7 @@ A, R, M = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model")
 
 MISTAKES = {
     # names
-    "a letter too few": ("data.train_bach_size=64", "data.train_batch_size"),
     "the wrong section": ("actor.ppo_mini_batch_size=8", f"{A}.ppo_mini_batch_size"),
-    "another library's name": ("trainer.max_steps=10", "trainer.total_training_steps"),
     "the learning rate a level up": (f"{A}.lr=1e-6", f"{A}.optim.lr"),
     "a hyphen": ("trainer.save-freq=5", "trainer.save_freq"),
     "a mistake in a mapping": (f"{A}={{ppo_epoch:2}}", f"{A}.ppo_epochs?"),
