@@ -9,12 +9,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_dist.assets import resolve_model_path
-from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
+from grpo_dist.data import Prompt, tokenize_prompts
 from grpo_dist.data.training_rows import Conversation, TrainingExample
 from grpo_dist.data.training_tokens import tokenize_chats
 from grpo_dist.errors import DataError
-from tests.data.test_tokenize import byte_tokenizer
+from tests.data.test_tokenize import built_in, byte_tokenizer
 from tests.messages import refuses
 
 AT = "a.jsonl, line 1"
@@ -68,10 +67,6 @@ def pieces(example: TrainingExample, tokenizer: Any) -> list[str]:
     """The prompt, and the parts of the response that are trained and not trained in turn."""
     cuts = np.flatnonzero(np.diff(example.marks[0])) + 1
     return [tokenizer.decode(example.prompt), *map(tokenizer.decode, np.split(example.responses[0], cuts))]
-
-
-def built_in() -> Any:
-    return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
 
 
 def prompt_ids(messages: list[dict[str, Any]], tokenizer: Any, **template_kwargs: Any) -> list[int]:

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_dist.assets import resolve_model_path
-from grpo_dist.data import load_tokenizer
 from grpo_dist.data.conversations import ConversationRenderer, without_padding
 from grpo_dist.data.step_tokens import StepForm, StepRenderer
 from grpo_dist.data.training_rows import LabelledSteps, Pair, TrainingExample, training_batch
 from grpo_dist.data.training_tokens import label_answer, tokenize_preferences
 from grpo_dist.errors import DataError
-from tests.data.test_tokenize import byte_tokenizer
+from tests.data.test_tokenize import built_in, byte_tokenizer
 from tests.messages import refuses
 
 
@@ -35,10 +33,6 @@ def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[Trai
     return tokenize_preferences(
         rows, tokenizer, **({"max_length": 100, "padding_id": None, "form": StepForm()} | changes)
     )
-
-
-def built_in() -> Any:
-    return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
 
 
 def texts(example: TrainingExample, tokenizer: Any) -> list[str]:

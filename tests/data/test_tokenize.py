@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_dist.data import Prompt, tokenize_prompts
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
 from grpo_dist.data.prompts import add_system_prompt
 from grpo_dist.data.tokenize import check_token_ids, named_rows
 from grpo_dist.errors import DataError
@@ -32,6 +34,10 @@ def byte_tokenizer(template: str | None = TEMPLATE, post: str | None = None) -> 
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
     )
+
+
+def built_in() -> Any:
+    return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
 
 
 def prompt(content: str, role: str = "user", index: int = 0) -> Prompt:
