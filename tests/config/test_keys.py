@@ -10,6 +10,7 @@ from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT, load_config
 from scripts.verl_defaults import defaults
+from tests.config.refusals import refused
 from tests.messages import refuses, says
 
 # Keys of 75 GRPO-like example scripts of verl 0.9.1, with how many scripts use each, most used first.
@@ -24,12 +25,6 @@ def is_known(key: str) -> bool:
 
 def notes(*overrides: str) -> list[str]:
     return load_config([*overrides, "trainer.dry_run=config"])[1]
-
-
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(list(overrides))
-    return str(caught.value)
 
 
 def test_every_key_of_verls_scripts_has_an_answer() -> None:

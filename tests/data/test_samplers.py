@@ -17,6 +17,7 @@ from grpo_dist.data.sampler import CustomSampler, PassRateCurriculum, load_sampl
 from grpo_dist.errors import ConfigError, DataError
 from tests.messages import refuses
 
+
 def prompts(count: int) -> list[Prompt]:
     return [Prompt(i, "d", [{"role": "user", "content": f"q{i}"}], "", {}, f"row {i}") for i in range(count)]
 
