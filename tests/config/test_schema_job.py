@@ -11,7 +11,6 @@ from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from grpo_dist.plan.placement import CPU_SHARE, placement, slots
-from grpo_dist.plan.roles import roles_of
 from tests.messages import says
 
 OWN = "model.path=Qwen/Qwen3-0.6B"
@@ -69,14 +68,6 @@ def test_types_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (load("trainer.seed=3").data_seed, load("trainer.seed=3", "data.seed=0").data_seed) == (3, 0)
 
 
-def test_passes_are_filled_by_tokens_where_that_is_asked_for() -> None:
-    def budgets(*overrides: str) -> list[int | None]:
-        config = load("data.max_token_len_per_gpu=100", "data.max_length=40", *overrides)
-        return [limits.limits.max_token_len for row in roles_of(config) for limits in row.passes(config)]
-
-    assert (budgets(), budgets("data.use_dynamic_bsz=true")) == ([None], [100])
-
-
 # What is refused, and what may be.
 WRONG = {
     "data.train_batch_size=0": "1",
@@ -93,9 +84,7 @@ WRONG = {
 }
 # Names, and a key of the same command.
 NAMES = {
-    "learning_rate=1": "optim.lr",
     "trainer.max_steps=1": "trainer.total_training_steps",
-    "model_name_or_path=1": "model.path",
     "data.train_bach_size=1": "data.train_batch_size",
 }
 
