@@ -268,10 +268,12 @@ def test_a_missing_file_is_answered_with_the_one_beside_it_that_is_meant(tmp_pat
         assert ("'train.parquet'" in problem.text) == is_near
 
 
-def test_a_missing_library_is_told_before_anything_starts(monkeypatch):
+def test_a_missing_library_is_told_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
-    problem = parse_data_file("data.train_files", "hf:openai/gsm8k")
-    assert isinstance(problem, Problem)
-    assert problem.missing_file
-    says(problem.text, "pip install -e '.[datasets]'")
+    (tmp_path / "state.json").write_text("{}")
+    for name in ("hf:openai/gsm8k", str(tmp_path)):
+        problem = parse_data_file("data.train_files", name)
+        assert isinstance(problem, Problem)
+        assert problem.missing_file
+        says(problem.text, "pip install -e '.[datasets]'")
     assert isinstance(parse_data_file("data.train_files", "builtin:arithmetic/train"), DataFile)

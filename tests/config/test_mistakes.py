@@ -46,7 +46,6 @@ MISTAKES = {
     "an estimator misspelt": ("algorithm.adv_estimator=reinforce_pp", "'reinforce_plus_plus'?"),
     "another engine": (f"{R}.name=hf", "vllm"),
     # keys against each other
-    "tensor parallel beyond the heads": (f"{R}.tensor_model_parallel_size=8", "1 or 2 or 4"),
     "a path to nothing": ("data.train_files=trian.parquet", str(Path.cwd())),
     "a model that is not there": (f"{M}.path=./models/qwen", "folder"),
     "no model": ("model=hf", f"{M}.path=Qwen/Qwen3-0.6B"),
