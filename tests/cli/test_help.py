@@ -87,7 +87,6 @@ def test_every_key_is_explained(command: str) -> None:
     config = COMMANDS[command]
     keys = all_keys(config)
     assert sorted(keys) == sorted(leaf_keys(config.schema))
-    assert not [name for name, key in keys.items() if not key.comment]
     for name in keys:
         assert explain(name, command).startswith(f"{name}\n  {keys[name].comment}\n  default: ")
     if command == "train":

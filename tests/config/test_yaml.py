@@ -1,6 +1,5 @@
 """YAML files: those of the commands have the keys of their schemas, and what a run writes down comes back."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from grpo_dist.config.command import default_options
+from grpo_dist.config.command import default_options, documented_keys
 from grpo_dist.config.keys import free_form_keys, leaf_keys
 from grpo_dist.config.load import load_command, readable_config
 from grpo_dist.config.schema import RunConfig
@@ -29,38 +28,14 @@ GROUP_FILES = [
 ]
 
 
-def leaves(tree, schema, prefix=""):
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in free_form_keys(schema):
-            yield from leaves(value, schema, f"{key}.")
-        else:
-            yield key
-
-
-def read(path):
-    tree = yaml.safe_load(path.read_text()) or {}
-    tree.pop("defaults", None)
-    return tree
-
-
-def uncommented(text):
-    """Keys with a value on their line and no comment on the line above."""
-    lines = text.splitlines()
-    return [
-        line.strip()
-        for above, line in zip(["", *lines], lines, strict=False)
-        if re.match(r"\s*\w+: \S", line) and not above.strip().startswith("#")
-    ]
-
-
 @EACH
 def test_root_and_schema_have_the_same_keys(command):
     """Each in one file; but the settings of the health rules, whose defaults are in their table."""
     known = leaf_keys(command.schema)
     of_rules = {key for key in known if key.startswith(tuple(f"trainer.health.{rule}." for rule in RULES))}
-    there = [key for file in command.files for key in leaves(read(file), command.schema)]
-    assert sorted(there) == sorted(set(known) - of_rules)
+    there = [key for file in command.files for key in documented_keys(file, command.schema)]
+    assert sorted(key.name for key in there) == sorted(set(known) - of_rules)
+    assert [key.name for key in there if not key.comment] == []
 
 
 # The mappings below which any name is accepted, and a misspelt one is not found.
@@ -92,24 +67,17 @@ def test_the_types_hold_for_the_defaults_and_another_model(command):
 
 @pytest.mark.parametrize(("command", "path"), GROUP_FILES)
 def test_groups_set_known_keys_only_each_with_a_comment_above(command, path):
-    keys = list(leaves(read(path), command.schema))
+    keys = documented_keys(path, command.schema)
     assert keys or path.stem == "grpo", "only the default method changes nothing"
-    assert set(keys) <= set(leaf_keys(command.schema))
+    assert {key.name for key in keys} <= {*leaf_keys(command.schema)}
+    assert [key.name for key in keys if not key.comment] == []
     package, comment, *_ = path.read_text().splitlines()
     assert (package, comment[:2]) == ("# @package _global_", "# ")
-    assert uncommented(path.read_text()) == []
 
 
-@EACH
-def test_every_key_has_a_comment_above(command):
-    for file in command.files:
-        text = file.read_text()
-        defaults = re.search(r"^defaults:\n(?:  - .*\n)+", text, re.MULTILINE)
-        assert uncommented(text.replace(defaults[0], "") if defaults else text) == [], file
-
-
-def test_a_key_without_comment_is_seen():
-    assert uncommented("a:\n  # said\n  b: 1\n  c: 2\n") == ["c: 2"]
+def test_a_key_without_a_comment_above_is_seen(tmp_path):
+    (file := tmp_path / "keys.yaml").write_text("trainer:\n  # said\n  seed: 1\n  nnodes: 2\n")
+    assert [key.comment for key in documented_keys(file, GRPO.schema)] == ["said", ""]
 
 
 @EACH
