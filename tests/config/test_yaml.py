@@ -1,5 +1,7 @@
 """YAML files: those of the commands have the keys of their schemas, and what a run writes down comes back."""
 
+import contextlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +115,15 @@ def with_value(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     return raw | {section: with_value(raw[section], rest, value) if rest else value}
 
 
-def is_accepted(key: str, value: Any) -> bool:
-    try:
-        RunConfig.model_validate(with_value(DEFAULT, key, value))
-    except ValidationError:
-        return False
-    return True
-
-
-ACCEPTED = {key: [value for value in VALUES if is_accepted(key, value)] for key in leaf_keys()}
+@cache
+def accepted(key: str) -> list[Any]:
+    """Those of `VALUES` that a key may have."""
+    found = []
+    for value in VALUES:
+        with contextlib.suppress(ValidationError):
+            RunConfig.model_validate(with_value(DEFAULT, key, value))
+            found.append(value)
+    return found
 
 
 @pytest.mark.deep
@@ -129,7 +131,7 @@ ACCEPTED = {key: [value for value in VALUES if is_accepted(key, value)] for key 
 def test_schema_to_yaml_to_schema_is_the_identity(data: st.DataObject) -> None:
     raw = DEFAULT
     for key in data.draw(st.sets(st.sampled_from(leaf_keys()), max_size=30)):
-        raw = with_value(raw, key, data.draw(st.sampled_from(ACCEPTED[key])))
+        raw = with_value(raw, key, data.draw(st.sampled_from(accepted(key))))
     config = RunConfig.model_validate(raw)
     text = readable_config(config)
     assert read_back(text) == config
@@ -144,6 +146,5 @@ def test_texts_that_look_like_numbers_and_infinity_come_back() -> None:
     assert "${" not in text
 
 
-def test_every_key_accepts_some_value_and_most_refuse_some() -> None:
-    assert not [key for key, values in ACCEPTED.items() if not values]
-    assert sum(len(values) < len(VALUES) for values in ACCEPTED.values()) == len(ACCEPTED)
+def test_every_key_accepts_some_value_and_refuses_some() -> None:
+    assert [key for key in leaf_keys() if not 0 < len(accepted(key)) < len(VALUES)] == []
