@@ -119,7 +119,6 @@ def with_targets(made: Recorded) -> Recorded:
         truncated=data["truncated"],
         kl_coef=made.metrics.get("actor/reward_kl_penalty_coeff", 0.0),
         reward_baselines=data.batch.get("reward_baseline"),
-        reward_components={k.partition("/")[2]: v for k, v in data.batch.items() if k.startswith("reward_extra/")},
     )
     mask = {"response_mask": out.pop("response_mask").to(torch.int8)}
     columns = {name: Ragged.from_padded(value, data["responses"].lengths) for name, value in (out | mask).items()}

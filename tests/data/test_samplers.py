@@ -166,7 +166,6 @@ def test_results_change_the_order_and_resume_goes_on(path: str) -> None:
     ("batch", "words"),
     [
         ([0, 1], ["2 positions"]),
-        ([0, 1, 2, 3], ["4 positions"]),
         ([0, 1, 7], ["position 7"]),
         ([0, -1, 2], ["position -1"]),
         ([0, 1, 0], ["position 0", "once"]),
