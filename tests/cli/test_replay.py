@@ -24,7 +24,6 @@ from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.workers.targets import TargetMaker
 from tests.messages import refuses, says
 
-
 NAN = float("nan")
 
 

@@ -112,7 +112,8 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         try:
             assert started.stdout is not None
             told = "".join(line for _, line in zip(range(3), started.stdout, strict=False))
-            assert (found := re.search(r"http://127.0.0.1:\d+", told)), told
+            found = re.search(r"http://127.0.0.1:\d+", told)
+            assert found, told
             says(told, found[0], "policy", "curl", "$VLLM_API_KEY")
             answers_as_the_model(found[0], folder)
             ends_with_all_its_processes(found[0], psutil.Process(started.pid))

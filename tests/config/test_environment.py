@@ -154,8 +154,6 @@ def test_another_value_that_is_not_saved_is_told(tmp_path: Path) -> None:
         assert "other" not in line.split()
 
 
-
-
 @pytest.mark.parametrize("character", "\x85\u2028\u2029\x0b\x1c\r\n\t\x1b")
 def test_any_text_is_read_back_as_it_was_saved(character: str) -> None:
     text = f"a{character}b {character}"
@@ -281,14 +279,15 @@ def test_what_engines_can_compute_with() -> None:
 
 # --- the processor ---------------------------------------------------------------------------------------------------
 def test_bf16_by_its_flag(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    for line, expected in (
-        ("flags\t\t: fpu avx2 avx512_bf16 sse", True),
-        ("flags\t\t: fpu amx_bf16", True),
-        ("Features\t: fp asimd bf16", True),
-        ("flags\t\t: fpu avx2 avx512f", False),
-        ("model name\t: a bf16 machine", False),
-    ):
+    lines = {
+        "flags\t\t: fpu avx2 avx512_bf16 sse": True,
+        "flags\t\t: fpu amx_bf16": True,
+        "Features\t: fp asimd bf16": True,
+        "flags\t\t: fpu avx2 avx512f": False,
+        "model name\t: a bf16 machine": False,
+    }
+    for number, (line, expected) in enumerate(lines.items()):
+        file = tmp_path / f"cpuinfo{number}"
         file.write_text(f"processor\t: 0\n{line}\n")
         assert has_bf16(str(file)) == expected
     assert not has_bf16(str(tmp_path / "none")), "elsewhere than on Linux"
@@ -300,8 +299,8 @@ def test_cores_of_this_machine() -> None:
 
 
 def test_linux_under_windows_by_its_kernel(tmp_path: Path) -> None:
-    file = tmp_path / "version"
     for version, expected in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)):
+        file = tmp_path / version
         file.write_text(f"Linux version {version} (gcc)\n")
         assert is_wsl(str(file)) == expected
     assert not is_wsl(str(tmp_path / "none"))

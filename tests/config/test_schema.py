@@ -224,7 +224,6 @@ def test_every_name_of_a_type(names, trained, sampled):
         assert (actor.dtype, ref.dtype, actor.model_dtype) == (trained, trained, trained)
 
 
-
 def test_every_name_of_an_optimizer():
     """verl's are those of torch and torchao."""
     for written, kept in (("AdamW", "AdamW"), ("_AdamW", "AdamW"), ("AdamW8bit", "AdamW8bit")):
@@ -239,7 +238,6 @@ def test_null_lengths_seeds_and_reference():
     assert (other.data_seed, other.needs_reference, other.max_model_len) == (3, False, 200)
     with refuses(ValueError, "seed", "frozen"):
         config.trainer.seed = 2
-
 
 
 def test_trls_loss_types_are_answered_with_the_aggregation_that_they_are():

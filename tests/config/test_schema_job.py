@@ -58,7 +58,6 @@ def test_threads_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -
         assert placement(load(*overrides)).num_threads["reward_model"] == threads
 
 
-
 def test_types_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [load(*each).default_dtype for each in ((), (OWN,), NODES)] == ["fp32", "fp32", "bf16"]
     monkeypatch.setattr("grpo_dist.config.schema_job.has_bf16", lambda: True)

@@ -1,5 +1,6 @@
-"""The order of the prompts: seeded, by a class of the user's, or by the built-in curriculum (whose posteriors are worked
-out by hand). Coverage, resume, and messages for what is wrong.
+"""The order of the prompts: seeded, by a class of the user's, or by the built-in curriculum (posteriors by hand).
+
+Coverage, resume, and messages for what is wrong.
 """
 
 from __future__ import annotations
