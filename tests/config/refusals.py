@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from grpo_dist.errors import ConfigError
@@ -17,14 +15,3 @@ def refused(*overrides: str) -> str:
     assert caught.value.exit_code == 2
     assert len(str(caught.value).splitlines()) == 2, str(caught.value)
     return str(caught.value).splitlines()[1].strip()
-
-
-def broken(*named: str, also: Sequence[object] = (), beside: Sequence[str] = ()) -> tuple[list[str], list[object]]:
-    """A row of a test of rules: the overrides, and what the message must name of them.
-
-    Args:
-        named: overrides that the message has as they are.
-        also: what else it names.
-        beside: overrides that it does not name, which come first.
-    """
-    return [*beside, *named], [*named, *also]
