@@ -9,20 +9,20 @@ import asyncio
 import signal
 import socket
 import sys
-from collections import Counter
 
 import pytest
 
 from grpo_dist.agents import Episode, Row
-from grpo_dist.agents.gateway import Gateway
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError
-from tests.agents.gateways import Letters, serving
+from tests.agents.fakes import Characters
+from tests.agents.gateways import serving
 from tests.worker_settings import agent
 
 GROUPS, N = 64, 4
+# Becomes the server once it reads a line; kills itself at the n-th episode.
 SERVER = """
 import asyncio, json, os, signal, sys
 import httpx, uvicorn
@@ -37,13 +37,13 @@ async def play(task, address, token):
     if asked == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
     number = attempts[task["name"]] = attempts.get(task["name"], 0) + 1
-    headers = {"x-api-key": token}
     for turn in range(2):
         if turn and number <= task["raises"]:
             raise OSError("no free port")
         if turn and number <= task["hangs"]:
             await asyncio.sleep(1000)
-        answer = await client.post(address + "/completions", content=b"a" * (turn + 1), headers=headers)
+        body = b"a" * (turn + 1)
+        answer = await client.post(address + "/completions", content=body, headers={"x-api-key": token})
         answer.raise_for_status()
     return {"ok": True, "reward": 1.0}
 
@@ -75,72 +75,52 @@ async def generate(prompt: list[int], sampling: SamplingSettings, uid: str | Non
 
 def group(index: int) -> list[Episode]:
     """The first attempts of some episodes fail, and all of the first episode of group 10."""
-    sampling = SamplingSettings(N, 1.0, 1.0, -1, 50, 7)
     episodes = []
     for i in range(N):
         raises, hangs = int((index + i) % 20 == 3), int((index + i) % 50 == 7)
         task = {"name": f"{index} {i}", "raises": 3 if (index, i) == (10, 0) else raises, "hangs": hangs}
-        row = Row(f"prompt{index}", [81], extra_info=task)
-        episodes.append(Episode(row, sampling, index=i, tokenizer=Letters(), max_model_len=90))
+        row, sampling = Row(f"prompt{index}", [81], extra_info=task), SamplingSettings(N, 1.0, 1.0, -1, 50, 7)
+        episodes.append(Episode(row, sampling, index=i, tokenizer=Characters(), max_model_len=90))
     return episodes
 
 
 async def server(port: int, dies_after: int) -> asyncio.subprocess.Process:
-    """A process that becomes the server once it reads a line."""
-    pipe = asyncio.subprocess.PIPE
-    command = (sys.executable, "-c", SERVER, str(port), str(dies_after))
+    command, pipe = (sys.executable, "-c", SERVER, str(port), str(dies_after)), asyncio.subprocess.PIPE
     found = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert found.stdout is not None
     await found.stdout.readline()
     return found
 
 
-async def play_all(gateway: Gateway) -> tuple[int, Counter[str], dict[str, str], int]:
-    """Episodes that ended, failed attempts by kind, the kinds of groups that failed, and how the server ended."""
+@pytest.mark.long
+async def test_each_group_ends_once_or_has_failed_with_its_kind() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = agent("external", {"url": f"http://127.0.0.1:{port}/"}, timeout_s=60.0)
-    first, second = await server(port, GROUPS * N - 20), await server(port, 0)
-    assert first.stdin is not None
-    assert second.stdin is not None
-    runner = EpisodeRunner(settings, generate, gateway)  # type: ignore[arg-type]
-    await runner.start()
     attempts: list[AgentError] = []
-    running = [asyncio.create_task(runner.run(group(index), None, attempts)) for index in range(GROUPS)]
-    await asyncio.sleep(0)
-    try:
-        first.stdin.write(b"\n")  # the episodes are there before it
-        code = await first.wait()
-        second.stdin.write(b"\n")
-        ended = await asyncio.gather(*running, return_exceptions=True)
-    finally:
-        for process in (first, second):
-            if process.returncode is None:
-                process.kill()  # what hangs in it would be waited for
-                await process.wait()
-        await runner.stop()
-    ended_episodes, failed = 0, {}
+    async with asyncio.timeout(280), serving() as gateway:
+        servers = [await server(port, GROUPS * N - 20), await server(port, 0)]
+        runner = EpisodeRunner(agent("external", {"url": f"http://127.0.0.1:{port}/"}, timeout_s=60.0), generate, gateway)
+        await runner.start()
+        running = [asyncio.create_task(runner.run(group(index), None, attempts)) for index in range(GROUPS)]
+        await asyncio.sleep(0)
+        try:
+            servers[0].stdin.write(b"\n")  # the episodes are there before it
+            assert await servers[0].wait() == -signal.SIGKILL
+            servers[1].stdin.write(b"\n")
+            ended = await asyncio.gather(*running, return_exceptions=True)
+        finally:
+            for process in servers:
+                if process.returncode is None:
+                    process.kill()  # what hangs in it would be waited for
+                    await process.wait()
+            await runner.stop()
+        assert not gateway._sessions, "each has ended"
     for index, found in enumerate(ended):
         if isinstance(found, BaseException):
             assert isinstance(found, AgentError), found
-            failed[f"prompt{index}"] = found.kind
         else:
-            ended_episodes += len(found)
-            assert {(e.reward, e.num_turns, bytes(e.prompt_ids), e.row.uid) for e in found} == {
+            assert [(e.reward, e.num_turns, bytes(e.prompt_ids), e.row.uid) for e in found] == [
                 (1.0, 2, b"a", f"prompt{index}")
-            }
-    assert not gateway._sessions, "each has ended"
-    return ended_episodes, Counter(error.kind for error in attempts), failed, code
-
-
-@pytest.mark.long
-async def test_each_group_ends_once_or_has_failed_with_its_kind() -> None:
-    async with asyncio.timeout(280), serving() as gateway:
-        ended, kinds, failed, code = await play_all(gateway)
-    assert code == -signal.SIGKILL
-    assert ended + N * len(failed) == GROUPS * N
-    assert kinds["error"] > 0, "what the server was playing when it died"
-    assert kinds["failed"] > 0, "what raised"
-    assert kinds["timeout"] > 0, "what hung"
-    assert "prompt10" in failed
+            ] * N
+    assert isinstance(ended[10], AgentError)
+    assert {"error", "failed", "timeout"} <= {error.kind for error in attempts}, "when it died, what raised, what hung"
