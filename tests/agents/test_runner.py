@@ -242,31 +242,25 @@ class Doors:
         self.num_closed += 1
 
 
-@pytest.mark.parametrize("moment", ["opening", "closing"])
-async def test_a_session_ends_whenever_its_episode_is_cancelled(tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["opening", "closing", "stopped"])
+async def test_a_session_ends_whenever_its_episode_is_cancelled(tmp_path: Path, moment: str, all_awaited: None) -> None:
+    """A stopped runner takes no call from the endpoint."""
     doors = Doors()
     async with runner(tmp_path, Writer().generate, name="Visitor", gateway=doors) as made:
         running = asyncio.create_task(made.run(episodes(1)))
         await until(lambda: doors.sessions)
-        if moment == "closing":  # the episode has ended, and its session is about to
+        if moment != "opening":  # the episode has ended, and its session is about to
             doors.may_open.set()
             await doors.closing.wait()
-        running.cancel()
+        if moment == "stopped":
+            doors.may_close.set()
+            await made.stop()
+            assert await doors.sessions[0].sample([1], SamplingSettings(1, 1.0, 1.0, -1, 30, 5)) is None
+        else:
+            running.cancel()
         await asyncio.wait({running})
         doors.may_close.set()
         await until(lambda: doors.num_closed)
-
-
-async def test_a_stopped_runner_takes_no_call_from_the_endpoint(tmp_path: Path, all_awaited: None) -> None:
-    doors = Doors()
-    doors.may_open.set()
-    async with runner(tmp_path, Writer().generate, name="Visitor", gateway=doors) as made:
-        running = asyncio.create_task(made.run(episodes(1)))
-        await doors.closing.wait()
-        doors.may_close.set()
-        await made.stop()
-        assert await doors.sessions[0].sample([1], SamplingSettings(1, 1.0, 1.0, -1, 30, 5)) is None
-        await asyncio.wait({running})
 
 
 @pytest.mark.parametrize(("mode", "text"), [("broken", "OSError: no such"), ("leaving", "SystemExit: no licence")])
