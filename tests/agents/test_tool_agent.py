@@ -39,29 +39,18 @@ def turns(kwargs: dict[str, Any], *said: str | Speaker, **limits: Any) -> Any:
     return play(ToolAgent(**kwargs), speaker, dict(ToolAgent.template_kwargs(kwargs)), **limits)
 
 
-def test_answers_stand_where_the_template_has_them_and_do_not_train(kwargs: dict[str, Any]) -> None:
-    """Behind the reasoning that Qwen3 writes, too, which its template keeps behind the last question."""
+def test_answers_stand_behind_the_turn_and_do_not_train(kwargs: dict[str, Any]) -> None:
+    """The whole is the conversation as Qwen3's template renders it: engines/vllm/test_openai_app.py."""
     thoughts = "<think>\nI add.\n</think>\n\n"
-    episode = turns(kwargs, f"{thoughts}{SUM}\n{QUOTIENT}", thoughts + "It is 5.")
+    episode = turns(kwargs, f"{thoughts}{SUM}\n{QUOTIENT}", "It is 5.")
     assert parts(episode) == [
         (1, f"{thoughts}{SUM}\n{QUOTIENT}<|im_end|>"),
         (0, ANSWERS.format(ANSWER.format(5) + ANSWER.format(1 / 3))),
-        (1, f"{thoughts}It is 5.<|im_end|>"),
+        (1, "It is 5.<|im_end|>"),
     ]
     assert episode.metrics == {"tool_calls": 2, "tool_errors": 0}
     assert (episode.num_turns, episode.truncated, episode.reward) == (2, False, None)
-    functions = [{"name": "add", "arguments": {"a": 2, "b": 3}}, {"name": "divide", "arguments": {"a": 1, "b": 3}}]
-    calls = [{"type": "function", "function": function} for function in functions]
-    whole = [
-        *MESSAGES,
-        {"role": "assistant", "content": thoughts, "tool_calls": calls},
-        *({"role": "tool", "content": content} for content in ("5", str(1 / 3))),
-        {"role": "assistant", "content": thoughts + "It is 5."},
-    ]
-    tokenizer, variables = tokenizer_of(), ToolAgent.template_kwargs(kwargs)
-    text = tokenizer.apply_chat_template(whole, tokenize=False, **variables)
-    assert tokenizer.decode(episode.prompt_ids + episode.token_ids) + "\n" == text
-    assert "Add two numbers." in text
+    assert "Add two numbers." in episode.tokenizer.decode(episode.prompt_ids)
 
 
 def test_sampled_tokens_stay_as_they_were_sampled(kwargs: dict[str, Any]) -> None:
