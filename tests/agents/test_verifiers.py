@@ -229,7 +229,10 @@ def launch(
 
     client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     harness.CLIENT = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", http_client=client)
-    task, context = SimpleNamespace(**{"system_prompt": None, "prompt": "1+1=?"} | data), SimpleNamespace(model="policy")
+    task, context = (
+        SimpleNamespace(**{"system_prompt": None, "prompt": "1+1=?"} | data),
+        SimpleNamespace(model="policy"),
+    )
     given = (context, "trace", "runtime", *ENDPOINT, tools or {}, task)
     return asyncio.run(harness.Chat().launch(*given, tool_interception_url="t")), asked
 

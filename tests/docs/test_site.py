@@ -59,7 +59,7 @@ def listed(tree: ast.Module) -> set[str]:
 
 
 def test_every_public_name_is_in_the_reference(known: set[str]) -> None:
-    """What is listed; of whole packages each function, where it is defined or as a name of the package that lists it."""
+    """What is listed; of whole packages each function, where it is defined or as a name of one that lists it."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     wanted, defined, named = set(), set(), set()
     for path in (ROOT / "grpo_dist").rglob("*.py"):

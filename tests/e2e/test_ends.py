@@ -18,7 +18,7 @@ import pytest
 from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint
 from tests.chaos.runs import SETTINGS
 from tests.disks import enlarge, small_disk
-from tests.e2e.runs import AGENT, PLAIN, command, rollouts, sized, write_rows
+from tests.e2e.runs import AGENT, PLAIN, command, rollouts, write_rows
 from tests.messages import says
 from tests.observed import assert_gone
 

@@ -1,4 +1,4 @@
-"""Runs whose episodes bring their rewards, fail now and then, or branch, from the command to the files that they leave."""
+"""Runs whose episodes bring their rewards, fail now and then, or branch: from the command to the files they leave."""
 
 from __future__ import annotations
 

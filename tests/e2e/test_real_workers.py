@@ -29,14 +29,13 @@ from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.scorer import Task
-from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
+from grpo_dist.workers.weight_transport import ObjectStoreTransport
 from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -63,6 +62,7 @@ CONFIG = (
     "trainer.log_rollouts=false",
     f"trainer.total_training_steps={STEPS}",
 )
+
 
 @dataclass
 class Lab:
@@ -99,6 +99,7 @@ class Lab:
         run(self.roles.actor.begin_save(str(folder)))
         run(self.roles.actor.finished_save(wait=True))
 
+
 @pytest.fixture(scope="module")
 def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("lab")
@@ -112,11 +113,13 @@ def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         made.save(folder / "start")
         yield made
 
+
 @pytest.fixture(scope="module")
 def undisturbed(lab: Lab) -> tuple[list[dict[str, float]], np.ndarray]:
     """Metrics and last weights of a run in which nothing happened."""
     trainer = lab.train()
     return history(trainer), lab.weights()
+
 
 def plain_loop(lab: Lab) -> list[dict[str, float]]:
     """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
@@ -137,6 +140,7 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
         rows.append(metrics | scores | metric_values(update))
     return rows
 
+
 def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = PASSES) -> DataProtoRef:
     """By default in the passes that a run makes."""
     computed = []
@@ -144,6 +148,7 @@ def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = 
         batch = DataProtoRef.concat([groups[i] for i in part])
         computed.append(run(lab.roles.reference.compute_log_probs("ref", batch)))
     return DataProtoRef.concat(computed)
+
 
 def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     source, task = prompt.prompt, task_of(prompt)
@@ -156,9 +161,11 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     label, *_ = workers.gather([call])[0]
     return call.handle(label)
 
+
 def task_of(prompt: Any) -> Task:
     source = prompt.prompt
     return Task(source.data_source, source.ground_truth, source.extra_info, source.messages)
+
 
 def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> list[DataProtoRef]:
     """By the reward model, in the passes that a run makes, then by the reward function."""
@@ -177,6 +184,7 @@ def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> 
             found.append(groups[i].union(scoring.handle(label)))
     return found
 
+
 @pytest.mark.deep
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
     """At another temperature than 1, probabilities differ by far more where one of the roles leaves it out."""
@@ -193,6 +201,7 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
         assert {"critic/score/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= shared.keys()
         assert shared == {name: expected[name] for name in shared}
 
+
 @pytest.mark.deep
 def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturbed: tuple) -> None:
     prompts = load_run_prompts(lab.plan.config, policy_folder(lab.plan.config))[0].train
@@ -205,6 +214,7 @@ def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturb
     assert usual.min() < -0.1
     for other in others:
         np.testing.assert_allclose(other, usual, atol=1e-5, rtol=1e-5)
+
 
 @pytest.mark.deep
 def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_first_update(
@@ -232,6 +242,7 @@ def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_firs
     assert float(re.findall(r"differ by (\S+) nats", str(caught.value))[0]) > 0.01
     assert (lab.weights() == last).all(), "no step was taken"
 
+
 def kill_engine(trainer: GRPOTrainer) -> None:
     """It has answered one group by then, which is scored after its death, and is at work on others."""
     workers = trainer.roles.rollout.workers
@@ -246,6 +257,7 @@ def kill_engine(trainer: GRPOTrainer) -> None:
 
     workers.value = then_kill
 
+
 def kill_reward_model(trainer: GRPOTrainer) -> None:
     """Its weights come from the folder again, and the pass is repeated."""
     workers = trainer.roles.reward_model.workers
@@ -259,6 +271,7 @@ def kill_reward_model(trainer: GRPOTrainer) -> None:
         return call
 
     workers.submit = then_kill
+
 
 # In a sync: test_layouts.py, and tests/workers/test_weight_transport.py.
 @pytest.mark.deep
@@ -276,6 +289,7 @@ def test_one_that_is_killed_at_work_changes_nothing(
         names = [name for name in row if name.startswith(("critic/", "actor/", "reward_extra/", "response_length/"))]
         assert {"reward_extra/rm_score/mean", "reward_extra/rule/mean"} <= set(names)
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
+
 
 @pytest.mark.deep
 def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab, tmp_path: Path) -> None:
@@ -303,6 +317,7 @@ def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab
     assert validating_run("beside", "trainer.val_in_background=true") == (metrics, files)
     ahead, _ = validating_run("ahead", "trainer.max_staleness=1", "trainer.val_in_background=true")
     assert [len(said) for said in ahead.values()] == [len(said) for said in metrics.values()]
+
 
 @pytest.mark.deep
 def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ ROWS = [
 def drawn(folder: Path, *runs: Sequence[dict[str, float]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The charts of runs a, b, ..., and their traces by title and name."""
     folders = [
-        write_run(folder / name, rows, f"trainer.experiment_name={name}") for name, rows in zip("ab", runs, strict=False)
+        write_run(folder / name, rows, f"trainer.experiment_name={name}")
+        for name, rows in zip("ab", runs, strict=False)
     ]
     found = charts([read_run(each) for each in folders])
     return found, {chart["title"]: {trace["name"]: trace for trace in chart["figure"]["data"]} for chart in found}
