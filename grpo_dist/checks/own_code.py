@@ -8,6 +8,7 @@ of which no token trains or a group that lacks a response, is not made up.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from grpo_dist.config.keys import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.sampler import CustomSampler, PromptSampler, load_sampler_class
 from grpo_dist.engines.base import rollout_backend
-from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, RewardError
+from grpo_dist.errors import BatchError, ConfigError, RewardError
 from grpo_dist.plan.plan import make_plan
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.contract import RowNeeds
@@ -32,8 +33,8 @@ from grpo_dist.rewards.weighted import chosen_components
 
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
 _KL_IN_REWARD = "algorithm.kl_penalty"
-# What an estimator may need of each token, besides rewards, values and steps.
-_OF_TOKENS = ("entropies", "gradient_norms", "turn_states")
+# What an estimator may need besides the rewards.
+_OPTIONAL = ("values", "entropies", "gradient_norms", "turn_states", "step_mask", "reward_baselines")
 
 
 def resolve_names(config: RunConfig) -> None:
@@ -65,7 +66,8 @@ def import_reward(config: RunConfig) -> RowNeeds:
     """
     algorithm, agent = config.algorithm, config.actor_rollout_ref.rollout.agent
     named = config.custom_reward_function.path
-    if load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).gives_reward and not agent.reward_function_weight:
+    loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
+    if loop.gives_reward and not agent.reward_function_weight:
         if named is not None:
             weight = "actor_rollout_ref.rollout.agent.reward_function_weight"
             raise ConfigError(
@@ -75,8 +77,8 @@ def import_reward(config: RunConfig) -> RowNeeds:
         return RowNeeds(ground_truth=False, asked=False)
     if named is None:
         return load_reward_function(*config.reward_code).needs
-    scorer = start_scorer(config)
-    scorer.stop()
+    with started_scorer(config) as scorer:
+        pass
     label = config.reward_model.retrain.label
     if config.reward_model.is_retrained and scorer.components and label not in scorer.components:
         raise ConfigError(
@@ -84,31 +86,29 @@ def import_reward(config: RunConfig) -> RowNeeds:
             "name the one that says which responses are good"
         )
     if "reward_components" in ADVANTAGE.needs(algorithm.adv_estimator):
-        chosen_components(
-            algorithm.gdpo_reward_keys,
-            algorithm.gdpo_reward_weights,
-            declared=scorer.components,
-            overlong_penalty=config.reward.overlong_buffer.enable,
-        )
+        keys, penalty = algorithm.gdpo_reward_keys, config.reward.overlong_buffer.enable
+        weights = algorithm.gdpo_reward_weights
+        chosen_components(keys, weights, declared=scorer.components, overlong_penalty=penalty)
     return scorer.needs
 
 
-def start_scorer(config: RunConfig) -> Scorer:
-    """Start the reward function of a config in a process of its own, which the caller stops.
+@contextmanager
+def started_scorer(config: RunConfig) -> Iterator[Scorer]:
+    """Start the reward function of a config in a process of its own, which ends with the block.
 
     Raises:
         ConfigError: it cannot be imported, hangs, or exits its process.
     """
     scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
     try:
-        scorer.start()
-    except GrpoDistError as error:
+        try:
+            scorer.start()
+        except RewardError as error:
+            named = shown(config.custom_reward_function.path)
+            raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
+        yield scorer
+    finally:
         scorer.stop()
-        if not isinstance(error, RewardError):
-            raise
-        named = shown(config.custom_reward_function.path)
-        raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
-    return scorer
 
 
 def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -118,23 +118,21 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
     """
     batch, plan = _made_up(config), make_plan(config)
     targets, objective = plan.targets, plan.objective
-    actor, mask = objective.actor, batch["response_mask"]
+    actor, mask, needs = objective.actor, batch["response_mask"], targets.needs
+    batch["values"] *= targets.has_values  # without a critic they are 0
     kl, kl_loss = targets.kl_penalty or "", actor.kl_loss_type if actor.use_kl_loss else ""
 
     def estimate() -> None:
-        zeros, needs = torch.zeros_like(mask), targets.needs
+        given = {name: batch[name] for name in _OPTIONAL if name in needs or (name == "values" and targets.has_values)}
         try:
             compute_advantage(
                 targets.adv_estimator,
-                token_level_rewards=batch["scores"][:, None] * batch["last_token"],
+                token_level_rewards=batch["scores"][:, None] * batch["step_mask"],
                 response_mask=mask,
                 index=[row // config.actor_rollout_ref.rollout.n for row in range(len(mask))],
-                values=batch["values"] if targets.has_values else zeros if "values" in needs else None,
-                reward_baselines=zeros[:, 0] if "reward_baselines" in needs else None,
-                **{name: torch.ones_like(mask) for name in _OF_TOKENS if name in needs},
-                step_mask=batch["last_token"] if "step_mask" in needs else None,
                 reward_components={},
                 config=targets.options,
+                **given,
             )
         except BatchError as error:  # it asks for what it has not declared
             raise ConfigError(f"{ADVANTAGE.key}={targets.adv_estimator}: {error}") from error
@@ -154,7 +152,7 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
     )
     for key, name, call in named:
         # names of reward components are those of the rows' reward functions, which are not called here
-        if ":" in name and not (key == ADVANTAGE.key and "reward_components" in targets.needs):
+        if ":" in name and not (key == ADVANTAGE.key and "reward_components" in needs):
             yield f"{key}={name}", call
 
 
@@ -170,10 +168,12 @@ def _made_up(config: RunConfig) -> dict[str, Tensor]:
     drawn = ("log_probs", "old_log_probs", "ref_log_probs", "values")
     batch = {name: -torch.rand(len(rows), LENGTH, generator=random) * mask for name in drawn}
     batch["log_probs"].requires_grad_()
+    batch |= {name: torch.ones_like(mask) for name in _OPTIONAL[1:4]}
     return batch | {
+        "reward_baselines": torch.zeros(len(rows)),
         "response_mask": mask,
         "scores": ((rows % n + 1) % 2).float().where(differ, 1.0),
-        "last_token": torch.nn.functional.one_hot(lengths - 1, LENGTH).float(),
+        "step_mask": torch.nn.functional.one_hot(lengths - 1, LENGTH).float(),
         "advantages": (2 * (rows % 2).float() - 1)[:, None] * mask,
     }
 

@@ -22,21 +22,13 @@ from grpo_dist.algorithms.agreement import LOG_PROBS, Operation, distances, firs
 from grpo_dist.algorithms.kl import k3
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import load_tokenizer, some
+from grpo_dist.cli import trained
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, add_shared, check_output, command_parser, write_output
 from grpo_dist.cli.replay import policy_engine
-from grpo_dist.cli.trained import (
-    NO_ANSWERS,
-    PROMPTS,
-    Asker,
-    TrainedModel,
-    base_of,
-    engine_for,
-    find_trained,
-    given_prompts,
-)
+from grpo_dist.cli.trained import PROMPTS, Asker, TrainedModel, base_of, engine_for, find_trained
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import rollout_backend
-from grpo_dist.engines.settings import EngineSettings, PassLimits, SamplingSettings
+from grpo_dist.engines.settings import PassLimits, SamplingSettings
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES
@@ -56,7 +48,20 @@ _LAYER = re.compile(r"(.*\blayers\.\d+)(?:\.(.*))?")
 
 def main(arguments: Sequence[str]) -> int:
     """Compare both ends; 2 if they are further apart than the limit."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = command_parser(
+        "agreement",
+        "Run the engine that samples and the trainer over the same tokens, layer by layer: names the first operation "
+        "whose outputs differ by more than rounding, says what that costs in KL, and writes a certificate. Exit code "
+        "2: the KL is above --limit.",
+    )
+    add_shared(parser, *MODEL_ARGUMENTS)
+    parser.add_argument("--prompts", **PROMPTS)
+    parser.add_argument("--n", type=int, default=8, help="responses; %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each response; %(default)s")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="most KL, in nats per token; %(default)s")
+    output = "the certificate, in JSON; replaces an older one. %(default)s"
+    parser.add_argument("--output", metavar="FILE", default="agreement.json", help=output)
+    options = parser.parse_intermixed_args(arguments)
     for flag, value, least in (("limit", options.limit, 0), ("n", options.n, 1), ("max-tokens", options.max_tokens, 1)):
         if not value >= least:
             raise ConfigError(f"--{flag} {value}: give at least {least}")
@@ -74,9 +79,12 @@ async def _compare(
     model: TrainedModel, checkpoint: Path | None, options: argparse.Namespace
 ) -> tuple[Agreement, dict[str, Any]]:
     at_start = model if checkpoint is None else base_of(model)  # the checkpoint has what was trained, factors too
-    config, settings = at_start.config, _engine_settings(at_start)
+    config, settings = at_start.config, engine_for(at_start)
+    policy, backend = config.actor_rollout_ref.model, rollout_backend(settings.rollout.name)
+    rollout, held = backend.watchable(settings.rollout), policy if policy.sends_factors else settings.model
+    settings = replace(settings, rollout=rollout, model=held)
     prompts = _prompts(model, options)
-    engine: Any = rollout_backend(settings.rollout.name).load()(settings)
+    engine: Any = backend.load()(settings)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.model.trust_remote_code)
     sampling = replace(at_start.plan.sampling, seed=config.trainer.seed, max_tokens=options.max_tokens)
     ids = [ids for _, ids in Asker(model, engine, tokenizer, sampling).token_ids(prompts)]
@@ -132,11 +140,6 @@ class Agreement:
         """KL(sampler || trainer) by k3, nats per token."""
         return float(k3(self.sampler.double(), self.trainer.double()).mean())  # in float32 it is 0 below 1e-7
 
-    @property
-    def worst(self) -> int:
-        """Number of the token whose log-probs are the furthest apart."""
-        return int((self.sampler - self.trainer).abs().argmax())
-
 
 async def send_weights(sampler: Any, trainer: FSDPEngine, bucket_bytes: int) -> None:
     """Send the sampler what a run sends it: whole weights, with LoRA's factors merged, or its factors alone."""
@@ -185,23 +188,17 @@ async def compare(
     return Agreement(operations, list(unseen), places, *both)
 
 
-def _engine_settings(model: TrainedModel) -> EngineSettings:
-    settings, policy = engine_for(model), model.config.actor_rollout_ref.model
-    rollout = rollout_backend(settings.rollout.name).watchable(settings.rollout)
-    return replace(settings, rollout=rollout, model=policy if policy.sends_factors else settings.model)
-
-
 def _prompts(model: TrainedModel, options: argparse.Namespace) -> list[Prompt]:
     if options.prompts:
-        return given_prompts(model, options.prompts)[0][: options.n]
+        return trained.given_prompts(model, options.prompts)[0][: options.n]
     files = model.config.data.val_files
     if not files:
         raise ConfigError(f"no prompts: {model.name} has no data.val_files; give --prompts")
-    return read_prompts(model.config, "data.val_files", files, options.n, NO_ANSWERS)
+    return read_prompts(model.config, "data.val_files", files, options.n, trained.NO_ANSWERS)
 
 
 def _judged(agreement: Agreement, tokenizer: Any, limit: float) -> dict[str, Any]:
-    worst, kl, first = agreement.worst, agreement.kl, agreement.first
+    worst, kl, first = int((agreement.sampler - agreement.trainer).abs().argmax()), agreement.kl, agreement.first
     row, position, token = agreement.places[worst]
     return {
         "responses": 1 + max(row for row, _, _ in agreement.places),
@@ -257,20 +254,3 @@ def _text(agreement: Agreement, certificate: dict[str, Any]) -> Iterator[str]:
     limit = certificate["limit"]
     side = "within" if agreement.kl <= limit else "above"
     yield f"KL from sampler to trainer: {agreement.kl:.3g} nats per token (k3), {side} --limit {limit:g}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "agreement",
-        "Run the engine that samples and the trainer over the same tokens, layer by layer: names the first operation "
-        "whose outputs differ by more than rounding, says what that costs in KL, and writes a certificate. Exit code "
-        "2: the KL is above --limit.",
-    )
-    add_shared(parser, *MODEL_ARGUMENTS)
-    parser.add_argument("--prompts", **PROMPTS)
-    parser.add_argument("--n", type=int, default=8, help="responses; %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of each response; %(default)s")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="most KL, in nats per token; %(default)s")
-    output = "the certificate, in JSON; replaces an older one. %(default)s"
-    parser.add_argument("--output", metavar="FILE", default="agreement.json", help=output)
-    return parser

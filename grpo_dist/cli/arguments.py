@@ -12,14 +12,11 @@ from grpo_dist.errors import ConfigError
 
 _USUAL = "default: as the run validates"
 _MODEL = "folder of a run, a checkpoint in it, a Hugging Face folder, a hub name or builtin:NAME"
+_KEYS = "keys of the run's config to change (grpo-dist help KEY)"
 _TRUST = "run code that the run's config names (the model's own, reward functions), and take its engine arguments"
 _SHARED: dict[str, dict[str, Any]] = {
     "model": {"metavar": "RUN_OR_MODEL", "help": _MODEL},
-    "overrides": {
-        "nargs": "*",
-        "metavar": "key=value",
-        "help": "keys of the run's config to change (grpo-dist help KEY)",
-    },
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": _KEYS},
     "--step": {"type": int, "help": "of the run's checkpoint; default: the last one"},
     FLAG: {"dest": "trust", "action": "store_true", "help": _TRUST},
     "--n": {"type": int, "help": f"answers to each prompt; {_USUAL}"},

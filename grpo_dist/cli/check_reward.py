@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from grpo_dist.checks.own_code import start_scorer
+from grpo_dist.checks.own_code import started_scorer
 from grpo_dist.cli.arguments import command_parser
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt
@@ -26,7 +25,17 @@ MOST_SHOWN = 160  # characters of a prompt's end and of a response
 
 def main(arguments: Sequence[str]) -> int:
     """Score answers and show what the reward function says; 1 if it fails on one of them."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = command_parser(
+        "check-reward",
+        "Score a few rows' own answers, or answers of yours, as a run with this config would. Exit code 1: "
+        "the function failed on one; 2: something is wrong with the config.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's config (grpo-dist train --help)")
+    parser.add_argument("--rows", type=int, default=5, help="how many rows of data.train_files to score (%(default)s)")
+    parser.add_argument("--row", type=int, help="score this one row, counted from 1")
+    answer = "score this response instead; several are scored together, as the group of a prompt is"
+    parser.add_argument("--answer", action="append", default=[], metavar="TEXT", help=answer)
+    options = parser.parse_intermixed_args(arguments)
     config, _ = load_config(options.overrides)
     if config.reward_function == REWARD_MODEL_FUNCTION:
         raise ConfigError(
@@ -34,11 +43,9 @@ def main(arguments: Sequence[str]) -> int:
             "compute; set custom_reward_function.path to check a function beside it"
         )
     stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
-    max_steps = config.trainer.total_training_steps
-    scorer = start_scorer(config)
+    max_steps, num_failed = config.trainer.total_training_steps, 0
     scores: list[float] = []
-    num_failed = 0
-    try:
+    with started_scorer(config) as scorer:
         for prompt in _rows(config, scorer.needs, options.row, options.rows):
             answers = [(text, "--answer") for text in options.answer] or [own_answer(prompt)]
             row = replace(prompt, extra_info=prompt.extra_info | stand_in)
@@ -46,9 +53,8 @@ def main(arguments: Sequence[str]) -> int:
             scores += [result.score for result in results if isinstance(result, RewardResult)]
             num_failed += sum(isinstance(result, Failure) for result in results)
             printed, num_more = scorer.printed.take()
-            show("\n".join(_shown(prompt, answers, results, printed, num_more)) + "\n")
-    finally:
-        scorer.stop()
+            printed += [f"... and {num_more} more lines"] if num_more else []
+            show("\n".join(_shown(prompt, answers, results, printed)) + "\n")
     show("\n".join(_summary(config, scores, num_failed, given=bool(options.answer))) + "\n")
     return 1 if num_failed else 0
 
@@ -80,11 +86,7 @@ def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> lis
 
 
 def _shown(
-    prompt: Prompt,
-    answers: Sequence[tuple[str, str]],
-    results: Sequence[RewardResult | Failure],
-    printed: list[str],
-    more: int,
+    prompt: Prompt, answers: Sequence[tuple[str, str]], results: Sequence[RewardResult | Failure], printed: list[str]
 ) -> Iterator[str]:
     text = prompt.messages[-1]["content"]
     yield f"{prompt.location}, data_source={prompt.data_source}"
@@ -104,8 +106,6 @@ def _shown(
             yield f"  values     {', '.join(texts)}"
     for line in printed:
         yield f"  printed    {line}"
-    if more:
-        yield f"  printed    ... and {more} more lines"
 
 
 def _summary(config: RunConfig, scores: Sequence[float], num_failed: int, *, given: bool) -> Iterator[str]:
@@ -118,19 +118,3 @@ def _summary(config: RunConfig, scores: Sequence[float], num_failed: int, *, giv
         yield f"the reward model was not asked: {RM_SCORE} was 0"
     if config.reward.overlong_buffer.enable:
         yield "without the penalty of reward.overlong_buffer, which counts tokens"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "check-reward",
-        "Score a few rows' own answers, or answers of yours, as a run with this config would. Exit code 1: "
-        "the function failed on one; 2: something is wrong with the config.",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="the config of a run (grpo-dist train --help)"
-    )
-    parser.add_argument("--rows", type=int, default=5, help="how many rows of data.train_files to score (%(default)s)")
-    parser.add_argument("--row", type=int, help="score this one row, counted from 1")
-    answer = "score this response instead; several are scored together, as the group of a prompt is"
-    parser.add_argument("--answer", action="append", default=[], metavar="TEXT", help=answer)
-    return parser

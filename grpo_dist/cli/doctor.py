@@ -52,7 +52,11 @@ def main(arguments: Sequence[str]) -> int:
         "on the device.",
     )
     parser.add_argument("--device", choices=["cpu", "gpu"], help="default: what the installed torch was built for")
-    device = parser.parse_args(arguments).device or _installed_device()
+    device = parser.parse_args(arguments).device
+    if device is None:
+        import torch  # seconds, which --help does without
+
+        device = "cpu" if torch.version.cuda is None else "gpu"
     show(f"this machine, for runs on {device}:\n")
     faults = 0
     for check in CHECKS:
@@ -129,9 +133,8 @@ def gpus(device: str) -> Iterator[Finding]:
     lines = listed.stdout.strip().splitlines() if listed is not None and listed.returncode == 0 else []
     if device == "cpu":
         if lines:
-            yield Finding(
-                NOTE, "GPUs", f"{len(lines)} ({lines[0]}), not used on CPU", "make setup DEVICE=gpu uses them"
-            )
+            unused = f"{len(lines)} ({lines[0]}), not used on CPU"
+            yield Finding(NOTE, "GPUs", unused, "make setup DEVICE=gpu uses them")
         return
     if not lines:
         fix = "install NVIDIA's driver; in a container start it with --gpus all; for runs on CPU: make setup DEVICE=cpu"
@@ -202,9 +205,8 @@ def ray_cluster(device: str) -> Iterator[Finding]:
 
 def hub(device: str) -> Iterator[Finding]:
     """Tell if models can be downloaded."""
-    offline = [
-        name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name, "0") not in ("", "0")
-    ]
+    switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    offline = [name for name in switches if os.environ.get(name, "0") not in ("", "0")]
     if offline:
         yield Finding(OK, "hub", f"not asked ({offline[0]} is set): models and data come from folders and the cache")
         return
@@ -217,12 +219,6 @@ def hub(device: str) -> Iterator[Finding]:
     except (OSError, ValueError) as error:
         fix = "name models and data by folders and set HF_HUB_OFFLINE=1; behind a proxy set HTTPS_PROXY"
         yield Finding(NOTE, "hub", f"{address} does not answer: {getattr(error, 'reason', error)}", fix)
-
-
-def _installed_device() -> str:
-    import torch  # seconds, which --help does without
-
-    return "cpu" if torch.version.cuda is None else "gpu"
 
 
 CHECKS = (processor, build, gpus, shared_memory, network, ray_cluster, hub)

@@ -46,7 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     name = "help" if name in ("-h", "--help") else name
     if name not in ENTRIES:
-        show(_no_such_command(name), sys.stderr)
+        hint = did_you_mean(name, ENTRIES, "{}")
+        if "=" in name:  # an override, as `python -m grpo_dist.main` takes them
+            hint = f"; did you mean grpo-dist train {name}?"
+        show(f"error: grpo-dist {name}: there is no such command{hint}\n\n{overview()}", sys.stderr)
         return 2
     try:
         require_current_folder()
@@ -67,10 +70,3 @@ def overview() -> str:
     lines += [f"  {name:<13} {purpose}" for name, (_, purpose) in ENTRIES.items()]
     lines += ["", "grpo-dist COMMAND --help says more; grpo-dist help KEY explains a key; --version"]
     return "\n".join(lines) + "\n"
-
-
-def _no_such_command(name: str) -> str:
-    hint = did_you_mean(name, ENTRIES, "{}")
-    if "=" in name:  # an override, as `python -m grpo_dist.main` takes them
-        hint = f"; did you mean grpo-dist train {name}?"
-    return f"error: grpo-dist {name}: there is no such command{hint}\n\n{overview()}"

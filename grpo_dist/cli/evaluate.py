@@ -22,13 +22,11 @@ import numpy as np
 from grpo_dist.algorithms.validation import interval, judged, normal_interval, pred_ids, statistics
 from grpo_dist.assets import expanded
 from grpo_dist.assets.model_folder import ADAPTER_FOLDER
-from grpo_dist.checks.own_code import start_scorer
+from grpo_dist.checks.own_code import started_scorer
 from grpo_dist.cli.arguments import SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
-from grpo_dist.cli.trained import AGENT_KEY, Answers, TrainedModel, asking, base_of, find_trained, sampling_of
+from grpo_dist.cli.trained import AGENT_KEY, Answers, Asker, TrainedModel, asking, base_of, find_trained, sampling_of
 from grpo_dist.config.run_code import FLAG
-from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt
-from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards.contract import Failure, RewardResult
@@ -68,12 +66,10 @@ def main(arguments: Sequence[str]) -> int:
         names = [name for name in options.named if "=" not in name]
         models = list(_models(names, overrides, options, stack))
         if not models:
-            raise ConfigError(
-                "no model: name a run (trainer.default_local_dir), a checkpoint, a model folder or hub name"
-            )
+            places = "a run (trainer.default_local_dir), a checkpoint, a model folder or hub name"
+            raise ConfigError(f"no model: name {places}")
         first, sampling = models[0], sampling_of(models[0], options)
-        scorer = _scorer(first)
-        stack.callback(scorer.stop)
+        scorer = stack.enter_context(_scorer(first))
         prompts = _rows(first, options, scorer)
         file: TextIO | None = None
         if options.output is not None:
@@ -83,12 +79,15 @@ def main(arguments: Sequence[str]) -> int:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one
                 model = replace(model, usage=first.usage)
             limits = None if options.data else first.config.data  # the first one's rows, as its run asks them
-            answers = asyncio.run(_answers(model, sampling, options.max_model_len, prompts, scorer, limits))
+            opened = asking(model, sampling, options.max_model_len, limits)
+            answers = asyncio.run(_answers(opened, prompts, scorer))
             reached += figures(model.name, answers)
             if file is not None:
                 _write(file, model.name, answers)
     table = compared(reached)
-    show(json.dumps(table, indent=2) + "\n" if options.json else _title(prompts, sampling) + _text(table))
+    how = "greedy" if sampling.temperature == 0.0 else f"temperature {sampling.temperature:g}"
+    title = f"{len(prompts)} rows with n={sampling.n}, {how}; in brackets 95 % confidence intervals\n"
+    show(json.dumps(table, indent=2) + "\n" if options.json else title + _text(table))
     return 0
 
 
@@ -166,7 +165,7 @@ def _models(
             yield model
 
 
-def _scorer(model: TrainedModel) -> Scorer:
+def _scorer(model: TrainedModel) -> contextlib.AbstractContextManager[Scorer]:
     config = model.config
     if model.unscored:
         raise ConfigError(model.unscored)
@@ -175,7 +174,7 @@ def _scorer(model: TrainedModel) -> Scorer:
             "reward_model.enable=true: the reward is the score of the reward model, which only a run computes "
             "(trainer.val_only=true); set custom_reward_function.path=FILE to score with a function"
         )
-    return start_scorer(config)
+    return started_scorer(config)
 
 
 def _rows(model: TrainedModel, options: argparse.Namespace, scorer: Scorer) -> list[Prompt]:
@@ -195,14 +194,9 @@ def _rows(model: TrainedModel, options: argparse.Namespace, scorer: Scorer) -> l
 
 
 async def _answers(
-    model: TrainedModel,
-    sampling: SamplingSettings,
-    max_model_len: int | None,
-    prompts: Sequence[Prompt],
-    scorer: Scorer,
-    limits: DataConfig | None,
+    opened: contextlib.AbstractAsyncContextManager[Asker], prompts: Sequence[Prompt], scorer: Scorer
 ) -> list[Answers]:
-    async with asking(model, sampling, max_model_len, limits) as asker:
+    async with opened as asker:
         return [answers async for answers in asker.answers(prompts, scorer)]
 
 
@@ -223,12 +217,6 @@ def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
         row = {"model": model, "row": each.prompt.location, "prompt": each.prompt.messages}
         file.write(json_line(row | {"responses": each.texts, "scores": each.scores}))
     file.flush()
-
-
-def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:
-    how = "greedy" if sampling.temperature == 0.0 else f"temperature {sampling.temperature:g}"
-    about = f"{len(prompts)} rows with n={sampling.n}, {how}"
-    return f"{about}; in brackets 95 % confidence intervals\n"
 
 
 def _text(table: Sequence[dict[str, Any]]) -> str:

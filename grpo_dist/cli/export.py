@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,18 @@ from grpo_dist.trainer.checkpoint.folder import own_checkpoints, step_of
 
 def main(arguments: Sequence[str]) -> int:
     """Export a checkpoint."""
-    options = _parser().parse_args(arguments)
+    parser = command_parser(
+        "export",
+        "Write the model of a checkpoint as a Hugging Face folder, on CPU and without Ray. LoRA's factors "
+        "are merged; the adapter itself comes beside it.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.default_local_dir, or a checkpoint in it")
+    add_shared(parser, "--step", FLAG)
+    parser.add_argument("--to", metavar="FOLDER", help="to write; default: RUN_DIR/huggingface_step_N")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="of the weights; default: as the run exports")
+    moved = "folder or hub name of the model that the run started from, if it is not where it was"
+    parser.add_argument("--model", metavar="PATH", help=moved)
+    options = parser.parse_args(arguments)
     # These load torch and transformers, seconds that --help and a wrong argument do without.
     from grpo_dist.cli.trained import export_checkpoint
     from grpo_dist.runs import named_checkpoint, no_checkpoint, saved_run
@@ -35,20 +45,3 @@ def main(arguments: Sequence[str]) -> int:
     export_checkpoint(checkpoint, config, folder.absolute(), options.dtype or config.export_dtype)
     show(f"wrote {folder}\n")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "export",
-        "Write the model of a checkpoint as a Hugging Face folder, on CPU and without Ray. LoRA's factors "
-        "are merged; the adapter itself comes beside it.",
-    )
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", help="trainer.default_local_dir of the run, or a checkpoint in it"
-    )
-    add_shared(parser, "--step", FLAG)
-    parser.add_argument("--to", metavar="FOLDER", help="to write; default: RUN_DIR/huggingface_step_N")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="of the weights; default: as the run exports")
-    moved = "folder or hub name of the model that the run started from, if it is not where it was"
-    parser.add_argument("--model", metavar="PATH", help=moved)
-    return parser

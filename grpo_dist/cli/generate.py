@@ -8,11 +8,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, TextIO
 
 from grpo_dist.assets import expanded
-from grpo_dist.checks.own_code import start_scorer
+from grpo_dist.checks.own_code import started_scorer
 from grpo_dist.cli.arguments import MODEL_ARGUMENTS, SAMPLING_ARGUMENTS, add_shared, check_output, command_parser
 from grpo_dist.cli.trained import PROMPTS, Asker, TrainedModel, asking, find_trained, given_prompts, sampling_of
 from grpo_dist.data.prompts import Prompt
@@ -26,7 +27,15 @@ from grpo_dist.terminal import json_line, printable, show
 
 def main(arguments: Sequence[str]) -> int:
     """Answer prompts."""
-    options = _parser().parse_intermixed_args(arguments)
+    what = "Answer prompts with a trained model, asked as its run asked it. Without prompts: a chat."
+    parser = command_parser("generate", what)
+    add_shared(parser, *MODEL_ARGUMENTS)
+    parser.add_argument("--prompts", **PROMPTS)
+    output = "write rows as JSON lines: prompt, responses, truncated, and scores if the rows have ground truths"
+    parser.add_argument("--output", metavar="FILE", help=output)
+    parser.add_argument("--n", type=int, default=1, help="answers to each prompt; %(default)s")
+    add_shared(parser, *SAMPLING_ARGUMENTS)
+    options = parser.parse_intermixed_args(arguments)
     check_output(options.output)
     model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     sampling = sampling_of(model, options)
@@ -63,8 +72,7 @@ def _prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], b
 
 async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> None:
     """Write a JSON line for each prompt, as soon as it and those before it are answered."""
-    scorer = _scorer(asker.model, prompts)
-    try:
+    with _scorer(asker.model, prompts) as scorer:
         async for answers in asker.answers(prompts, scorer):
             row: dict[str, Any] = {"prompt": answers.prompt.messages, "responses": answers.texts}
             row["truncated"] = [response.truncated for response in answers.responses]
@@ -74,38 +82,23 @@ async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> 
                 row["scores"] = answers.scores
             file.write(json_line(row))
             file.flush()
-    finally:
-        if scorer is not None:
-            scorer.stop()
 
 
-def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> Scorer | None:
-    """Start the run's reward function, if the rows have what it compares with."""
+def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> AbstractContextManager[Scorer | None]:
+    """Start the run's reward function for a block, if the rows have what it compares with."""
     config = model.config
     if config.reward_function == REWARD_MODEL_FUNCTION or all(prompt.ground_truth is None for prompt in prompts):
-        return None
+        return nullcontext()
     if model.unscored:
         show(f"without scores: {model.unscored}\n", sys.stderr)
-        return None
+        return nullcontext()
     if None in config.reward_paths:
         try:
             check_data_sources(prompt.data_source for prompt in prompts)
         except ConfigError as error:
             show(f"without scores: {error}\n", sys.stderr)
-            return None
-    return start_scorer(config)
-
-
-def _parser() -> argparse.ArgumentParser:
-    what = "Answer prompts with a trained model, asked as its run asked it. Without prompts: a chat."
-    parser = command_parser("generate", what)
-    add_shared(parser, *MODEL_ARGUMENTS)
-    parser.add_argument("--prompts", **PROMPTS)
-    output = "write rows as JSON lines: prompt, responses, truncated, and scores if the rows have ground truths"
-    parser.add_argument("--output", metavar="FILE", help=output)
-    parser.add_argument("--n", type=int, default=1, help="answers to each prompt; %(default)s")
-    add_shared(parser, *SAMPLING_ARGUMENTS)
-    return parser
+            return nullcontext()
+    return started_scorer(config)
 
 
 HELP = "an empty line ends the chat; /new begins another conversation; /take 2 goes on from the second answer"
@@ -155,13 +148,10 @@ def side_by_side(texts: Sequence[str], width: int) -> Iterator[str]:
     count = max(1, min(len(texts), width // (NARROWEST + 2)))
     column = width // count - 2
     for start in range(0, len(texts), count):
-        parts = [
-            [
-                f"[{start + i + 1}]",
-                *(line for part in text.splitlines() for line in textwrap.wrap(part, column) or [""]),
-            ]
-            for i, text in enumerate(texts[start : start + count])
-        ]
+        parts = []
+        for number, text in enumerate(texts[start : start + count], start + 1):
+            wrapped = (line for part in text.splitlines() for line in textwrap.wrap(part, column) or [""])
+            parts.append([f"[{number}]", *wrapped])
         for lines in zip_longest(*parts, fillvalue=""):
             yield "  ".join(line.ljust(column) for line in lines).rstrip()
 

@@ -80,11 +80,9 @@ def matches(text: str, config: AnyCommand, keys: dict[str, Key]) -> list[str]:
     ending = [key for key in common_first if key.endswith(f".{name}")]
     parts = {key: re.split(r"[._]", key.lower()) for key in keys}
     named = [key for key in common_first if all(any(p.startswith(word) for p in parts[key]) for word in words)]
-    suggestions = [*ending, *named] if words else []
-    suggestions = suggestions or nearest_keys(name, config.schema)
-    return list(dict.fromkeys(suggestions)) or [
-        key for key in common_first if text.lower() in keys[key].comment.lower()
-    ]
+    suggestions = ([*ending, *named] if words else []) or nearest_keys(name, config.schema)
+    in_comments = [key for key in common_first if text.lower() in keys[key].comment.lower()]
+    return list(dict.fromkeys(suggestions)) or in_comments
 
 
 def _entry(key: Key, config: AnyCommand) -> Iterator[str]:

@@ -7,7 +7,6 @@ run: without Ray, without rollout engines and on CPU.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,19 +53,26 @@ LR_TOLERANCE = 1e-6  # relative
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
 # Of the update's metrics those that follow from batch and weights.
-UPDATE_METRICS = (
-    "actor/loss",
-    "actor/pg_loss",
-    "actor/kl_loss",
-    "actor/entropy",
-    "actor/grad_norm",
-    "actor/pg_clipfrac",
-)
+_FOLLOW = ("loss", "pg_loss", "kl_loss", "entropy", "grad_norm", "pg_clipfrac")
+UPDATE_METRICS = tuple(f"actor/{name}" for name in _FOLLOW)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Replay a step; 1 if a number differs."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = command_parser(
+        "replay",
+        "Compute a recorded step again, on CPU: rewards, advantages and, where there is a checkpoint of "
+        "the step before, the update. Names the first number that differs (exit code 1). key=value says what the "
+        "run has not saved, or names code of it that you trust.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("step", metavar="STEP", type=int, help="a step of rollouts/")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="what the run has not saved (***)")
+    add_shared(parser, FLAG)
+    update = parser.add_mutually_exclusive_group()
+    update.add_argument("--update", action="store_true", help="an update that cannot be computed again is an error")
+    update.add_argument("--no-update", action="store_true", help="rewards and advantages alone")
+    options = parser.parse_intermixed_args(arguments)
     recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
     with reward_worker(recorded.plan) as worker:
         scores = rescore(recorded, worker)
@@ -155,16 +161,20 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> DataProto:
     if config.reward_model.enable and config.reward_model.process.enable:
         raise ConfigError("reward_model.process.enable=true: the scores of steps cannot be computed again")
     prompts = _prompts(recorded, worker)
-    given = data["episode_reward"].numpy() if "episode_reward" in data.columns() else None
+    missing, uids = np.full(len(data), np.nan, np.float32), data["uid"]
+    given = data["episode_reward"].numpy() if "episode_reward" in data.columns() else missing
     parts, labels = [], []
-    uids = data["uid"]
     starts = [0, *(i for i in range(1, len(uids)) if uids[i] != uids[i - 1])]
     for start, end in zip(starts, [*starts[1:], len(uids)], strict=True):
         group = data.slice(start, end)
-        rewards = np.full(end - start, np.nan, np.float32) if given is None else given[start:end]
         before = int(uids[start].removeprefix("step").partition("-")[0]) - 1
-        task = Task.of(prompts[uids[start]], model_scores=_model_scores(group), step=before)
-        label, _, scored = worker.score_group(group, task, rewards)
+        model_scores = {
+            name.removeprefix(EXTRA): column.numpy()
+            for name, column in group.batch.items()
+            if name.startswith(f"{EXTRA}rm_") and isinstance(column, torch.Tensor)
+        }
+        task = Task.of(prompts[uids[start]], model_scores=model_scores, step=before)
+        label, _, scored = worker.score_group(group, task, given[start:end])
         parts.append(scored)
         labels.append(label)
     names = dict.fromkeys(name for label in labels for name in label.small if name.startswith(EXTRA))
@@ -188,14 +198,6 @@ def _prompts(recorded: Recorded, worker: RewardWorker) -> dict[str, Prompt]:
             )
         by_uid[uid] = by_index[int(named[1])]
     return by_uid
-
-
-def _model_scores(group: DataProto) -> dict[str, np.ndarray]:
-    return {
-        name.removeprefix(EXTRA): column.numpy()
-        for name, column in group.batch.items()
-        if name.startswith(f"{EXTRA}rm_") and isinstance(column, torch.Tensor)
-    }
 
 
 def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> DataProto:
@@ -369,20 +371,3 @@ def first_difference(recorded: Mapping[str, Any], computed: Mapping[str, Any], t
 
 def _values(column: Any) -> torch.Tensor:
     return torch.as_tensor(column.values if isinstance(column, Ragged) else column, dtype=torch.float64).flatten()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "replay",
-        "Compute a recorded step again, on CPU: rewards, advantages and, where there is a checkpoint of "
-        "the step before, the update. Names the first number that differs (exit code 1). key=value says what the "
-        "run has not saved, or names code of it that you trust.",
-    )
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
-    parser.add_argument("step", metavar="STEP", type=int, help="a step of rollouts/")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="what the run has not saved (***)")
-    add_shared(parser, FLAG)
-    update = parser.add_mutually_exclusive_group()
-    update.add_argument("--update", action="store_true", help="an update that cannot be computed again is an error")
-    update.add_argument("--no-update", action="store_true", help="rewards and advantages alone")
-    return parser

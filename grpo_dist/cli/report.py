@@ -56,17 +56,11 @@ def _parser() -> argparse.ArgumentParser:
         "went, and the responses token by token.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, finished or going on")
-    parser.add_argument(
-        "--compare", metavar="OTHER", action="append", default=[], help="folder of another run, for curves and config"
-    )
+    other = "folder of another run, for curves and config"
+    parser.add_argument("--compare", metavar="OTHER", action="append", default=[], help=other)
     parser.add_argument("--output", metavar="FILE", help="to write; default: RUN_DIR/report.html")
-    parser.add_argument(
-        "--responses",
-        metavar="N",
-        type=int,
-        default=MOST_RESPONSES,
-        help="responses that the file may hold; of more, steps are left out evenly (default: %(default)s)",
-    )
+    most = "responses that the file may hold; of more, steps are left out evenly (default: %(default)s)"
+    parser.add_argument("--responses", metavar="N", type=int, default=MOST_RESPONSES, help=most)
     parser.add_argument("--serve", action="store_true", help="serve a page that follows the run, on loopback, instead")
     parser.add_argument("--port", type=int, default=0, help="with --serve; default: a free one")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import json
 import os
@@ -27,7 +28,21 @@ PORT = 8000
 def main(arguments: Sequence[str]) -> NoReturn:
     """Serve until SIGINT or SIGTERM, which ends the process."""
     own, more = split(arguments)
-    options = _parser().parse_intermixed_args(own)
+    parser = command_parser(
+        "serve",
+        "Serve a trained model over HTTP, by the protocols of OpenAI and Anthropic. Where a request says "
+        "nothing it gets the run's system prompt, template arguments and sampling.",
+        epilog="behind -- stand options of `vllm serve`: -- --enable-auto-tool-choice --tool-call-parser hermes",
+    )
+    add_shared(parser, *MODEL_ARGUMENTS)
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen at (%(default)s: this machine alone)")
+    parser.add_argument("--port", type=int, default=PORT, help="%(default)s; 0: a free one")
+    key = f"the token that requests must have; better in the environment, as {KEY_VARIABLE}"
+    parser.add_argument("--api-key", metavar="TOKEN", help=key)
+    add_shared(parser, "--max-model-len")
+    name = "name of the model in requests (%(default)s, as at the endpoint in training)"
+    parser.add_argument("--served-model-name", default=MODEL, help=name)
+    options = parser.parse_intermixed_args(own)
     token = options.api_key or os.environ.get(KEY_VARIABLE, "")
     check_host(options.host, token)
     listening = listen(options.host, options.port)
@@ -46,17 +61,14 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def check_host(host: str, token: str) -> None:
     """Check that other machines cannot ask without a token."""
-    if token or host == "localhost":
-        return
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:  # a name
-        pass
-    raise ConfigError(
-        f"--host {host}: other machines can reach the server there, and it would answer everybody; set {KEY_VARIABLE} "
-        f"in the environment, or --api-key, to a token, or leave --host at {LOOPBACK}"
-    )
+    is_own = host == "localhost"
+    with contextlib.suppress(ValueError):  # a name
+        is_own |= ipaddress.ip_address(host).is_loopback
+    if not (token or is_own):
+        raise ConfigError(
+            f"--host {host}: other machines can reach the server there, and it would answer everybody; set "
+            f"{KEY_VARIABLE} in the environment, or --api-key, to a token, or leave --host at {LOOPBACK}"
+        )
 
 
 async def _serve(
@@ -84,21 +96,3 @@ def ready(url: str, model: str, name: str, *, with_token: bool) -> str:
         f"ask it{where}:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} -d '{body}'\n"
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "serve",
-        "Serve a trained model over HTTP, by the protocols of OpenAI and Anthropic. Where a request says "
-        "nothing it gets the run's system prompt, template arguments and sampling.",
-        epilog="behind -- stand options of `vllm serve`: -- --enable-auto-tool-choice --tool-call-parser hermes",
-    )
-    add_shared(parser, *MODEL_ARGUMENTS)
-    parser.add_argument("--host", default=LOOPBACK, help="address to listen at (%(default)s: this machine alone)")
-    parser.add_argument("--port", type=int, default=PORT, help="%(default)s; 0: a free one")
-    key = f"the token that requests must have; better in the environment, as {KEY_VARIABLE}"
-    parser.add_argument("--api-key", metavar="TOKEN", help=key)
-    add_shared(parser, "--max-model-len")
-    name = "name of the model in requests (%(default)s, as at the endpoint in training)"
-    parser.add_argument("--served-model-name", default=MODEL, help=name)
-    return parser

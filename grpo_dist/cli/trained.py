@@ -129,9 +129,7 @@ def find_trained(
 def base_of(model: TrainedModel) -> TrainedModel:
     """The model that a run began with, to be asked as the run asked it."""
     if model.base is None:
-        raise ConfigError(
-            f"--base: {model.name} is not the model of a run that trains a policy; name its base model too"
-        )
+        raise ConfigError(f"--base: {model.name} is not of a run that trains a policy; name its base model too")
     base = replace(_model(model.base, ()), name=f"base {model.base}", usage=replace(model.usage, step=None))
     return replace(base, config=_with_model(model.config, base.folder), unscored=model.unscored)
 
@@ -218,9 +216,8 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
     usual = config.actor_rollout_ref.rollout.max_model_len or max(config.max_model_len, MOST_TOKENS)
     longest = max_model_len or (usual if known is None else min(usual, known[1]))
     if known is not None and longest > known[1]:
-        raise ConfigError(
-            f"--max-model-len {longest}: {known[0]} of the model's config.json is {known[1]}; ask for less"
-        )
+        limit = f"{known[0]} of the model's config.json is {known[1]}"
+        raise ConfigError(f"--max-model-len {longest}: {limit}; ask for less")
     settings = make_plan(config).engine(0)
     if problem := rollout_backend(settings.rollout.name).needs(settings.device):
         raise ConfigError(problem)
@@ -310,28 +307,24 @@ class Asker:
 
     async def answers(self, prompts: Sequence[Prompt], scorer: Scorer | None = None) -> AsyncIterator[Answers]:
         """The responses to all prompts, which are asked at once; in the order of the prompts."""
-        tokenized = self.token_ids(prompts)
+        tokenized, step = self.token_ids(prompts), self.model.usage.step or 0
+        most = self.model.config.trainer.total_training_steps
         tasks = [asyncio.create_task(self.answer(prompt.index, ids)) for prompt, ids in tokenized]
         try:
             for (prompt, _), task in zip(tokenized, tasks, strict=True):
                 responses = await task
                 texts = [self.text(response) for response in responses]
-                results = [] if scorer is None else await self._judge(scorer, prompt, texts, responses)
+                results: list[RewardResult | Failure] = []
+                if scorer is not None:  # which scores the responses to a prompt all together, as in a run
+                    samples = [
+                        sample_of(prompt, text, token_ids=response.token_ids, step=step, max_steps=most)
+                        for text, response in zip(texts, responses, strict=True)
+                    ]
+                    results = await asyncio.to_thread(scorer.score, samples)
                 yield Answers(prompt, texts, responses, results)
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _judge(
-        self, scorer: Scorer, prompt: Prompt, texts: Sequence[str], responses: Sequence[Response]
-    ) -> list[RewardResult | Failure]:
-        """Have the responses to a prompt scored all together, as in a run."""
-        step, most = self.model.usage.step or 0, self.model.config.trainer.total_training_steps
-        samples = [
-            sample_of(prompt, text, token_ids=response.token_ids, step=step, max_steps=most)
-            for text, response in zip(texts, responses, strict=True)
-        ]
-        return await asyncio.to_thread(scorer.score, samples)
 
     async def chat(self, messages: list[dict[str, str]]) -> list[str]:
         """The texts of the answers to a conversation."""
@@ -345,10 +338,7 @@ class Asker:
 
 @asynccontextmanager
 async def asking(
-    model: TrainedModel,
-    sampling: SamplingSettings,
-    max_model_len: int | None = None,
-    limits: DataConfig | None = None,
+    model: TrainedModel, sampling: SamplingSettings, max_model_len: int | None = None, limits: DataConfig | None = None
 ) -> AsyncIterator[Asker]:
     """A started engine, stopped at the end of the block; see `engine_for`, and `Asker` for `limits`."""
     settings = engine_for(model, max_model_len)

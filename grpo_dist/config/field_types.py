@@ -146,24 +146,19 @@ def _alias(names: Mapping[str, str]) -> BeforeValidator:
 
     def canonical(value: Any) -> Any:
         name = names.get(value, value) if isinstance(value, str) else value
-        if name == NOT_FOR_TRAINING:
-            raise ValueError(
-                "float16 overflows without loss scaling, which is not implemented; use bfloat16 or float32"
-            )
+        if name == "fp16":
+            raise ValueError("float16 overflows without loss scaling, which there is not; use bfloat16 or float32")
         return name
 
     return BeforeValidator(canonical)
 
 
-NOT_FOR_TRAINING = "fp16"
 _TRAIN_NAMES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
 _ENGINE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
 
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
-Temperature = Annotated[Float, Field(ge=0, le=2)]  # vLLM accepts no more than 2
-PositiveTemperature = Annotated[Float, Field(gt=0, le=2)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 DecayRate = Annotated[Float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[Float, Field(gt=0, le=1)]
@@ -202,21 +197,9 @@ def _dry_run(value: Any) -> Any:
 DryRun = Annotated[bool | Literal["config"], BeforeValidator(_dry_run)]
 TrainDtype = Literal["fp32", "bf16"]
 RolloutDtype = Literal["float32", "bfloat16", "float16"]
-TimedStage = Literal[
-    "generate",
-    "ref_log_prob",
-    "old_log_prob",
-    "values",
-    "reward_model",
-    "update",
-    "update_critic",
-    "update_reward_model",
-    "sync_weights",
-    "save_checkpoint",
-    "load_checkpoint",
-    "export_hf_model",
-    "profile",
-]
+_Computes = Literal["generate", "ref_log_prob", "old_log_prob", "values", "reward_model"]
+_Changes = Literal["update", "update_critic", "update_reward_model", "sync_weights"]
+TimedStage = Literal[_Computes, _Changes, "save_checkpoint", "load_checkpoint", "export_hf_model", "profile"]
 TrainDtypeName = Annotated[TrainDtype, _alias(_TRAIN_NAMES)]
 HeadDtypeName = Annotated[Literal["fp32"], _alias(_TRAIN_NAMES)]
 EIGHT_BIT, NEEDS_TORCHAO = "AdamW8bit", "needs torchao: pip install 'torchao>=0.18,<0.19' (the extra torchao)"

@@ -110,11 +110,6 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
     return [known for score, known in ranked[:_MOST_HINTS] if score and score >= best - _TIE]
 
 
-def unknown_key(key: str, schema: type[JobConfig] = RunConfig) -> str:
-    """Return the error message for a key that the schema does not have."""
-    return f"{key}: no such key; {what_to_write(key, schema)}"
-
-
 def what_to_write(key: str, schema: type[JobConfig] = RunConfig) -> str:
     """Return the advice of a message in the place of an unknown key."""
     last = key.rpartition(".")[2]
@@ -164,37 +159,25 @@ FLAGS: dict[str, str] = _TABLE["flags"]
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """What other libraries call by a name that is none here.
-
-    Attributes:
-        write: what to write here, KEY or KEY=VALUE, of which the first is meant that the command has.
-    """
-
-    write: Sequence[str] = ()
-    why: str = ""
-
-
-ELSEWHERE = {name: Elsewhere(**entry) for name, entry in _TABLE["elsewhere"].items()}
-
-
-@dataclass(frozen=True)
 class ForeignKey:
-    """A key of verl, or of an earlier version, that grpo_dist does not have.
+    """A key of verl, of another library or of an earlier version, that grpo_dist does not have.
 
     Attributes:
         why: why the key has no effect; if it is refused, what to use instead.
         only: the values that are accepted and ignored; any other value is an error. (): every value is accepted.
         same_as: the key here whose value alone is accepted and ignored; "": none.
         refused: whether setting the key is an error.
+        write: what to write here, KEY or KEY=VALUE, of which the first is meant that the command has.
     """
 
-    why: str
+    why: str = ""
     only: Sequence[str] = ()
     same_as: str = ""
     refused: bool = False
+    write: Sequence[str] = ()
 
 
+ELSEWHERE = {name: ForeignKey(**entry) for name, entry in _TABLE["elsewhere"].items()}
 FOREIGN_KEYS = {
     **{key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()},
     **{
@@ -339,7 +322,7 @@ def path_of(location: tuple[int | str, ...], schema: type[JobConfig]) -> tuple[s
 def _problem(finding: dict[str, Any], schema: type[JobConfig]) -> Problem:
     key = ".".join(path_of(finding["loc"], schema))
     if finding["type"] == "extra_forbidden":
-        return Problem(unknown_key(key, schema), (key, *nearest_keys(key, schema)))
+        return Problem(f"{key}: no such key; {what_to_write(key, schema)}", (key, *nearest_keys(key, schema)))
     if finding["loc"][-1] == "[key]":  # the name of an entry in a mapping
         return Problem(f"{key}: {_reason(finding)}", (key,))
     return Problem(f"{key}={shown(finding['input'])}: {_reason(finding)}", (key,))

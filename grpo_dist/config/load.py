@@ -28,30 +28,10 @@ from pydantic import ValidationError
 
 from grpo_dist.assets import BUILTIN, expanded, is_folder
 from grpo_dist.assets.model_folder import read_adapter_folder
+from grpo_dist.config import keys
 from grpo_dist.config.command import AnyCommand, Command, Config
 from grpo_dist.config.environment import Place, find_references, from_environment, recorded
-from grpo_dist.config.keys import (
-    FLAGS,
-    RENAMED,
-    UNSET_BY_NULL,
-    VALUES,
-    ForeignKey,
-    Problem,
-    are_same,
-    config_error,
-    flatten,
-    foreign_key,
-    is_free_form,
-    leaf_keys,
-    nearest_keys,
-    path_of,
-    schema_problems,
-    section_keys,
-    shown,
-    unknown_key,
-    verl_defaults,
-    what_to_write,
-)
+from grpo_dist.config.keys import ForeignKey, Problem, config_error, flatten, is_free_form, leaf_keys, shown
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_roles import ADAPTER_KEY, LORA_RANK
 from grpo_dist.errors import DataError, did_you_mean
@@ -134,7 +114,7 @@ def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
     try:
         return command.schema.model_validate(from_environment(with_later_keys(values, command)))
     except ValidationError as error:
-        raise config_error(schema_problems(error, command.schema)) from None
+        raise config_error(keys.schema_problems(error, command.schema)) from None
 
 
 def with_overrides(
@@ -238,13 +218,6 @@ def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:
                 yield key, name
 
 
-def _copied_keys(command: AnyCommand, line: CommandLine) -> dict[str, str]:
-    """The keys whose value is that of another key, by the YAML files, with that key; not those that are set."""
-    raw = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=False)
-    copied = {key: match[1] for key, value in flatten(raw) if (match := _COPY.fullmatch(str(value)))}
-    return {key: source for key, source in copied.items() if key not in line.values}
-
-
 def _missing_keys(raw: Any) -> Iterator[str]:
     return (key for key, value in flatten(raw) if value == MISSING)
 
@@ -277,30 +250,27 @@ def _validate(raw: dict[str, Any], line: CommandLine, command: Command[Config]) 
     try:
         return command.schema.model_validate(raw)
     except ValidationError as error:
-        wrong_values = schema_problems(error, command.schema)
-        paths = {path_of(finding["loc"], command.schema) for finding in error.errors(include_url=False)}
+        wrong_values = keys.schema_problems(error, command.schema)
+        paths = {keys.path_of(finding["loc"], command.schema) for finding in error.errors(include_url=False)}
     # An interpolation that cannot be resolved has been reported, and its text is in the place of its value.
     wrong = {key for problem in wrong_values for key in problem.keys}
-    copied = _copied_keys(command, line)
+    written = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=False)
+    texts = {key: str(value) for key, value in flatten(written) if key not in line.values}
+    copied = {key: match[1] for key, text in texts.items() if (match := _COPY.fullmatch(text))}
     once = [problem for problem in wrong_values if not any(copied.get(key) in wrong for key in problem.keys)]
     line.problems += [problem for problem in once if "${" not in problem.text]
     defaults = default_values(command)
-    for path in paths:
-        _restore_default(raw, defaults, path)
+    for *sections, name in paths:
+        section: Any = functools.reduce(operator.getitem, sections, raw)
+        usual: Any = functools.reduce(lambda found, part: found.get(part, {}), sections, defaults)
+        if name in usual:
+            section[name] = usual[name]
+        else:
+            section.pop(name, None)
     try:
         return command.schema.model_validate(raw)
     except ValidationError:
         return None
-
-
-def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:
-    *sections, name = path
-    for section in sections:
-        raw, defaults = raw[section], defaults.get(section, {})
-    if name in defaults:
-        raw[name] = defaults[name]
-    else:
-        raw.pop(name, None)
 
 
 # --- what else a config takes from its surroundings ------------------------------------------------------------------
@@ -335,13 +305,11 @@ def _take_adapter(raw: dict[str, Any], section: str, line: CommandLine) -> None:
     for name, own, value in ((LORA_RANK, "r", adapter.rank), ("lora_alpha", "lora_alpha", adapter.alpha)):
         given = f"{section}.{name}"
         if given in line.values and model[name] not in (0, value):
-            line.problems.append(
-                Problem(
-                    f"{given}={shown(model[name])}, {setting}: the adapter has {own}={value:g}, and training goes on "
-                    f"with that; leave {name} out",
-                    (given, key),
-                )
+            why = (
+                f"{given}={shown(model[name])}, {setting}: the adapter has {own}={value:g}, and training goes on "
+                f"with that; leave {name} out"
             )
+            line.problems.append(Problem(why, (given, key)))
     for given in (f"{section}.{name}" for name in ("target_modules", "exclude_modules")):
         if given in line.values:
             line.notes.append(f"{given} has no effect: the layers with factors are those of {setting}")
@@ -370,11 +338,10 @@ def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCo
             override = parser.parse_override(text)
         except UnicodeEncodeError:
             line.problems.append(Problem(f"{text}: not UTF-8", (text.lstrip("+").partition("=")[0],)))
-            continue
         except HydraException as error:
             line.problems.append(_unreadable(_shown(text), error, command.schema))
-            continue
-        _add(line, override, _shown(text).lstrip("+"), command)
+        else:
+            _add(line, override, _shown(text).lstrip("+"), command)
     for key, foreign in line.foreign.items():
         _judge_foreign(line, key, *foreign)
     _choose_groups(line, command)
@@ -390,12 +357,12 @@ def _shown(text: str) -> str:
 def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) -> None:
     schema: type[JobConfig] = command.schema
     name = key = override.key_or_group
-    if command.takes_verls_keys and key in RENAMED and not override.is_sweep_override():
-        line.notes.append(f"{key} is called {RENAMED[key]} in grpo_dist")
-        key = RENAMED[key]
+    if command.takes_verls_keys and key in keys.RENAMED and not override.is_sweep_override():
+        line.notes.append(f"{key} is called {keys.RENAMED[key]} in grpo_dist")
+        key = keys.RENAMED[key]
         text = f"{key}={text.partition('=')[2]}"
     known = not command.takes_verls_keys or key in leaf_keys(schema) or override.is_delete()
-    foreign = None if known else foreign_key(key)
+    foreign = None if known else keys.foreign_key(key)
     if foreign is not None:
         line.foreign[key] = foreign, override.value(), text
         return
@@ -410,15 +377,14 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
         problem = Problem(f"{text}: a sweep is not supported; a list is written {text.replace('=', '=[', 1)}]", (key,))
     elif options is not None and not isinstance(override.value(), dict):
         problem = _take_option(line, key, str(override.value()), options, command)
-    elif key in section_keys(schema) and not isinstance(override.value(), dict):
+    elif key in keys.section_keys(schema) and not isinstance(override.value(), dict):
         below = [known for known in leaf_keys(schema) if known.startswith(f"{key}.")]
         names = dict.fromkeys(known.removeprefix(f"{key}.").partition(".")[0] for known in below)
         problem = Problem(f"{text}: {key} is a section; its keys are {', '.join(names)}", (key, *below))
-    elif key not in leaf_keys(schema) and key not in section_keys(schema) and not is_free_form(key, schema):
-        problem = Problem(
-            unknown_key(key, schema) if key else f"{text}: the key is missing; write key=value",
-            (key, *nearest_keys(key, schema)),
-        )
+    elif key not in leaf_keys(schema) and key not in keys.section_keys(schema) and not is_free_form(key, schema):
+        why = f"{key}: no such key; {keys.what_to_write(key, schema)}"
+        missing = f"{text}: the key is missing; write key=value"
+        problem = Problem(why if key else missing, (key, *keys.nearest_keys(key, schema)))
     else:
         problem = _set(line, name, key, override.value(), command)
     if problem is not None:
@@ -428,12 +394,12 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
 def _set(line: CommandLine, name: str, key: str, value: Any, command: AnyCommand) -> Problem | None:
     """Set a key of the config, which the line calls `name`. Two names of it with two values are refused."""
     before = line.names.get(key, name)
-    if command.takes_verls_keys and value is None and name in UNSET_BY_NULL:
+    if command.takes_verls_keys and value is None and name in keys.UNSET_BY_NULL:
         line.notes.append(f"no effect here: {name}=null: as without it")
         if before == name:
             line.values.pop(key, None)
         return None
-    if command.takes_verls_keys and key in VALUES:
+    if command.takes_verls_keys and key in keys.VALUES:
         value = _named_here(line, key, value)
     if before != name and line.values.get(key, value) != value:
         both = f"{before}={shown(line.values[key])}, {name}={shown(value)}"
@@ -446,7 +412,7 @@ def _set(line: CommandLine, name: str, key: str, value: Any, command: AnyCommand
 def _named_here(line: CommandLine, key: str, value: Any) -> Any:
     """A value of verl by its name here. In a list, what has none is left out beside others."""
     items = value if isinstance(value, list) else [value]
-    here = [VALUES[key].get(item, item) if isinstance(item, str) else item for item in items]
+    here = [keys.VALUES[key].get(item, item) if isinstance(item, str) else item for item in items]
     kept = [item for number, item in enumerate(here) if item is not None and item not in here[:number]]
     if here == items or not kept:
         return value
@@ -458,9 +424,12 @@ def _named_here(line: CommandLine, key: str, value: Any) -> Any:
 def _take_option(line: CommandLine, group: str, option: str, options: list[str], command: AnyCommand) -> Problem | None:
     """Choose an option of a group. The last of two counts; recipes are refused, since two look like a sum of both."""
     if option not in options:
-        own = next((known for known, (chosen, _) in command.chosen.items() if chosen == group), "")
         schema: type[JobConfig] = command.schema
-        return Problem(_no_such_option(group, option, options, own), leaf_keys(schema))
+        hint = did_you_mean(option, options, f"{group}={{}}")
+        own = [known for known, (chosen, _) in command.chosen.items() if chosen == group]
+        if own and not hint:
+            hint = f"; for one of your own write {own[0]}={option}"
+        return Problem(f"{group}={option}: no such option; there are {', '.join(options)}{hint}", leaf_keys(schema))
     before = line.groups.get(group, option)
     line.groups[group] = option
     if before != option and group == RECIPE:
@@ -472,10 +441,10 @@ def _take_option(line: CommandLine, group: str, option: str, options: list[str],
 
 
 def _judge_foreign(line: CommandLine, key: str, foreign: ForeignKey, value: Any, text: str) -> None:
-    default = verl_defaults().get(key, ...)
+    default = keys.verl_defaults().get(key, ...)
     only = (shown(line.values.get(foreign.same_as, default)),) if foreign.same_as else foreign.only
     taken = (*only, ... if foreign.same_as else default)
-    if not (only or foreign.refused) or any(are_same(value, each) for each in taken):
+    if not (only or foreign.refused) or any(keys.are_same(value, each) for each in taken):
         line.notes.append(f"no effect here: {text}: {'as without it' if foreign.refused else foreign.why}")
     elif foreign.refused:
         line.problems.append(Problem(f"{text}: not supported: {foreign.why}", (key,)))
@@ -494,26 +463,17 @@ def _choose_groups(line: CommandLine, command: AnyCommand) -> None:
 
 def _unreadable(text: str, error: HydraException, schema: type[JobConfig]) -> Problem:
     key, equals, _ = text.lstrip("+").partition("=")
-    if key in FLAGS:
-        return Problem(f"{text}: {FLAGS[key]}; the keys are the same", (key,))
+    if key in keys.FLAGS:
+        return Problem(f"{text}: {keys.FLAGS[key]}; the keys are the same", (key,))
     if key.startswith("-"):
         name = key.lstrip("-").replace("-", "_")
         value = text.partition("=")[2] or "VALUE"
-        advice = f"write {name}={value}" if name in leaf_keys(schema) else what_to_write(name, schema)
+        advice = f"write {name}={value}" if name in leaf_keys(schema) else keys.what_to_write(name, schema)
         flags = "the only flags are --help, --quiet and --full, and a key is written key=value"
         return Problem(f"{text}: {flags}; {advice}", (key,))
     if not equals:
         return Problem(f"{text or repr(text)}: not an override; write key=value", (key,))
-    unclosed = [
-        f"a {opened} is not closed" for opened, end in ("[]", "{}", "()") if text.count(opened) > text.count(end)
-    ]
-    reason = ", ".join(unclosed) or str(error).splitlines()[0]
+    unclosed = [opened for opened, end in ("[]", "{}", "()") if text.count(opened) > text.count(end)]
+    reason = ", ".join(f"a {opened} is not closed" for opened in unclosed) or str(error).splitlines()[0]
     advice = f"""quote values with = , : [ ] {{ }} like this: "{key}='...'\""""
     return Problem(f"{text}: cannot be read ({reason}); {advice}", (key,))
-
-
-def _no_such_option(group: str, option: str, options: list[str], own: str) -> str:
-    hint = did_you_mean(option, options, f"{group}={{}}")
-    if own and not hint:
-        hint = f"; for one of your own write {own}={option}"
-    return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"

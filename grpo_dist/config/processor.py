@@ -21,10 +21,9 @@ CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 @cache
 def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
     """The instruction sets of the CPU, by Linux' names; none where they are not known."""
-    try:
+    flags = None
+    with contextlib.suppress(OSError):
         flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE)
-    except OSError:
-        return frozenset()
     return frozenset() if flags is None else frozenset(flags[1].split())
 
 

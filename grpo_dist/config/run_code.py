@@ -16,18 +16,14 @@ FLAG = "--trust-run-code"
 
 TRUST_KEY = "actor_rollout_ref.model.trust_remote_code"
 _ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
+_LOSSES = tuple(f"actor_rollout_ref.actor.{name}" for name in ("kl_loss_type", "policy_loss.loss_mode"))
 _REWARD = "custom_reward_function"
 # What each part of a command takes of the config that may be code.
 MODEL, SUPERVISED_MODEL = (TRUST_KEY,), ("model.trust_remote_code",)
 ENGINE = (TRUST_KEY, "actor_rollout_ref.rollout.name", _ENGINE_KWARGS)
 REWARD = (f"{_REWARD}.path", f"{_REWARD}.reward_kwargs")
-UPDATE = (
-    "algorithm.adv_estimator",
-    "algorithm.kl_penalty",
-    "actor_rollout_ref.actor.kl_loss_type",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
-)
-_BUILT_IN = re.compile(r"grpo_dist\.(rewards|tasks)(\.\w+)+")
+UPDATE = ("algorithm.adv_estimator", "algorithm.kl_penalty", *_LOSSES)
+_BUILT_IN = re.compile(r"grpo_dist\.(rewards|tasks)(\.\w+)+(?<!\.py)(?<!\.pkl)")
 
 
 def code_of_run(config: Any, keys: Sequence[str], given: Any = None) -> list[str]:
@@ -93,10 +89,6 @@ def _named(value: Any, name: str = "path") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _named(part, name)
-    elif isinstance(value, str) and (name == "url" or (name == "path" and not _is_built_in(value))):
-        yield value
-
-
-def _is_built_in(path: str) -> bool:
-    source = parse_code(path).source
-    return _BUILT_IN.fullmatch(source) is not None and not source.endswith((".py", ".pkl"))
+    elif isinstance(value, str):
+        if name == "url" or (name == "path" and not _BUILT_IN.fullmatch(parse_code(value).source)):
+            yield value

@@ -15,42 +15,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, model_validator
 
 from grpo_dist.assets import POLICY_KEY
-from grpo_dist.config.field_types import (
-    Count,
-    Distinct,
-    Float,
-    Functions,
-    Names,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Pair,
-    PositiveFloat,
-    PositiveShare,
-    Processes,
-    Resume,
-    Section,
-    Share,
-    Text,
-    TimedStage,
-    as_tuple,
-    builtin_or_custom,
-)
+from grpo_dist.config import field_types
+from grpo_dist.config.field_types import Count, NonNegativeInt, PositiveFloat, Processes, Resume, Section, Share, Text
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_roles import ULYSSES, ActorRolloutRefConfig, Colocation, CriticConfig, RewardModelConfig
-from grpo_dist.plugins.names import (
-    ADV_ESTIMATORS,
-    OLD_POLICY_ADV_ESTIMATORS,
-    OPTIONAL_FUNCTION,
-    REWARD_MODEL_FUNCTION,
-    SAMPLED_KL_TYPES,
-    SCORELESS_ADV_ESTIMATORS,
-    TOKEN_SELECTING_LOSSES,
-    WEIGHTED_FUNCTION,
-    CodeName,
-    absolute,
-    parse_code,
-)
+from grpo_dist.plugins import names
+from grpo_dist.plugins.names import REWARD_MODEL_FUNCTION, WEIGHTED_FUNCTION, CodeName, absolute, parse_code
 
 
 class SamplerConfig(Section):
@@ -70,8 +41,8 @@ class CurriculumConfig(Section):
 
     enable: Annotated[bool, Resume.OTHER_ORDER]
     exploration: Share
-    decay: PositiveShare
-    max_pass_rate: PositiveShare | None
+    decay: field_types.PositiveShare
+    max_pass_rate: field_types.PositiveShare | None
 
 
 class DataConfig(JobDataConfig):
@@ -97,9 +68,9 @@ class DataConfig(JobDataConfig):
 class CustomRewardFunctionConfig(Section):
     """`custom_reward_function`: your own scorer."""
 
-    path: Annotated[Text | Functions | None, BeforeValidator(as_tuple)]
+    path: Annotated[Text | field_types.Functions | None, BeforeValidator(field_types.as_tuple)]
     name: Text
-    weights: Annotated[tuple[Float, ...] | None, BeforeValidator(as_tuple)]
+    weights: Annotated[tuple[field_types.Float, ...] | None, BeforeValidator(field_types.as_tuple)]
     reward_kwargs: dict[str, Any]
 
     @property
@@ -130,7 +101,7 @@ class OverlongBufferConfig(Section):
 
     enable: bool
     len: Count | None
-    penalty_factor: NonNegativeFloat
+    penalty_factor: field_types.NonNegativeFloat
 
 
 class RewardConfig(Section):
@@ -138,7 +109,7 @@ class RewardConfig(Section):
 
     num_workers: Annotated[Processes, Resume.FREE]
     timeout_s: Annotated[PositiveFloat, Resume.FREE]
-    failure_score: Float | None
+    failure_score: field_types.Float | None
     max_failure_rate: Annotated[Share, Resume.FREE]
     overlong_buffer: OverlongBufferConfig
     step_separator: Text
@@ -148,7 +119,7 @@ class KLCtrlConfig(Section):
     """`algorithm.kl_ctrl`: the coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"]
-    kl_coef: NonNegativeFloat
+    kl_coef: field_types.NonNegativeFloat
     target_kl: PositiveFloat
     horizon: PositiveFloat
 
@@ -182,7 +153,7 @@ class SelfDistillationConfig(Section):
     """`algorithm.self_distillation`: what the reference is shown before the responses it teaches on."""
 
     enable: bool
-    success_threshold: Float | None
+    success_threshold: field_types.Float | None
     success_template: Text
     feedback_name: Text | None
     feedback_template: Text
@@ -192,19 +163,19 @@ class SelfDistillationConfig(Section):
 class AlgorithmConfig(Section):
     """`algorithm`: how rewards become advantages."""
 
-    adv_estimator: Annotated[str, builtin_or_custom(ADV_ESTIMATORS)]
+    adv_estimator: Annotated[str, field_types.builtin_or_custom(names.ADV_ESTIMATORS)]
     norm_adv_by_std_in_grpo: bool
     gamma: Share
     lam: Share
     f_norm: PositiveFloat
-    zvp_alpha: NonNegativeFloat
-    step_advantage_w: NonNegativeFloat
+    zvp_alpha: field_types.NonNegativeFloat
+    step_advantage_w: field_types.NonNegativeFloat
     rae_decay: Share
     a2po_beta: PositiveFloat
-    gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
-    gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
+    gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], field_types.Names] | None, field_types.Distinct]
+    gdpo_reward_weights: Annotated[tuple[field_types.Float, ...], field_types.Pair] | None
     use_kl_in_reward: bool
-    kl_penalty: Annotated[str, builtin_or_custom(SAMPLED_KL_TYPES)]
+    kl_penalty: Annotated[str, field_types.builtin_or_custom(names.SAMPLED_KL_TYPES)]
     kl_ctrl: KLCtrlConfig
     rollout_correction: RolloutCorrectionConfig
     filter_groups: FilterGroupsConfig
@@ -225,8 +196,8 @@ class TrainerConfig(JobTrainerConfig):
     log_rollouts: Annotated[bool, Resume.FREE]
     log_rollouts_max_gib: Annotated[PositiveFloat | None, Resume.FREE]
     log_val_generations: Annotated[NonNegativeInt, Resume.FREE]
-    profile_steps: Annotated[Annotated[tuple[Count, ...], Pair] | None, Distinct, Resume.FREE]
-    stage_timeout_s: Annotated[dict[TimedStage, PositiveFloat | None], Resume.FREE]
+    profile_steps: Annotated[Annotated[tuple[Count, ...], field_types.Pair] | None, field_types.Distinct, Resume.FREE]
+    stage_timeout_s: Annotated[dict[field_types.TimedStage, PositiveFloat | None], Resume.FREE]
     health: Annotated[HealthConfig, Resume.FREE]
 
     @property
@@ -333,15 +304,14 @@ class RunConfig(JobConfig):
     @property
     def trains_on_scores(self) -> bool:
         """Tell if scores are a part of what trains the policy; else they are only recorded."""
-        return self.algorithm.adv_estimator not in SCORELESS_ADV_ESTIMATORS
+        return self.algorithm.adv_estimator not in names.SCORELESS_ADV_ESTIMATORS
 
     @property
     def reward_function(self) -> str | None:
         """Path of the reward function; null: the reward model, or the built-in scorers, optional if no score trains."""
-        shows_successes = (
-            self.algorithm.self_distillation.enable and self.algorithm.self_distillation.success_threshold is not None
-        )
-        built_in = None if self.trains_on_scores or shows_successes else OPTIONAL_FUNCTION
+        teaching = self.algorithm.self_distillation
+        shows_successes = teaching.enable and teaching.success_threshold is not None
+        built_in = None if self.trains_on_scores or shows_successes else names.OPTIONAL_FUNCTION
         path = self.custom_reward_function.path
         if isinstance(path, tuple):
             return WEIGHTED_FUNCTION
@@ -397,19 +367,16 @@ class RunConfig(JobConfig):
             or correction.rollout_rs is not None
             or correction.m2_threshold is not None
             or len(self.old_policy_columns) > 1
-            or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
+            or actor.policy_loss.loss_mode in names.TOKEN_SELECTING_LOSSES
         )
         return "update" if one_step and not asked_earlier else "actor"
 
     @property
     def old_policy_columns(self) -> tuple[str, ...]:
         """Return what is computed of the policy before the update, where that is: log-probs, and what is asked for."""
-        asked = {
-            name for estimator, name in OLD_POLICY_ADV_ESTIMATORS.items() if estimator == self.algorithm.adv_estimator
-        }
-        if self.actor_rollout_ref.actor.top_entropy_quantile < 1:
-            asked.add("old_entropies")
-        return ("old_log_probs", *sorted(asked))
+        asked = {names.OLD_POLICY_ADV_ESTIMATORS.get(self.algorithm.adv_estimator)}
+        asked |= {"old_entropies"} if self.actor_rollout_ref.actor.top_entropy_quantile < 1 else set()
+        return ("old_log_probs", *sorted(filter(None, asked)))
 
     @property
     def on_policy(self) -> bool:

@@ -180,11 +180,8 @@ def _section(name: str) -> tuple[type[HealthRuleConfig], HealthRuleConfig]:
     return section, section()
 
 
-_SECTIONS: dict[str, Any] = {
-    "repeat_every": (Count, ...),
-    "solved": (PositiveShare, ...),
-    **{name: _section(name) for name in RULES},
-}
+_OF_ALL: dict[str, Any] = {"repeat_every": (Count, ...), "solved": (PositiveShare, ...)}
+_SECTIONS = _OF_ALL | {name: _section(name) for name in RULES}
 
 
 class HealthConfig(create_model("Sections", __base__=Section, **_SECTIONS)):  # type: ignore[misc]
@@ -271,13 +268,9 @@ class HealthMonitor:
             cause, advice = rule.hopeless
         count = self._in_a_row[name]
         since = f", for {count} steps" if count > 1 else ""
-        lines = [
-            f"health/{name} at step {step}{since}: {rule.seen.format_map(numbers)}",
-            f"likely: {cause}",
-            f"try: {advice.format_map(numbers)}",
-            f"(trainer.health.{name})",
-        ]
-        return "\n  ".join(lines)
+        seen, tried = rule.seen.format_map(numbers), advice.format_map(numbers)
+        found = f"health/{name} at step {step}{since}: {seen}"
+        return "\n  ".join([found, f"likely: {cause}", f"try: {tried}", f"(trainer.health.{name})"])
 
     def _add(self, metrics: Metrics) -> None:
         """Add a step to the windows. Non-finite metrics are ignored."""

@@ -13,50 +13,20 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import PrivateAttr
 
 from grpo_dist.assets import BUILTIN, TRAINED_MODEL_KEY
-from grpo_dist.config.field_types import (
-    Count,
-    CountOrMinusOne,
-    DryRun,
-    Files,
-    Float,
-    Folder,
-    FolderName,
-    GpusPerMachine,
-    Machines,
-    Mark,
-    Names,
-    NonNegativeFloat,
-    NonNegativeInt,
-    OptionalFiles,
-    PositiveFloat,
-    Processes,
-    Resume,
-    Section,
-    Text,
-    TrainDtype,
-    TrainDtypeName,
-    builtin_or_custom,
-)
+from grpo_dist.config import field_types, schema_roles
+from grpo_dist.config.field_types import Count, Mark, Names, NonNegativeInt, PositiveFloat, Resume, Section, Text
 from grpo_dist.config.processor import has_bf16
-from grpo_dist.config.schema_roles import (
-    CheckpointConfig,
-    Device,
-    FSDPConfig,
-    LoraSection,
-    OptimConfig,
-    RecomputedConfig,
-)
 from grpo_dist.plugins.names import LOGGERS
 
 
 class JobDataConfig(Section):
     """`data`: the rows."""
 
-    train_files: Annotated[Files, Resume.FREE]
-    val_files: Annotated[OptionalFiles, Resume.FREE]
+    train_files: Annotated[field_types.Files, Resume.FREE]
+    val_files: Annotated[field_types.OptionalFiles, Resume.FREE]
     train_batch_size: Count
-    train_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
-    val_max_samples: Annotated[CountOrMinusOne, Resume.FREE]
+    train_max_samples: Annotated[field_types.CountOrMinusOne, Resume.FREE]
+    val_max_samples: Annotated[field_types.CountOrMinusOne, Resume.FREE]
     shuffle: Annotated[bool, Resume.OTHER_ORDER]
     seed: Annotated[NonNegativeInt | None, Mark("refused", "the order of the rows depends on it")]
 
@@ -65,7 +35,7 @@ class StopAtConfig(Section):
     """`trainer.stop_at`: a value of a validation metric that ends the run."""
 
     metric: Text
-    value: Float
+    value: field_types.Float
 
 
 class JobTrainerConfig(Section):
@@ -74,30 +44,30 @@ class JobTrainerConfig(Section):
     total_epochs: Annotated[Count, Resume.LENGTH]
     total_training_steps: Annotated[Count | None, Resume.LENGTH]
     seed: Annotated[NonNegativeInt, Mark("refused", "what is drawn, and the order of the rows, depend on the seed")]
-    project_name: Annotated[FolderName, Resume.FREE]
-    experiment_name: Annotated[FolderName, Resume.FREE]
-    logger: Annotated[tuple[Annotated[str, builtin_or_custom(LOGGERS)], ...], Names, Resume.FREE]
+    project_name: Annotated[field_types.FolderName, Resume.FREE]
+    experiment_name: Annotated[field_types.FolderName, Resume.FREE]
+    logger: Annotated[tuple[Annotated[str, field_types.builtin_or_custom(LOGGERS)], ...], Names, Resume.FREE]
     console: Annotated[bool, Resume.FREE]
-    default_local_dir: Annotated[Folder, Resume.FREE]
-    test_freq: Annotated[CountOrMinusOne, Resume.FREE]
+    default_local_dir: Annotated[field_types.Folder, Resume.FREE]
+    test_freq: Annotated[field_types.CountOrMinusOne, Resume.FREE]
     val_before_train: Annotated[bool, Resume.FREE]
     val_only: Annotated[bool, Resume.FREE]
-    save_freq: Annotated[CountOrMinusOne, Resume.FREE]
+    save_freq: Annotated[field_types.CountOrMinusOne, Resume.FREE]
     save_interval_minutes: Annotated[PositiveFloat | None, Resume.FREE]
     max_actor_ckpt_to_keep: Annotated[Count | None, Resume.FREE]
     keep_best_metric: Annotated[Text | None, Resume.FREE]
     stop_at: Annotated[StopAtConfig | None, Resume.FREE]
     resume_mode: Annotated[Literal["auto", "disable", "resume_path", "force"], Resume.FREE]
-    resume_from_path: Annotated[Folder | None, Resume.FREE]
+    resume_from_path: Annotated[field_types.Folder | None, Resume.FREE]
     max_actor_restarts: Annotated[NonNegativeInt, Resume.FREE]
-    node_wait_minutes: Annotated[NonNegativeFloat, Resume.FREE]
+    node_wait_minutes: Annotated[field_types.NonNegativeFloat, Resume.FREE]
     halve_on_out_of_memory: Annotated[bool, Resume.FREE]
     export_hf_model: Annotated[bool, Resume.FREE]
-    export_dtype: Annotated[TrainDtypeName | None, Resume.FREE]
-    nnodes: Annotated[Machines, Resume.FREE]
-    n_gpus_per_node: Annotated[GpusPerMachine, Resume.FREE]
+    export_dtype: Annotated[field_types.TrainDtypeName | None, Resume.FREE]
+    nnodes: Annotated[field_types.Machines, Resume.FREE]
+    n_gpus_per_node: Annotated[field_types.GpusPerMachine, Resume.FREE]
     worker_timeout_s: Annotated[PositiveFloat, Resume.FREE]
-    dry_run: Annotated[DryRun, Resume.FREE]
+    dry_run: Annotated[field_types.DryRun, Resume.FREE]
 
     @property
     def records(self) -> tuple[str, ...]:
@@ -157,7 +127,7 @@ class JobConfig(Section):
         return self._references
 
     @property
-    def device(self) -> Device:
+    def device(self) -> schema_roles.Device:
         """Where the roles run: "cpu" where the machines have no GPUs."""
         return "cpu" if self.trainer.n_gpus_per_node == 0 else "cuda"
 
@@ -167,9 +137,9 @@ class JobConfig(Section):
         return str(attrgetter(self.model_key)(self))
 
     @property
-    def export_dtype(self) -> TrainDtype:
+    def export_dtype(self) -> field_types.TrainDtype:
         """Type of the weights in the exported folder."""
-        dtype: TrainDtype = self.trainer.export_dtype or attrgetter(self.fsdp_key)(self).model_dtype
+        dtype: field_types.TrainDtype = self.trainer.export_dtype or attrgetter(self.fsdp_key)(self).model_dtype
         return dtype
 
     def sequence_parallel_size(self, role: str) -> int:
@@ -182,7 +152,7 @@ class JobConfig(Section):
         return self.model_path.startswith(BUILTIN)
 
     @property
-    def default_dtype(self) -> TrainDtype:
+    def default_dtype(self) -> field_types.TrainDtype:
         """bf16 on GPU, and on a CPU that has it; fp32 otherwise, and for the built-in model, whose runs are exact."""
         on_cpu = not self.has_builtin_model and has_bf16()
         return "bf16" if self.device == "cuda" or on_cpu else "fp32"
@@ -199,7 +169,7 @@ class JobConfig(Section):
 
 
 # --- commands that train one model -----------------------------------------------------------------------------------
-class SupervisedModelConfig(RecomputedConfig):
+class SupervisedModelConfig(schema_roles.RecomputedConfig):
     """`model`: what is trained."""
 
     path: Annotated[Text, Resume.OTHER_MODEL]
@@ -224,7 +194,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
     step_tag: Text | None
 
 
-class SupervisedOptimConfig(OptimConfig):
+class SupervisedOptimConfig(schema_roles.OptimConfig):
     """`optim`: AdamW and its schedule."""
 
     clip_grad: PositiveFloat
@@ -239,7 +209,7 @@ class SupervisedTrainerConfig(JobTrainerConfig):
 class SupervisedClusterConfig(JobClusterConfig):
     """`cluster`: the number of ranks, and what each gets."""
 
-    world_size: Processes | None
+    world_size: field_types.Processes | None
 
 
 class SupervisedConfig(JobConfig):
@@ -257,8 +227,8 @@ class SupervisedConfig(JobConfig):
     cluster: Annotated[SupervisedClusterConfig, Resume.FREE]
     model: SupervisedModelConfig
     optim: SupervisedOptimConfig
-    engine: FSDPConfig
-    checkpoint: CheckpointConfig
+    engine: schema_roles.FSDPConfig
+    checkpoint: schema_roles.CheckpointConfig
 
     @property
     def max_model_len(self) -> int:
@@ -279,7 +249,7 @@ class RewardModelTrainingConfig(SupervisedConfig):
     data: PreferenceDataConfig
 
 
-class SFTModelConfig(SupervisedModelConfig, LoraSection):
+class SFTModelConfig(SupervisedModelConfig, schema_roles.LoraSection):
     """`model`: what is trained, whole or by LoRA."""
 
 

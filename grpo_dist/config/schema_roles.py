@@ -7,42 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from grpo_dist.config.field_types import (
-    Count,
-    CountOrMinusOne,
-    DecayRate,
-    Entries,
-    Float,
-    HeadDtypeName,
-    Mark,
-    Names,
-    NonNegativeFloat,
-    NonNegativeInt,
-    NonNegativeOrMinusOne,
-    OptimizerName,
-    OptionalNames,
-    Pair,
-    PositiveFloat,
-    PositiveShare,
-    PositiveTemperature,
-    Processes,
-    Resume,
-    RolloutDtypeName,
-    Section,
-    Share,
-    Temperature,
-    Text,
-    TrainDtypeName,
-    builtin_or_custom,
-)
-from grpo_dist.plugins.names import (
-    AGENT_LOOPS,
-    KL_LOSS_TYPES,
-    LOSS_MODES,
-    ROLLOUT_ENGINES,
-    LossAggMode,
-    WeightTransport,
-)
+from grpo_dist.config import field_types
+from grpo_dist.config.field_types import Count, Float, NonNegativeFloat, PositiveFloat, Resume, Section, Share, Text
+from grpo_dist.plugins import names
+from grpo_dist.plugins.names import KL_LOSS_TYPES, LOSS_MODES, LossAggMode, WeightTransport
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
@@ -60,10 +28,10 @@ class LoraSection(Section):
     """LoRA's keys in the section of a model that trains, and the path of their base model."""
 
     path: Annotated[Text, Resume.OTHER_MODEL]
-    lora_rank: Annotated[NonNegativeInt, Resume.OTHER_FACTORS]
+    lora_rank: Annotated[field_types.NonNegativeInt, Resume.OTHER_FACTORS]
     lora_alpha: Annotated[NonNegativeFloat, Resume.OTHER_FACTORS]
-    target_modules: Annotated[tuple[Text, ...], Names, Resume.OTHER_LAYERS]
-    exclude_modules: Annotated[Annotated[tuple[Text, ...], Names] | None, Resume.OTHER_LAYERS]
+    target_modules: Annotated[tuple[Text, ...], field_types.Names, Resume.OTHER_LAYERS]
+    exclude_modules: Annotated[Annotated[tuple[Text, ...], field_types.Names] | None, Resume.OTHER_LAYERS]
     lora_adapter_path: Annotated[Text | None, Resume.FREE]
 
     @field_validator("lora_alpha")
@@ -86,7 +54,7 @@ class LoraSection(Section):
     def targets_output_layer(self) -> bool:
         """Tell if LoRA's factors are to stand beside the output layer, by its usual name."""
         lists = (self.target_modules, self.exclude_modules or ())
-        targets, excluded = ({name.rpartition(".")[2] for name in names} for names in lists)
+        targets, excluded = ({name.rpartition(".")[2] for name in listed} for listed in lists)
         return "lm_head" in targets - excluded
 
     @property
@@ -116,7 +84,7 @@ class ModelConfig(LoraSection):
     enable_gradient_checkpointing: Annotated[bool, Resume.FREE]
     enable_activation_offload: Annotated[bool, Resume.FREE]
     lora: LoraSyncConfig
-    head_dtype: Annotated[HeadDtypeName | None, Resume.SHOWN]
+    head_dtype: Annotated[field_types.HeadDtypeName | None, Resume.SHOWN]
     override_config: Annotated[dict[str, Any], Resume.OTHER_MODEL]
 
     @property
@@ -130,11 +98,11 @@ class AdamWConfig(Section):
 
     lr: PositiveFloat
     weight_decay: NonNegativeFloat
-    betas: Annotated[tuple[DecayRate, DecayRate], Pair]
-    override_optimizer_config: Entries | None
+    betas: Annotated[tuple[field_types.DecayRate, field_types.DecayRate], field_types.Pair]
+    override_optimizer_config: field_types.Entries | None
 
     @field_validator("override_optimizer_config")
-    def _names_no_key(cls, entries: Entries | None) -> Entries | None:
+    def _names_no_key(cls, entries: field_types.Entries | None) -> field_types.Entries | None:
         if keys := [name for name in entries or () if name in cls.model_fields]:
             raise ValueError(f"{', '.join(keys)} has a key of its own beside this one; set that")
         return entries
@@ -143,8 +111,8 @@ class AdamWConfig(Section):
 class OptimConfig(AdamWConfig):
     """`actor_rollout_ref.actor.optim`: AdamW and its schedule, which is counted in optimizer steps."""
 
-    optimizer: Annotated[OptimizerName, Resume.SHOWN]
-    lr_warmup_steps: NonNegativeOrMinusOne
+    optimizer: Annotated[field_types.OptimizerName, Resume.SHOWN]
+    lr_warmup_steps: field_types.NonNegativeOrMinusOne
     lr_warmup_steps_ratio: Share
     lr_scheduler_type: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Share
@@ -158,7 +126,7 @@ class OptimConfig(AdamWConfig):
 class ShardsConfig(Section):
     """The keys of every section that says how a role's weights are held."""
 
-    dtype: Annotated[TrainDtypeName | None, Resume.SHOWN]
+    dtype: Annotated[field_types.TrainDtypeName | None, Resume.SHOWN]
     use_torch_compile: Annotated[bool | None, Resume.SHOWN]
     param_offload: Annotated[bool, Resume.FREE]
 
@@ -177,9 +145,9 @@ class ForwardConfig(ShardsConfig):
 class FSDPConfig(ShardsConfig):
     """`actor_rollout_ref.actor.fsdp_config`."""
 
-    model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]
+    model_dtype: Annotated[field_types.TrainDtypeName, Resume.OTHER_DTYPE]
     reshard_after_forward: Annotated[bool, Resume.FREE]
-    fsdp_size: Annotated[CountOrMinusOne, Resume.FREE]
+    fsdp_size: Annotated[field_types.CountOrMinusOne, Resume.FREE]
     defer_grad_sync: Annotated[bool, Resume.FREE]
     optimizer_offload: Annotated[bool, Resume.FREE]
 
@@ -201,7 +169,7 @@ class UpdateSection(Section):
     ppo_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     use_dynamic_bsz: Annotated[bool, Resume.FREE]
     ppo_max_token_len_per_gpu: Annotated[Count, Resume.FREE]
-    ulysses_sequence_parallel_size: Annotated[Processes, Resume.FREE]
+    ulysses_sequence_parallel_size: Annotated[field_types.Processes, Resume.FREE]
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat
@@ -212,7 +180,7 @@ class UpdateSection(Section):
 class PolicyLossConfig(Section):
     """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
 
-    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
+    loss_mode: Annotated[str, field_types.builtin_or_custom(LOSS_MODES)]
     clip_cov_ratio: Share
     clip_cov_lb: Float
     clip_cov_ub: Float
@@ -246,10 +214,10 @@ class ActorConfig(UpdateSection):
     entropy_target: PositiveFloat | None
     entropy_delta: NonNegativeFloat
     observation_coeff: NonNegativeFloat
-    top_entropy_quantile: PositiveShare
+    top_entropy_quantile: field_types.PositiveShare
     use_kl_loss: bool
     kl_loss_coef: NonNegativeFloat
-    kl_loss_type: Annotated[str, builtin_or_custom(KL_LOSS_TYPES)]
+    kl_loss_type: Annotated[str, field_types.builtin_or_custom(KL_LOSS_TYPES)]
     policy_loss: PolicyLossConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig
@@ -265,16 +233,16 @@ class ValKwargsConfig(Section):
     """`actor_rollout_ref.rollout.val_kwargs`: sampling during validation."""
 
     do_sample: bool
-    temperature: Temperature
-    top_p: PositiveShare
-    top_k: CountOrMinusOne
+    temperature: Annotated[Float, Field(ge=0, le=2)]  # engines accept no more than 2
+    top_p: field_types.PositiveShare
+    top_k: field_types.CountOrMinusOne
     n: Count
 
 
 class AgentConfig(Section):
     """`actor_rollout_ref.rollout.agent`: what runs an episode."""
 
-    default_agent_loop: Annotated[str, builtin_or_custom(AGENT_LOOPS)]
+    default_agent_loop: Annotated[str, field_types.builtin_or_custom(names.AGENT_LOOPS)]
     agent_kwargs: dict[str, Any]
     timeout_s: Annotated[PositiveFloat, Resume.FREE]
     episode_timeout_s: PositiveFloat | None
@@ -288,7 +256,7 @@ class AgentConfig(Section):
     @property
     def is_single_turn(self) -> bool:
         """Tell if an episode is one response, which a whole group can share a request for."""
-        return self.default_agent_loop == AGENT_LOOPS[0]
+        return self.default_agent_loop == names.AGENT_LOOPS[0]
 
 
 def _verls_backend(value: Any) -> Any:
@@ -311,20 +279,20 @@ class CheckpointEngineConfig(Section):
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
-    name: Annotated[str, builtin_or_custom(ROLLOUT_ENGINES)]
+    name: Annotated[str, field_types.builtin_or_custom(names.ROLLOUT_ENGINES)]
     n: Count
-    temperature: PositiveTemperature
-    top_p: PositiveShare
-    top_k: CountOrMinusOne
+    temperature: Annotated[Float, Field(gt=0, le=2)]
+    top_p: field_types.PositiveShare
+    top_k: field_types.CountOrMinusOne
     min_p: Share
-    min_tokens: NonNegativeInt
-    stop: Annotated[tuple[Text, ...], OptionalNames]
-    bad_words: Annotated[tuple[Text, ...], OptionalNames]
-    dtype: Annotated[RolloutDtypeName | None, Resume.SHOWN]
-    gpu_memory_utilization: Annotated[PositiveShare, Resume.FREE]
+    min_tokens: field_types.NonNegativeInt
+    stop: Annotated[tuple[Text, ...], field_types.OptionalNames]
+    bad_words: Annotated[tuple[Text, ...], field_types.OptionalNames]
+    dtype: Annotated[field_types.RolloutDtypeName | None, Resume.SHOWN]
+    gpu_memory_utilization: Annotated[field_types.PositiveShare, Resume.FREE]
     kv_cache_memory_gib: Annotated[PositiveFloat | None, Resume.FREE]
     free_cache_engine: Annotated[bool, Resume.FREE]
-    tensor_model_parallel_size: Annotated[Processes, Resume.FREE]
+    tensor_model_parallel_size: Annotated[field_types.Processes, Resume.FREE]
     max_model_len: Annotated[Count | None, Resume.SHOWN]
     max_num_seqs: Annotated[Count, Resume.FREE]
     max_num_batched_tokens: Annotated[Count, Resume.FREE]
@@ -371,9 +339,9 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     log_prob_use_dynamic_bsz: Annotated[bool | None, Resume.FREE]
     log_prob_max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
-    ulysses_sequence_parallel_size: Annotated[Processes, Resume.FREE]
-    ref_model_sync_steps: CountOrMinusOne
-    ref_model_mixup_alpha: PositiveShare
+    ulysses_sequence_parallel_size: Annotated[field_types.Processes, Resume.FREE]
+    ref_model_sync_steps: field_types.CountOrMinusOne
+    ref_model_mixup_alpha: field_types.PositiveShare
     fsdp_config: ForwardConfig
 
     def moves_after(self, step: int) -> bool:
@@ -392,7 +360,8 @@ class ActorRolloutRefConfig(Section):
 
 
 # --- models beside the policy ----------------------------------------------------------------------------------------
-_OTHER_WHERE_IT_TRAINS = Mark("refused", Resume.OTHER_MODEL.why, switch="reward_model.retrain.freq")
+_OTHER_WHERE_IT_TRAINS = field_types.Mark("refused", Resume.OTHER_MODEL.why, switch="reward_model.retrain.freq")
+_ITERATIONS = field_types.Mark("refused", "the judged responses of earlier steps are those of the saved iterations")
 
 
 class RewardModelFolderConfig(Section):
@@ -423,23 +392,16 @@ class ProcessRewardConfig(Section):
 class RetrainConfig(RecomputedConfig):
     """`reward_model.retrain`: the reward model learns from what the policy samples (DeepSeekMath, algorithm 1)."""
 
-    freq: Annotated[
-        CountOrMinusOne, Mark("refused", "the judged responses of earlier steps are those of the saved iterations")
-    ]
+    freq: Annotated[field_types.CountOrMinusOne, _ITERATIONS]
     label: Text
     train_epochs: Count
     train_batch_size: Count
     micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     max_token_len_per_gpu: Annotated[Count | None, Resume.FREE]
-    model_dtype: Annotated[TrainDtypeName, Resume.OTHER_DTYPE]
+    model_dtype: Annotated[field_types.TrainDtypeName, Resume.OTHER_DTYPE]
     optimizer_offload: Annotated[bool, Resume.FREE]
     optim: AdamWConfig
     grad_clip: PositiveFloat
-
-    @property
-    def enable(self) -> bool:
-        """Tell if the reward model is retrained."""
-        return self.freq > 0
 
 
 class RewardModelConfig(Section):
@@ -458,7 +420,7 @@ class RewardModelConfig(Section):
     @property
     def is_retrained(self) -> bool:
         """Tell if there is a reward model, and it trains."""
-        return self.enable and self.retrain.enable
+        return self.enable and self.retrain.freq > 0
 
 
 class CriticModelConfig(Section):
@@ -476,7 +438,7 @@ class CriticModelConfig(Section):
 class CriticConfig(UpdateSection):
     """`critic`: the model that foresees returns, its loss and its optimizer."""
 
-    enable: Annotated[bool | None, Mark("refused", "a checkpoint has such a model if its run had one")]
+    enable: Annotated[bool | None, field_types.Mark("refused", "a checkpoint has such a model if its run had one")]
     model: CriticModelConfig
     forward_micro_batch_size_per_gpu: Annotated[Count, Resume.FREE]
     forward_max_token_len_per_gpu: Annotated[Count, Resume.FREE]

@@ -17,21 +17,10 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, Device
 from grpo_dist.engines.base import rollout_backend
+from grpo_dist.plan import roles as table
 from grpo_dist.plan.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.plan.placement import placement
-from grpo_dist.plan.roles import (
-    Model,
-    Pass,
-    Role,
-    engine_dtype,
-    lora_of,
-    models_of,
-    offloads_optimizer,
-    optimizer_key,
-    reshards,
-    roles_of,
-    weight_transport,
-)
+from grpo_dist.plan.roles import Model, Pass, Role, engine_dtype, lora_of, models_of, roles_of, weight_transport
 from grpo_dist.sizes import ADAM_STATES, CHUNK_LOGITS, CPU_KV_CACHE_GIB, GIB, STATE_BYTES
 
 # GiB of GPU memory per process besides its tensors: CUDA context and kernels (1.36 on H100 and H200); NCCL's buffers,
@@ -242,7 +231,7 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
     update = next((limits for limits in passes if limits.updates and not config.trainer.val_only), None)
     layers = None if update is None else value_of(config, update.updates)
     fsdp = value_of(config, row.fsdp)
-    optim = value_of(config, key) if (key := optimizer_key(config, row)) else None
+    optim = value_of(config, key) if (key := table.optimizer_key(config, row)) else None
     ranks, lora = placement(config).world_sizes[row.name], lora_of(config, model)
     sends = row.name == roles_of(config)[0].name
     factors = 0 if lora is None else shape.lora_parameters(lora)
@@ -253,11 +242,11 @@ def _role(config: JobConfig, row: Role, model: Model, shape: ModelShape) -> Role
         compute=DTYPE_BYTES[model.compute],
         head=DTYPE_BYTES[model.head] if model.head else 0,
         shards=fsdp.num_shards(ranks),
-        reshards=reshards(config, row),
+        reshards=table.reshards(config, row),
         trained=0 if update is None else factors or shape.num_parameters,
         state=STATE_BYTES[getattr(optim, "optimizer", "AdamW")],
         defers=fsdp.defer_grad_sync,
-        offloads=offloads_optimizer(config, row),
+        offloads=table.offloads_optimizer(config, row),
         recomputes=layers is not None and layers.enable_gradient_checkpointing,
         saves_on_cpu=layers is not None and layers.enable_activation_offload and config.device == "cuda",
     )
@@ -410,9 +399,7 @@ def memory_problems(
     if certain:
         roles = [replace(role, parts=role.states, beside={}, context=0.0, syncing=0.0, host={}) for role in roles]
     remedies = _SUPERVISED_REMEDIES if isinstance(config, SupervisedConfig) else _REMEDIES
-    limits = [] if gib is None or config.device == "cpu" else [*_on_gpus(config, roles, gib)]
-    limits += [] if host_gib is None else [_in_a_machine(config, roles, host_gib)]
-    for what, parts, limit, has in limits:
+    for what, parts, limit, has in _limits(config, roles, gib, host_gib):
         if (total := sum(parts.values())) > limit:
             listed = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
             text = f"{'' if certain else 'by the estimate '}{what} {listed} = {total:.3g} GiB, and {has}"
@@ -421,28 +408,27 @@ def memory_problems(
             yield Problem(f"{model.setting}: {text}; {advice}", keys)
 
 
-# (what holds them, GiB by purpose, most GiB, what has these)
-_Limit = tuple[str, Mapping[str, float], float, str]
+def _limits(
+    config: JobConfig, roles: list[RoleMemory], gib: float | None, host_gib: float | None
+) -> Iterator[tuple[str, Mapping[str, float], float, str]]:
+    """Yield (what holds them, GiB by purpose, most GiB, what has these) of a GPU, and of the CPU memory of a machine.
 
-
-def _on_gpus(config: JobConfig, roles: list[RoleMemory], gib: float) -> Iterator[_Limit]:
-    """Yield what a GPU must hold: at the worst moment of roles that share one, or of a role alone."""
-    asked = config.cluster.gpu_memory_gib
-    has = f"a GPU of this machine has {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
-    for names, worst in worst_moments(config, roles, gib):
-        yield f"a GPU with {names} holds", worst, gib, has
-    for role in (role for role in roles if role.share):
-        of = f"actor_rollout_ref.rollout.gpu_memory_utilization={role.share:g} of {has} is {role.share * gib:.3g} GiB"
-        yield f"a {role.role} process needs", role.parts, role.share * gib, of
-
-
-def _in_a_machine(config: JobConfig, roles: list[RoleMemory], gib: float) -> _Limit:
-    """Return what the processes of a machine hold in CPU memory; without GPUs tensors are in it too."""
-    counts, needed = placement(config).world_sizes, {}
-    for role in roles:
-        size = sum(role.host.values()) + (sum(role.parts.values()) if config.device == "cpu" else 0.0)
-        needed[f"{counts[role.role]} {role.role}"] = size * counts[role.role] / config.trainer.nnodes
-    return "the processes of a machine hold", needed, gib, f"it has {gib:.3g} GiB of CPU memory"
+    On a GPU it is the worst moment of roles that share it, or of a role alone. Without GPUs tensors are in CPU memory.
+    """
+    if gib is not None and config.device == "cuda":
+        asked = config.cluster.gpu_memory_gib
+        has = f"a GPU of this machine has {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
+        for names, worst in worst_moments(config, roles, gib):
+            yield f"a GPU with {names} holds", worst, gib, has
+        for role in (role for role in roles if role.share):
+            share = f"gpu_memory_utilization={role.share:g} of {has} is {role.share * gib:.3g} GiB"
+            yield f"a {role.role} process needs", role.parts, role.share * gib, f"actor_rollout_ref.rollout.{share}"
+    if host_gib is not None:
+        counts, needed = placement(config).world_sizes, {}
+        for role in roles:
+            size = sum(role.host.values()) + (sum(role.parts.values()) if config.device == "cpu" else 0.0)
+            needed[f"{counts[role.role]} {role.role}"] = size * counts[role.role] / config.trainer.nnodes
+        yield "the processes of a machine hold", needed, host_gib, f"it has {host_gib:.3g} GiB of CPU memory"
 
 
 def worst_moments(config: JobConfig, roles: list[RoleMemory], gib: float) -> Iterator[tuple[str, Parts]]:

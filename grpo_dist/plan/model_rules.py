@@ -155,8 +155,7 @@ def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) 
     incomplete = isinstance(scaling, Mapping) and not nested and "rope_theta" not in scaling
     if model.trust_remote_code or not (names or incomplete):
         return
-    own = text.get("rope_parameters")
-    own = own if isinstance(own, Mapping) else {}
+    own = text["rope_parameters"] if isinstance(text.get("rope_parameters"), Mapping) else {}
     theta = changes.get("rope_theta", text.get("rope_theta", own.get("rope_theta", "THAT_OF_THE_MODEL")))
     whole = {"rope_theta": theta} | (dict(scaling) if isinstance(scaling, Mapping) else {"rope_type": "default"})
     yield Problem(

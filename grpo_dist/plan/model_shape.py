@@ -128,7 +128,10 @@ def model_config_at_hand(path: str) -> dict[str, Any] | None:
         folder = expanded(resolve_model_path(path) if path.startswith(BUILTIN) else path)
     except ConfigError:
         return None
-    for candidate in (folder, *_cached_snapshots(path)):
+    home = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cached = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{path.replace('/', '--')}" / "snapshots"
+    snapshots = sorted(cached.iterdir()) if path.count("/") == 1 and is_folder(cached) else []
+    for candidate in (folder, *snapshots):
         try:
             entries = json.loads((candidate / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -137,10 +140,3 @@ def model_config_at_hand(path: str) -> dict[str, Any] | None:
             return entries
     known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
     return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
-
-
-def _cached_snapshots(path: str) -> list[Path]:
-    home = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    folder = cache / f"models--{path.replace('/', '--')}" / "snapshots"
-    return sorted(folder.iterdir()) if path.count("/") == 1 and is_folder(folder) else []

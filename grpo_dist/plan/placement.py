@@ -19,7 +19,7 @@ from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, Colocation, Device
-from grpo_dist.plan.roles import ROLES, Role, roles_of, table_of
+from grpo_dist.plan.roles import ROLES, roles_of, table_of
 from grpo_dist.sizes import divisor_up_to
 
 # Logical CPUs that Ray reserves per process on CPU: small, so that all roles fit on a laptop.
@@ -166,12 +166,8 @@ def _sizes(config: RunConfig, tensor_parallel: int, colocate: Colocation) -> dic
         if open_ended := [role for role in apart if wanted[role] is None]:
             apart[open_ended[0]] += left
     absent = {role: 0 for role, row in ROLES.items() if row.follows}
-    return {
-        "actor": actor,
-        "rollout": rollout,
-        **absent,
-        **{role: size or actor for role, size in wanted.items()},
-    } | apart
+    followers = {role: size or actor for role, size in wanted.items()}
+    return {"actor": actor, "rollout": rollout} | absent | followers | apart
 
 
 def _split(config: RunConfig, tensor_parallel: int, least: int) -> tuple[int, int, int]:
@@ -237,9 +233,8 @@ def slots(config: JobConfig) -> list[Slot]:
         seat = slot.seats[0]
         if seat.role in place.sharing:
             shared.setdefault(seat.rank * sizes.get(seat.role, 1), []).append(slot)
-    merged = [
-        Slot(parts[0].machine, 1.0, tuple(seat for part in parts for seat in part.seats)) for parts in shared.values()
-    ]
+    seats = [(parts[0].machine, tuple(seat for part in parts for seat in part.seats)) for parts in shared.values()]
+    merged = [Slot(machine, 1.0, together) for machine, together in seats]
     extra = [
         Slot(0, needs["rollout"][1], (Seat("rollout", rank, *needs["rollout"]),), required=False)
         for rank in range(place.num_engines, place.num_engines + place.extra_engines)
@@ -326,15 +321,11 @@ _MOST = "<cluster.max_rollout_world_size>"
 _LENGTHS = "<data.max_prompt_length>, <data.max_response_length>"
 
 
-def _trained(config: RunConfig) -> list[Role]:
-    return [row for row in roles_of(config) if row.trains]
-
-
 @between_keys
 def batches_are_divided(config: RunConfig) -> Iterator[str]:
     """A batch is whole mini-batches, of which each group of ranks that split sequences gets equally many."""
     batch, n, place = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, placement(config)
-    for row in _trained(config):
+    for row in (row for row in roles_of(config) if row.trains):
         mini, split = value_of(config, f"{row.section}.ppo_mini_batch_size"), config.sequence_parallel_size(row.name)
         key, ranks = f"<{row.section}.ppo_mini_batch_size>", place.row_groups(config, row.name)
         if batch % mini:
@@ -357,12 +348,7 @@ def ranks_are_divided(config: JobConfig) -> Iterator[str]:
             fitting = " or ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
             why = f"{ranks} {row.name} ranks are no whole number of groups of {size}; set it to {fitting}"
             yield f"<{row.section}.{ULYSSES}>, <{row.size_key}>: {why}"
-        if (
-            isinstance(config, RunConfig)
-            and ranks
-            and size > 1
-            and not config.actor_rollout_ref.model.use_remove_padding
-        ):
+        if ranks and size > 1 and not value_of(config, "actor_rollout_ref.model.use_remove_padding"):
             why = "only sequences without padding are split over ranks; set the second to true, or the first to 1"
             yield f"<{row.section}.{ULYSSES}>, {padding}: {why}"
         copy = value_of(config, f"{row.fsdp}.fsdp_size") if row.trains else -1
@@ -449,9 +435,8 @@ def copies_and_engines_are_on_one_machine(config: RunConfig) -> Iterator[str]:
     """Engines, and copies of the actor's weights, are not split across machines, unless a copy takes whole ones."""
     place, per_node = placement(config), config.trainer.n_gpus_per_node
     copy, fsdp_size = copy_size(config, place), "<actor.fsdp_config.fsdp_size>"
-    if place.device == "cpu" or max(place.world_sizes[role] for role in place.sharing or ("actor",)) > (
-        place.actor_world_size
-    ):
+    most = max(place.world_sizes[role] for role in place.sharing or ("actor",))
+    if place.device == "cpu" or most > place.actor_world_size:
         return
     if place.num_devices > config.num_gpus or per_node % place.tensor_parallel or place.actor_world_size % (copy or 1):
         return  # other rules report that
@@ -503,17 +488,6 @@ def passes_hold_what_they_must(config: RunConfig) -> Iterator[str]:
 
 
 @between_keys
-def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[str]:
-    """Without checkpointing a layer keeps its weights too, which must not be copied for every pass."""
-    models = filter(None, (row.model(config) for row in _trained(config)))
-    for section in (model.key.removesuffix(".path") for model in models):
-        model = value_of(config, section)
-        if model.enable_activation_offload and not model.enable_gradient_checkpointing:
-            why = "only what gradient checkpointing keeps is offloaded; set the second to true, or the first to false"
-            yield f"<{section}.enable_activation_offload>, <{section}.enable_gradient_checkpointing>: {why}"
-
-
-@between_keys
 def passes_hold_the_longest_row(config: SupervisedConfig) -> Iterator[str]:
     """The token budget holds at least the longest conversation."""
     budget = config.data.max_token_len_per_gpu if config.data.use_dynamic_bsz else None
@@ -523,13 +497,7 @@ def passes_hold_the_longest_row(config: SupervisedConfig) -> Iterator[str]:
 
 
 PLACEMENT_RULES = (
-    batches_are_divided,
-    ranks_are_divided,
-    engines_are_whole,
-    more_engines_are_whole_and_apart,
-    roles_fit_on_the_gpus,
-    shared_gpus_are_the_actors,
-    copies_and_engines_are_on_one_machine,
+    *(batches_are_divided, ranks_are_divided, engines_are_whole, more_engines_are_whole_and_apart),
+    *(roles_fit_on_the_gpus, shared_gpus_are_the_actors, copies_and_engines_are_on_one_machine),
     passes_hold_what_they_must,
-    offloaded_activations_are_inputs_of_layers,
 )

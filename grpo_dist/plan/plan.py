@@ -16,21 +16,9 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
 from grpo_dist.config.schema_roles import ULYSSES, AgentConfig, LoraSection
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, RankSettings, SamplingSettings, choose_layout
+from grpo_dist.plan import roles
 from grpo_dist.plan.placement import Placement, placement
-from grpo_dist.plan.roles import (
-    Model,
-    Role,
-    engine_dtype,
-    held_by,
-    is_deterministic,
-    layers_key,
-    offloads_optimizer,
-    reshards,
-    roles_of,
-    table_of,
-    train_dtype,
-    weight_transport,
-)
+from grpo_dist.plan.roles import Model, Role, roles_of, table_of
 from grpo_dist.plugins.names import TOKEN_SELECTING_LOSSES, absolute
 
 if TYPE_CHECKING:
@@ -66,7 +54,7 @@ class Plan(Generic[C_co]):
         assert row.ranks is not None, f"{role} is a gang"
         passes = [*row.passes(config), *row.own_passes(config)]
         update = next((limits.limits for limits in passes if limits.updates), None)
-        first, *teachers = (self.model(row, model) for model in held_by(config, row))
+        first, *teachers = (self.model(row, model) for model in roles.held_by(config, row))
         return row.ranks(
             config,
             self.steps,
@@ -84,7 +72,7 @@ class Plan(Generic[C_co]):
         """Return how a model that a row's ranks hold is loaded: its sections, and what placement and row say."""
         config = self.config
         assert isinstance(config, RunConfig | SupervisedConfig)
-        section, updates = value_of(config, model.key.rpartition(".")[0]), layers_key(config, row)
+        section, updates = value_of(config, model.key.rpartition(".")[0]), roles.layers_key(config, row)
         frozen = isinstance(section, LoraSection) and not updates
         return ModelSettings(
             model=section.without_factors() if frozen else section,
@@ -95,8 +83,8 @@ class Plan(Generic[C_co]):
             model_dtype=model.held,
             compute_dtype=model.compute,
             head_dtype=model.head,
-            reshard_after_forward=reshards(config, row),
-            optimizer_offload=offloads_optimizer(config, row),
+            reshard_after_forward=roles.reshards(config, row),
+            optimizer_offload=roles.offloads_optimizer(config, row),
             shares_gpu=bool(self.place.sharing),
             layout=_layout(config),
             max_model_len=model.longest or config.max_model_len,
@@ -121,7 +109,7 @@ class Plan(Generic[C_co]):
     @property
     def transport(self: Plan[RunConfig]) -> str:
         """How weights reach the engines: "object_store", "broadcast" or "ipc"."""
-        return weight_transport(self.config, shares_gpu=self.place.shares_gpu)
+        return roles.weight_transport(self.config, shares_gpu=self.place.shares_gpu)
 
     def engine(
         self: Plan[RunConfig],
@@ -143,7 +131,7 @@ class Plan(Generic[C_co]):
             rollout=rollout.replaced(name=absolute(rollout.name), agent=agent),
             model=model,
             device=self.place.device,
-            dtype=engine_dtype(config),
+            dtype=roles.engine_dtype(config),
             max_model_len=config.max_model_len,
             max_episode_len=max(config.max_model_len, update.max_token_len or 0),
             seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
@@ -257,10 +245,11 @@ def resolve(config: C) -> C:
         if row.switch:
             values[row.switch] = row.present(config)
         if row.fsdp and (row.trains or row.present(config)):
-            values[f"{row.fsdp}.dtype"] = train_dtype(config, value_of(config, row.fsdp))
+            values[f"{row.fsdp}.dtype"] = roles.train_dtype(config, value_of(config, row.fsdp))
     if isinstance(config, RunConfig):
         rollout = "actor_rollout_ref.rollout"
-        values |= {f"{rollout}.dtype": engine_dtype(config), f"{rollout}.deterministic": is_deterministic(config)}
+        values[f"{rollout}.dtype"] = roles.engine_dtype(config)
+        values[f"{rollout}.deterministic"] = roles.is_deterministic(config)
     for key, value in values.items():
         config = with_value(config, key, value)
     return config
@@ -270,10 +259,8 @@ def _layout(config: RunConfig | SupervisedConfig) -> str:
     """Return the layout of sequences, which is the same for all models of a run."""
     if isinstance(config, SupervisedConfig):
         return choose_layout(use_remove_padding=config.model.use_remove_padding, use_prefix_grouper=True)
-    roles = config.actor_rollout_ref
-    return choose_layout(
-        use_remove_padding=roles.model.use_remove_padding, use_prefix_grouper=roles.actor.use_prefix_grouper
-    )
+    packed, actor = config.actor_rollout_ref.model.use_remove_padding, config.actor_rollout_ref.actor
+    return choose_layout(use_remove_padding=packed, use_prefix_grouper=actor.use_prefix_grouper)
 
 
 def _room(row: Role, model: Model) -> str:

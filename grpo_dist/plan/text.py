@@ -47,9 +47,8 @@ def format_summary(config: JobConfig, notes: list[str]) -> str:
 # --- the run ---------------------------------------------------------------------------------------------------------
 def _run_rows(config: JobConfig) -> Rows:
     trainer = config.trainer
-    limit = _many(trainer.total_epochs, "epoch")
-    if trainer.total_training_steps is not None:
-        limit = _many(trainer.total_training_steps, "training step")
+    steps = trainer.total_training_steps
+    limit = _many(trainer.total_epochs, "epoch") if steps is None else _many(steps, "training step")
     return [
         ("algorithm", _algorithm(config)),
         ("model", config.model_path),
@@ -77,7 +76,6 @@ def _algorithm(config: JobConfig) -> str:
     terms.append(f"lr {actor.optim.lr:g}")
     if stale:
         terms.append(f"up to {_many(stale, 'update')} stale")
-    if stale:
         terms.append(f"rollout_is={config.rollout_is}" if config.rollout_is else "no importance weights")
     return ", ".join(terms)
 
@@ -221,16 +219,13 @@ def _head(dtype: str | None) -> str:
 
 def _machine_rows(config: JobConfig) -> Rows:
     """Return the ranks on each machine, if there are several machines."""
-    machines = config.trainer.nnodes
-    if machines == 1:
-        return []
-    ranks: list[dict[str, list[int]]] = [{} for _ in range(machines)]
-    for role, home in node_layout(config).items():
-        for rank, machine in enumerate(home):
-            ranks[machine].setdefault(role, []).append(rank)
-    rows = []
-    for machine, roles in enumerate(ranks):
-        parts = [f"{role} {its[0]}" + (f"-{its[-1]}" if len(its) > 1 else "") for role, its in roles.items()]
+    rows, machines, homes = [], config.trainer.nnodes, node_layout(config)
+    for machine in range(machines if machines > 1 else 0):
+        parts = []
+        for role, home in homes.items():
+            if count := home.count(machine):  # of ranks one after the other
+                first = home.index(machine)
+                parts.append(f"{role} {first}" + (f"-{first + count - 1}" if count > 1 else ""))
         rows.append((f"machine {machine}", ", ".join(parts) or "idle"))
     return rows
 

@@ -53,19 +53,6 @@ def test_weights_by_hand(level: str, threshold: float | str, normalised: bool, e
     assert {name: value for name, value in metrics.items() if "oob" in name} == out_of_band
 
 
-def test_metrics_of_the_weights_mean_what_they_mean_in_verl() -> None:
-    """Tokens: bounded weights 2, 0.5, 3 and 1. Sequences: 3, 3, 3, 1 on the tokens; extremes 4 and 1, unbounded."""
-    prefix = "rollout_corr/rollout_is_"
-    for level, values, extremes in (("token", [2, 0.5, 3, 1], (0.5, 3)), ("sequence", [3, 3, 3, 1], (1, 4))):
-        for normalised in (False, True):
-            options = {"rollout_is": level, "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": normalised}
-            metrics = correct(**options)[2]
-            mean = sum(values) / 4
-            assert metrics[f"{prefix}mean"] == pytest.approx(mean)
-            assert metrics[f"{prefix}std"] == pytest.approx((sum((v - mean) ** 2 for v in values) / 4) ** 0.5)
-            assert (metrics[f"{prefix}min"], metrics[f"{prefix}max"]) == pytest.approx(extremes)
-
-
 @pytest.mark.parametrize(
     ("name", "threshold", "expected"),
     [
@@ -185,7 +172,9 @@ def test_off_policy_sequences_with_a_negative_advantage_are_left_out() -> None:
     [
         ({}, [2.0, 0.5, 3.0, 1.0]),  # truncated at 3
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}, [2.0, 0.5, 0.0, 1.0]),  # within 1/3 and 3
+        ({"rollout_is": "sequence"}, [3.0, 3.0, 3.0, 1.0]),  # 2 * 0.5 * 4 = 4, truncated
         ({"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}, [1.0, 1.0, 0.0, 1.0]),
+        ({"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.7}, [0.0, 0.0, 0.0, 1.0]),  # of 0.705
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_5"}, [0.0, 0.5, 0.0, 1.0]),  # 0.5, 2, 0.25 and 1
     ],
 )

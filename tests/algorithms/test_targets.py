@@ -234,15 +234,21 @@ def test_columns_are_those_that_are_read(settings: TargetSettings, columns: tupl
 ENVIRONMENT_MASK = torch.tensor([[1, 0, 0, 1, 0], [1, 1, 0, 1, 1]], dtype=torch.int8)
 
 
-def environment_columns(noise: float) -> dict[str, torch.Tensor]:
-    """Scores 1 and 0 on the last trained tokens; log-probs and entropies of the other tokens are `noise`."""
-    columns = {name: torch.rand(2, 5, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(COLUMNS)}
-    columns = {name: values.where(ENVIRONMENT_MASK > 0, noise) for name, values in columns.items()}
-    scores = torch.zeros(2, 5)
-    scores[0, 3] = 1.0
-    steps = {"step_mask": torch.tensor([[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]]), "responses": torch.ones(2, 5)}
-    norms = {"old_gradient_norms": columns["old_entropies"]}
-    return columns | {"token_level_scores": scores, "response_mask": ENVIRONMENT_MASK} | steps | norms
+ENVIRONMENT_ENDS = torch.tensor([[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]])
+
+
+def random_columns(mask: Tensor, ends: Tensor, scores: Tensor, noise: float | None = None) -> dict[str, Tensor]:
+    """Columns of all estimators with the scores on the responses' ends; `noise` is what other tokens hold."""
+    names = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "old_entropies", "old_gradient_norms", "values")
+    found = {name: torch.rand(mask.shape, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(names)}
+    if noise is not None:
+        found = {name: values.where(mask > 0, noise) for name, values in found.items()}
+    found |= {"responses": torch.arange(mask.numel()).reshape(mask.shape) // 7, "response_mask": mask}
+    return found | {"step_mask": ends, "token_level_scores": torch.where(ends > 0, scores[:, None], 0.0)}
+
+
+def environment_columns(noise: float) -> dict[str, Tensor]:
+    return random_columns(ENVIRONMENT_MASK, ENVIRONMENT_ENDS, torch.tensor([1.0, 0.0]), noise)
 
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
@@ -364,3 +370,91 @@ def test_what_answers_a_turn_is_no_prompt() -> None:
     assert answers(SAMPLED, longer).nonzero()[:, 1].tolist() == [2, 5, 6, 8, 12], "behind a turn; on from an answer"
     sampled = torch.tensor([[0, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 0]])
     assert answers(sampled).tolist() == [[0, 0, 1, 1, 0, 1], [0, 1, 0, 1, 1, 1]], "nor what begins a row"
+
+
+# --- responses that could not be scored ------------------------------------------------------------------------------
+# Group a: -3, none, -2, -1; group b: none, 5; group c: none, none. Three tokens each, of which one is an environment's.
+NAN = math.nan
+SCORES = torch.tensor([-3.0, NAN, -2, -1, NAN, 5, NAN, NAN])
+INDEX, N, T = list("aaaabbcc"), len(SCORES), 3
+WORDS = torch.ones(N, T, dtype=torch.int8)
+WORDS[0, 1] = 0
+BY_SCORE = sorted(set(ADV_ESTIMATORS) - set(SCORELESS_ADV_ESTIMATORS))
+
+
+def targets(
+    scores: Tensor, settings: TargetSettings, rows: list[int] | None = None, **more: Any
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Of the batch, or of these rows alone."""
+    rows = list(range(N)) if rows is None else rows
+    columns = random_columns(WORDS, torch.tensor([[0, 0, 1]] * N), scores)
+    more |= {"index": [INDEX[i] for i in rows], "scored": ~scores[rows].isnan(), "truncated": torch.zeros(len(rows))}
+    more |= {"generator": torch.Generator().manual_seed(1), "kl_coef": 0.1}
+    return compute_targets({name: values[rows] for name, values in columns.items()}, settings, **more)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "options", "expected"),
+    [
+        # mean -2, standard deviation 1; the 5 is alone in its group
+        ("grpo", {}, [-1, 0, 0, 1, 0, 0, 0, 0]),
+        ("grpo", PLAIN, [-1, 0, 0, 1, 0, 0, 0, 0]),
+        ("grpo_process", PLAIN, [-1, 0, 0, 1, 0, 0, 0, 0]),
+        ("grpo_passk", PLAIN, [0, 0, 0, 1, 0, 0, 0, 0]),
+        ("rloo", {}, [-3 + 1.5, 0, 0, -1 + 2.5, 0, 0, 0, 0]),
+        # lengths 2, 3, 3: baseline (-6 - 6 - 3) / 8
+        ("opo", {}, [-3 + 15 / 8, 0, -2 + 15 / 8, -1 + 15 / 8, 0, 0, 0, 0]),
+        ("gpg", {}, [-1, 0, 0, 1, 0, 0, 0, 0]),
+        # the greedy response to b failed
+        ("remax", {}, [-3 - 0.5, 0, -2 - 0.5, -1 - 0.5, 0, 0, 0, 0]),
+    ],
+)
+def test_failed_scores_by_hand(estimator: str, options: dict[str, Any], expected: list[float]) -> None:
+    more: dict[str, Any] = {}
+    if estimator == "remax":
+        more["reward_baselines"] = torch.tensor([0.5, 0.5, 0.5, 0.5, NAN, NAN, 0.5, 0.5])
+    out, _ = targets(SCORES, TargetSettings(estimator, options, old_log_probs_from="rollout"), **more)
+    torch.testing.assert_close(out["advantages"], torch.tensor(expected)[:, None] * WORDS.float(), rtol=0, atol=5e-6)
+    trains = [True, False, True, True, False, estimator != "remax", False, False]
+    assert torch.equal(out["response_mask"], WORDS * torch.tensor(trains)[:, None].float())
+
+
+@pytest.mark.parametrize("estimator", BY_SCORE)
+def test_everything_is_as_if_failed_ones_had_not_been_sampled(estimator: str) -> None:
+    """Bit for bit, with all that comes between scores and loss; and the metrics too."""
+    options: dict[str, Any] = {"kl_penalty": "k1", "top_entropy_quantile": 0.6, "has_values": estimator == "gae"}
+    options |= {"rollout_correction": {"rollout_is": "sequence", "rollout_is_batch_normalize": True}}
+    options |= {"loss_mode": "kl_cov", "loss_options": {"kl_cov_ratio": 0.3}}
+    settings, left = TargetSettings(estimator, {"gamma": 0.9, "lam": 0.95}, **options), [0, 2, 3, 5]
+    components = torch.tensor([1.0, NAN, 0, 3, NAN, 2, NAN, NAN])
+    more = {"reward_baselines": torch.full((N,), 0.5), "reward_components": {"right": components}}
+    scores = SCORES + 4 if estimator == "maxrl" else SCORES  # which learns from positive means alone
+    out, metrics = targets(scores, settings, **more)
+    part = {"reward_baselines": torch.full((4,), 0.5), "reward_components": {"right": components[left]}}
+    alone, expected = targets(scores, settings, left, **part)
+    assert metrics == expected
+    assert out.keys() == alone.keys()
+    assert alone["advantages"].any()
+    gone = SCORES.isnan()
+    for name, values in out.items():
+        assert torch.equal(values[left], alone[name].float()), name
+        if name != "token_level_rewards":
+            assert not values[gone].any(), name
+    assert out["token_level_rewards"][gone].sum(-1).isnan().all(), "they have no reward"
+
+
+@pytest.mark.parametrize("estimator", BY_SCORE)
+def test_where_all_have_failed_nothing_trains(estimator: str) -> None:
+    more = {"reward_baselines": torch.full((N,), NAN), "reward_components": {"right": torch.full((N,), NAN)}}
+    settings = TargetSettings(estimator, kl_penalty="k1", top_entropy_quantile=0.6)
+    out, metrics = targets(torch.full((N,), NAN), settings, **more)
+    for name in ("response_mask", "advantages", "returns"):
+        assert not out[name].any(), name
+    assert not any(name.startswith(("critic/", "rae/")) for name in metrics), "nothing moves a baseline"
+    assert torch.tensor(list(metrics.values())).isfinite().all()
+
+
+def test_where_scores_do_not_train_a_response_needs_none() -> None:
+    out, _ = targets(SCORES, TargetSettings("distill", {"gamma": 0.0}, kl_penalty="k1"))
+    assert torch.equal(out["response_mask"], WORDS.float())
+    assert out["advantages"][SCORES.isnan()].any()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,14 +23,6 @@ def test_a_good_adapter(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", LAYERS, init_lora_weights="gaussian", lora_dropout=0.05)
     found = read_adapter_folder(folder, SETTING)
     assert (found.rank, found.alpha, found.layers) == (4, 8.0, LAYERS)
-
-
-def test_it_loads_neither_torch_nor_peft(tmp_path: Path) -> None:
-    code = (
-        "import sys; from grpo_dist.assets.model_folder import read_adapter_folder as read;"
-        f"read({str(write_adapter(tmp_path))!r}, 'x'); print(sorted({{'torch', 'peft', 'ray'}} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -57,73 +47,49 @@ def test_configs_that_are_not_taken(tmp_path: Path, changes: dict[str, Any], par
         read_adapter_folder(folder, SETTING)
 
 
-def no_config(folder: Path) -> None:
-    (folder / ADAPTER_CONFIG).unlink()
+def with_tensors(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / ADAPTER_WEIGHTS)
+
+    return damage
 
 
-def no_json(folder: Path) -> None:
-    (folder / ADAPTER_CONFIG).write_text("{")
+FACTOR = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no config": (lambda folder: (folder / ADAPTER_CONFIG).unlink(), [ADAPTER_CONFIG, "save_pretrained"]),
+    "no JSON": (lambda folder: (folder / ADAPTER_CONFIG).write_text("{"), [ADAPTER_CONFIG]),
+    "no object": (lambda folder: (folder / ADAPTER_CONFIG).write_text("[]"), [ADAPTER_CONFIG, "list"]),
+    "no weights": (
+        lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), [ADAPTER_WEIGHTS, "save_pretrained(FOLDER)"]
+    ),
+    "pickled": (
+        lambda folder: (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin"),
+        ["adapter_model.bin", ADAPTER_WEIGHTS],
+    ),
+    "cut off": (
+        lambda folder: (folder / ADAPTER_WEIGHTS).write_bytes((folder / ADAPTER_WEIGHTS).read_bytes()[:300]),
+        [ADAPTER_WEIGHTS, "damaged"],
+    ),
+    "a factor is missing": (with_tensors(lambda tensors: tensors.pop(FACTOR)), [FACTOR]),
+    "empty": (with_tensors(lambda tensors: tensors.clear()), ["no tensors"]),
+    "an embedding": (
+        with_tensors(lambda tensors: tensors.update({EMBEDDING: np.zeros((4, 8), np.float32)})),
+        [EMBEDDING, "merge_and_unload"],
+    ),
+    "no folder": (lambda folder: folder.rename(f"{folder}.gone"), [ADAPTER_CONFIG]),
+}  # fmt: skip
 
 
-def no_object(folder: Path) -> None:
-    (folder / ADAPTER_CONFIG).write_text("[]")
-
-
-def no_weights(folder: Path) -> None:
-    (folder / ADAPTER_WEIGHTS).unlink()
-
-
-def pickled(folder: Path) -> None:
-    (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin")
-
-
-def cut_off(folder: Path) -> None:
-    (folder / ADAPTER_WEIGHTS).write_bytes((folder / ADAPTER_WEIGHTS).read_bytes()[:300])
-
-
-def changed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    tensors = load_file(folder / ADAPTER_WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / ADAPTER_WEIGHTS)
-
-
-def missing(folder: Path) -> None:
-    changed(folder, lambda tensors: tensors.pop("base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"))
-
-
-def empty(folder: Path) -> None:
-    changed(folder, lambda tensors: tensors.clear())
-
-
-def embedding(folder: Path) -> None:
-    name = "base_model.model.model.embed_tokens.lora_embedding_A"
-    changed(folder, lambda tensors: tensors.update({name: np.zeros((4, 8), np.float32)}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "parts"),
-    [
-        (no_config, [ADAPTER_CONFIG, "save_pretrained"]),
-        (no_json, [ADAPTER_CONFIG]),
-        (no_object, [ADAPTER_CONFIG, "list"]),
-        (no_weights, [ADAPTER_WEIGHTS, "save_pretrained(FOLDER)"]),
-        (pickled, ["adapter_model.bin", ADAPTER_WEIGHTS]),
-        (cut_off, [ADAPTER_WEIGHTS, "damaged"]),
-        (missing, ["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]),
-        (empty, ["no tensors"]),
-        (embedding, ["base_model.model.model.embed_tokens.lora_embedding_A", "merge_and_unload"]),
-    ],
-)
-def test_damaged_folders(tmp_path: Path, damage: Callable[[Path], None], parts: list[str]) -> None:
-    folder = write_adapter(tmp_path, LAYERS)
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_folders(tmp_path: Path, case: str) -> None:
+    damage, parts = DAMAGES[case]
+    folder = write_adapter(tmp_path / "adapter", LAYERS)
     damage(folder)
     with refuses(DataError, SETTING, *parts):
         read_adapter_folder(folder, SETTING)
-
-
-def test_no_folder(tmp_path: Path) -> None:
-    with refuses(DataError, SETTING, ADAPTER_CONFIG):
-        read_adapter_folder(tmp_path / "nowhere", SETTING)
 
 
 def test_the_base_model(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from tests.messages import refuses, says
 from tests.models import another_builtin_model, builtin_reward_model, policy_folder, random_classifier, random_model
 
 PATH, CRITIC, TEACHER = "reward_model.model.path", "critic.model.path", "actor_rollout_ref.ref.model.path"
-POLICY = "actor_rollout_ref.model.path"
+POLICY, INPUT = "actor_rollout_ref.model.path", "reward_model.model.input_tokenizer"
+TINY = "builtin:tiny-qwen3"
 KL = "actor_rollout_ref.actor.kl_loss_type=k2"
-NULL = "reward_model.model.input_tokenizer=null"
 RUNS = {
     POLICY: ("model", "data=arithmetic"),
     PATH: ("reward model", "reward_model.enable=true"),
@@ -43,11 +43,14 @@ RUNS = {
 }
 
 
+def row_of(key: str, config: Any) -> CheckedModel:
+    return next(row for row in checked_models(config) if row.model.title == RUNS[key][0])
+
+
 def check(key: str, path: object, *overrides: str, weights: bool = True) -> str:
     """Check the model under `key` as a run does, and the tokens that it reads; returns what a dry run says of it."""
-    role, run = RUNS[key]
-    config, _ = load_config([run, f"{key}={path}", *overrides])
-    row = next(row for row in checked_models(config) if row.model.title == role)
+    config, _ = load_config([RUNS[key][1], f"{key}={path}", *overrides])
+    row = row_of(key, config)
     model = check_files(row, weights=weights)
     told = check_use(row, model)
     if row.model.reads_tokens:
@@ -60,31 +63,31 @@ def rewrite(path: object, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def two_outputs(folder: Path) -> str:
+    path = random_classifier(folder, num_labels=2)
+    rewrite(path, max_position_embeddings=512)
+    return path
+
+
 # --- every model -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("key", RUNS)
 def test_a_file_is_missing(key: str, tmp_path: Path, missing: str) -> None:
     path = Path(builtin_reward_model(tmp_path)) if key in (PATH, CRITIC) else Path(another_builtin_model(tmp_path))
-    role, run = RUNS[key]
-    row = next(row for row in checked_models(load_config([run, f"{key}={path}"])[0]) if row.model.title == role)
+    row = row_of(key, load_config([RUNS[key][1], f"{key}={path}"])[0])
     (path / missing).unlink()
     with refuses(DataError, f"{key}={path}", missing.partition(".")[0]):
         check_files(row)
 
 
 @pytest.mark.parametrize("key", [CRITIC, TEACHER])
-def test_a_tokenizer_is_missing(key: str, tmp_path: Path) -> None:
-    path = Path(another_builtin_model(tmp_path))
-    (path / "tokenizer.json").unlink()
-    with refuses(DataError, f"{key}={path}", "tokenizer"):
-        check(key, path)
-
-
-@pytest.mark.parametrize("key", [CRITIC, TEACHER])
-def test_other_tokens_than_the_policys(key: str, tmp_path: Path, random_models: dict[str, str]) -> None:
+def test_other_tokens_than_the_policys_or_none(key: str, tmp_path: Path, random_models: dict[str, str]) -> None:
     path = another_builtin_model(tmp_path)
     transformers.AutoTokenizer.from_pretrained(random_models["tied"]).save_pretrained(path)
-    with refuses(ConfigError, f"{key}={path}", f"{POLICY}=builtin:tiny-qwen3", "tokens"):
+    with refuses(ConfigError, f"{key}={path}", f"{POLICY}={TINY}", "tokens"):
+        check(key, path)
+    Path(path, "tokenizer.json").unlink()
+    with refuses(DataError, f"{key}={path}", "tokenizer"):
         check(key, path)
 
 
@@ -118,19 +121,14 @@ def test_each_teacher_is_checked_and_each_data_source_has_one(tmp_path: Path, ra
 
 
 @pytest.mark.parametrize("key", [PATH, CRITIC])
-def test_a_family_without_a_linear_head(key: str, tmp_path: Path) -> None:
+def test_a_model_without_a_head_of_one_output(key: str, tmp_path: Path) -> None:
     tiny = transformers.GPT2Config(vocab_size=32, n_positions=256, n_embd=8, n_layer=1, n_head=2)
     transformers.GPT2ForSequenceClassification(tiny).save_pretrained(tmp_path)
     with refuses(ConfigError, f"{key}={tmp_path}", "model_type=gpt2"):
         check(key, tmp_path)
-
-
-@pytest.mark.parametrize("key", [PATH, CRITIC])
-def test_a_head_with_two_outputs(key: str, tmp_path: Path) -> None:
-    path = random_classifier(tmp_path, num_labels=2)
-    rewrite(path, max_position_embeddings=512)
-    with refuses(ConfigError, f"{key}={path}", "score.weight has 2 outputs"):
-        check(key, path)
+    two = two_outputs(tmp_path / "two")
+    with refuses(ConfigError, f"{key}={two}", "score.weight has 2 outputs"):
+        check(key, two)
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -150,48 +148,32 @@ def test_code_that_comes_with_it_is_not_run_unless_it_is_trusted(key: str, tmp_p
         check(key, path)
 
 
-def trained(command: Any, path: object = "builtin:tiny-qwen3") -> str:
-    (row,) = checked_models(load_command([f"model.path={path}", "data.max_length=64"], command)[0])
-    return check_use(row, check_files(row))
+def test_a_model_in_a_few_words_and_its_head(tmp_path: Path) -> None:
+    def trained(command: Any, path: object = TINY, *, weights: bool = True) -> str:
+        (row,) = checked_models(load_command([f"model.path={path}", "data.max_length=64"], command)[0])
+        return check_use(row, check_files(row, weights=weights))
 
-
-def test_a_model_in_a_few_words() -> None:
+    classifier, two = builtin_reward_model(tmp_path / "one"), two_outputs(tmp_path / "two")
     says(trained(SFT), "qwen3", "35 tensors", "1 file")
-    row = checked_models(load_command([], SFT)[0])[0]
-    says(check_use(row, check_files(row, weights=False)), "qwen3", "downloaded")
-
-
-def test_a_reward_model_goes_on_or_begins_with_a_new_head(tmp_path: Path) -> None:
-    says(trained(REWARD_MODEL), "new head")
-    says(trained(REWARD_MODEL, builtin_reward_model(tmp_path / "one")), "its head")
-    two = random_classifier(tmp_path / "two", num_labels=2)
-    rewrite(two, max_position_embeddings=512)
+    says(trained(SFT, weights=False), "qwen3", "downloaded")
+    with refuses(ConfigError, f"model.path={classifier}", "score.weight", "causal LM"):
+        trained(SFT, classifier)
+    says([trained(REWARD_MODEL)], "new head")
+    says([trained(REWARD_MODEL, classifier)], "its head")
     with refuses(ConfigError, f"model.path={two}", "score.weight", "2 outputs"):
         trained(REWARD_MODEL, two)
-
-
-def test_a_classifier_is_not_fine_tuned(tmp_path: Path) -> None:
-    path = builtin_reward_model(tmp_path)
-    with refuses(ConfigError, f"model.path={path}", "score.weight", "causal LM"):
-        trained(SFT, path)
+    says(check(CRITIC, TINY), "new head")
+    says(check(CRITIC, classifier), "its head")
 
 
 # --- critic and teacher ------------------------------------------------------------------------------------------
-def test_a_critic_gets_a_head_or_has_one(tmp_path: Path) -> None:
-    says(check(CRITIC, "builtin:tiny-qwen3"), "new head")
-    says(check(CRITIC, builtin_reward_model(tmp_path)), "its head")
-
-
-def test_a_teacher_of_any_size_and_the_policy_itself(tmp_path: Path) -> None:
+def test_a_teacher_of_any_size_but_with_all_outputs_of_the_policy(tmp_path: Path) -> None:
     """With more layers, another width and an output layer of its own, also with rows of padding behind the tokens."""
-    check(TEACHER, "builtin:tiny-qwen3")
+    check(TEACHER, TINY)
     check(TEACHER, another_builtin_model(tmp_path / "wide", hidden_size=48, num_hidden_layers=5))
     check(TEACHER, another_builtin_model(tmp_path / "padded", vocab_size=320, tie_word_embeddings=False))
-
-
-def test_a_teacher_with_fewer_outputs_than_the_policy(tmp_path: Path) -> None:
     path = another_builtin_model(tmp_path, vocab_size=250)
-    with refuses(ConfigError, f"{TEACHER}={path}", "below 250", f"{POLICY}=builtin:tiny-qwen3", "256"):
+    with refuses(ConfigError, f"{TEACHER}={path}", "below 250", f"{POLICY}={TINY}", "256"):
         check(TEACHER, path)
 
 
@@ -201,15 +183,15 @@ def test_logits_that_are_more_than_hidden_states_times_the_output_layer(tmp_path
     rewrite(path, final_logit_softcapping=30.0)
     with refuses(ConfigError, "kl_loss_type=full", f"{TEACHER}={path}", "final_logit_softcapping", "k2"):
         check(TEACHER, path)
-    check(TEACHER, path, "actor_rollout_ref.actor.kl_loss_type=k2")
+    check(TEACHER, path, KL)
 
 
 def test_positions_of_a_critic_from_the_hub_are_asked_once_its_config_is_here() -> None:
     longer = "actor_rollout_ref.model.override_config.max_position_embeddings=4096"
     config, _ = load_config(["recipe=ppo", f"{CRITIC}=some/critic", "data.max_prompt_length=600", longer])
-    rows = {row.model.title: row for row in checked_models(config)}
-    model = check_files(replace(rows["critic"], settings=replace(rows["critic"].settings, path="builtin:tiny-qwen3")))
-    (problem,) = problems_of_model(config, rows["critic"], model, Machine("", None))
+    row = row_of(CRITIC, config)
+    model = check_files(replace(row, settings=replace(row.settings, path=TINY)))
+    (problem,) = problems_of_model(config, row, model, Machine("", None))
     says(problem.text, f"{CRITIC}=some/critic", "512 positions", "data.max_prompt_length=600", "override_config")
 
 
@@ -222,20 +204,22 @@ SPLIT_CRITIC = "critic.ulysses_sequence_parallel_size"
     ("overrides", "keys"),
     [
         ([], []),
-        ([f"{ACTOR}=2"], [ACTOR, REF]),
-        ([f"{ACTOR}=2", f"{REF}=1"], [ACTOR]),
-        ([f"{ACTOR}=2", "actor_rollout_ref.actor.use_kl_loss=false"], [ACTOR]),
-        ([f"{ACTOR}=2", "actor_rollout_ref.model.lora_rank=4"], [ACTOR]),
-        ([f"{REF}=2"], [REF]),
-        ([f"{SPLIT_CRITIC}=2", "recipe=ppo"], [SPLIT_CRITIC]),
-        ([f"{SPLIT_CRITIC}=2"], []),
+        ([f"{ACTOR}=8"], [ACTOR, REF]),
+        ([f"{ACTOR}=8", f"{REF}=1"], [ACTOR]),
+        ([f"{ACTOR}=8", "actor_rollout_ref.actor.use_kl_loss=false"], [ACTOR]),
+        ([f"{ACTOR}=8", "actor_rollout_ref.model.lora_rank=4"], [ACTOR]),
+        ([f"{REF}=8"], [REF]),
+        ([f"{SPLIT_CRITIC}=8", "recipe=ppo", "cluster.critic_world_size=8"], [SPLIT_CRITIC]),
+        ([f"{SPLIT_CRITIC}=8"], []),
     ],
 )
 def test_the_roles_that_split_and_are_there(overrides: list[str], keys: list[str]) -> None:
-    rows = checked_models(load_config(overrides)[0])
-    split = [row.settings for row in rows if row.settings.sequence_parallel_size > 1]
-    assert [settings.sequence_parallel_key for settings in split] == keys
-    assert all(settings.sequence_parallel_size == 2 for settings in split)
+    """The built-in model's 4 heads do not split over 8 ranks."""
+    split = [row for row in checked_models(load_config(overrides)[0]) if row.settings.sequence_parallel_size > 1]
+    assert [row.settings.sequence_parallel_key for row in split] == keys
+    for row, key in zip(split, keys, strict=True):
+        with refuses(ConfigError, f"{key}=8", f"={TINY}", "4 attention heads", "1 or 2 or 4"):
+            check_use(row, check_files(row))
 
 
 def test_heads_of_a_teacher_are_asked_for_under_its_own_key(tmp_path: Path) -> None:
@@ -251,72 +235,56 @@ def test_heads_of_a_teacher_are_asked_for_under_its_own_key(tmp_path: Path) -> N
 
 
 # --- reward models -----------------------------------------------------------------------------------------------
+NULL = f"{INPUT}=null"
+
+
 def config(path: object, *overrides: str) -> RunConfig:
     few = ("data.train_max_samples=32", "data.val_files=null", "trainer.val_before_train=false")
     return load_config(["reward_model.enable=true", f"{PATH}={path}", *few, *overrides])[0]
 
 
-def scorer_row(found: RunConfig) -> CheckedModel:
-    return next(row for row in checked_models(found) if row.model.title == "reward model")
-
-
 def converse(found: RunConfig) -> None:
-    policy, row = policy_folder(found), scorer_row(found)
+    policy, row = policy_folder(found), row_of(PATH, found)
     scorer = check_files(row)
     check_use(row, scorer)
     check_conversations(found, policy, scorer, load_run_prompts(found, policy)[0].train)
 
 
-@pytest.mark.parametrize("overrides", [(), (NULL,)])
-def test_a_reward_model_that_fits(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    converse(config(builtin_reward_model(tmp_path), *overrides))
-
-
-def test_a_causal_model_has_no_head(tmp_path: Path) -> None:
-    path = random_model("Qwen3", tmp_path)
-    with refuses(ConfigError, f"{PATH}={path}", "score.weight"):
+def test_a_reward_model_that_fits_and_the_tokenizer_that_reads(tmp_path: Path, random_models: dict[str, str]) -> None:
+    path, other = builtin_reward_model(tmp_path), f"{INPUT}={random_models['tied']}"
+    assert resolve_model_path(config(path).reward_model.model.input_tokenizer or "") == resolve_model_path(TINY)
+    converse(config(path))
+    converse(config(path, NULL))
+    with refuses(DataError, f"{INPUT}=nowhere/at/all"):
+        converse(config(path, f"{INPUT}=nowhere/at/all"))
+    with refuses(ConfigError, other, f"{POLICY}={TINY}"):
+        converse(config(path, other))
+    rewrite(path, num_attention_heads="four")
+    with refuses(DataError, f"{PATH}={path}", "config.json", "num_attention_heads"):
         check(PATH, path)
 
 
-def test_other_tokens_are_not_read_as_they_are(tmp_path: Path, random_models: dict[str, str]) -> None:
-    path = random_classifier(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(random_models["tied"]).save_pretrained(path)
-    with refuses(ConfigError, NULL, f"{PATH}={path}", "reward_model.model.input_tokenizer"):
-        converse(config(path, NULL))
-    converse(config(path))  # rendered again
+def test_a_causal_model_has_no_head(tmp_path: Path) -> None:
+    """In a dry run the weights of a hub model are not downloaded, and config.json says whether it has one."""
+    good, bad = builtin_reward_model(tmp_path / "good"), random_model("Qwen3", tmp_path / "bad")
+    with refuses(ConfigError, f"{PATH}={bad}", "score.weight"):
+        check(PATH, bad)
+    says(check(PATH, good, weights=False), "downloaded")
+    with refuses(ConfigError, f"{PATH}={bad}", "Qwen3ForCausalLM"):
+        check(PATH, bad, weights=False)
 
 
-def test_a_template_that_refuses_the_roles_of_the_rows(tmp_path: Path) -> None:
-    path = builtin_reward_model(
-        tmp_path, "{% if messages[0].role == 'system' %}{{ raise_exception('roles!') }}{% endif %}x"
-    )
-    converse(config(path))
-    with refuses(DataError, f"{PATH}={path}", "roles!", "data.system_prompt"):
-        converse(config(path, "data.system_prompt=Be brief."))
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    path = random_classifier(tmp_path)
+def test_no_tokenizer_and_other_tokens_that_are_not_read_as_they_are(
+    tmp_path: Path, random_models: dict[str, str]
+) -> None:
+    path = random_classifier(tmp_path)  # of 96 tokens
     with refuses(DataError, f"{PATH}={path}", "tokenizer.json"):
         converse(config(path))
-
-
-def test_an_input_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    found = config(builtin_reward_model(tmp_path), "reward_model.model.input_tokenizer=nowhere/at/all")
-    with refuses(DataError, "reward_model.model.input_tokenizer=nowhere/at/all"):
-        converse(found)
-
-
-def test_an_input_tokenizer_with_other_tokens(tmp_path: Path, random_models: dict[str, str]) -> None:
-    other = f"reward_model.model.input_tokenizer={random_models['tied']}"
-    with refuses(ConfigError, other, "actor_rollout_ref.model.path=builtin:tiny-qwen3"):
-        converse(config(builtin_reward_model(tmp_path), other))
-
-
-def test_a_tokenizer_of_a_larger_model(tmp_path: Path) -> None:
-    path = random_classifier(tmp_path)  # of 96 tokens
-    transformers.AutoTokenizer.from_pretrained(resolve_model_path("builtin:tiny-qwen3")).save_pretrained(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    transformers.AutoTokenizer.from_pretrained(random_models["tied"]).save_pretrained(path)
+    with refuses(ConfigError, NULL, f"{PATH}={path}", INPUT):
+        converse(config(path, NULL))
+    converse(config(path))  # rendered again
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_model_path(TINY))  # of a larger model
     tokenizer.add_tokens(["zzz"] + [f"z{i}" for i in range(96)])
     tokenizer.chat_template = "z95"
     tokenizer.save_pretrained(path)
@@ -324,25 +292,12 @@ def test_a_tokenizer_of_a_larger_model(tmp_path: Path) -> None:
         converse(config(path))
 
 
-def test_without_its_weights_config_json_says_whether_it_is_one(tmp_path: Path) -> None:
-    """In a dry run the weights of a hub model are not downloaded."""
-    good, bad = builtin_reward_model(tmp_path / "good"), random_model("Qwen3", tmp_path / "bad")
-    says(check(PATH, good, weights=False), "downloaded")
-    with refuses(ConfigError, f"{PATH}={bad}", "Qwen3ForCausalLM"):
-        check(PATH, bad, weights=False)
-
-
-def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
-    path = Path(builtin_reward_model(tmp_path))
-    found = json.loads((path / "config.json").read_text()) | {"num_attention_heads": "four"}
-    (path / "config.json").write_text(json.dumps(found))
-    with refuses(DataError, f"{PATH}={path}", "config.json", "num_attention_heads"):
-        check(PATH, path)
-
-
-def test_the_policy_is_its_input_tokenizer_by_default(tmp_path: Path) -> None:
-    found = config(builtin_reward_model(tmp_path)).reward_model.model
-    assert resolve_model_path(found.input_tokenizer or "") == resolve_model_path("builtin:tiny-qwen3")
+def test_a_template_that_refuses_the_roles_of_the_rows(tmp_path: Path) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('roles!') }}{% endif %}x"
+    path = builtin_reward_model(tmp_path, template)
+    converse(config(path))
+    with refuses(DataError, f"{PATH}={path}", "roles!", "data.system_prompt"):
+        converse(config(path, "data.system_prompt=Be brief."))
 
 
 PROCESS = "reward_model.process.enable=true"
@@ -356,10 +311,10 @@ def test_models_that_judge_steps(tmp_path: Path) -> None:
     three = random_classifier(tmp_path / "three", "Qwen3", "Token", num_labels=3)
     with refuses(ConfigError, f"{PATH}={three}", "score.weight has 3 outputs"):
         check(PATH, three, PROCESS)
-    converse(config("builtin:tiny-qwen3", PROCESS, *TOKENS))
-    with refuses(ConfigError, f"{PATH}=builtin:tiny-qwen3", "score.weight"):
-        check(PATH, "builtin:tiny-qwen3", PROCESS)
+    converse(config(TINY, PROCESS, *TOKENS))
+    with refuses(ConfigError, f"{PATH}={TINY}", "score.weight"):
+        check(PATH, TINY, PROCESS)
     with refuses(ConfigError, f"{PATH}={two}", "score.weight", "reward_model.process.good=null"):
         check(PATH, two, PROCESS, *TOKENS)
     with refuses(ConfigError, "reward_model.process.good='12'", "2 tokens"):
-        converse(config("builtin:tiny-qwen3", PROCESS, "reward_model.process.good='12'", TOKENS[1]))
+        converse(config(TINY, PROCESS, "reward_model.process.good='12'", TOKENS[1]))

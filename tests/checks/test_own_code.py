@@ -16,7 +16,8 @@ from tests.messages import refuses
 ESTIMATOR, KL = "algorithm.adv_estimator", "algorithm.kl_penalty"
 LOSS, KL_LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.kl_loss_type"
 N = "actor_rollout_ref.rollout.n"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BOUNDS = "algorithm.rollout_correction.rollout_is_threshold"
 REWARD = "custom_reward_function.path"
 GROUPS_DIFFER = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc")
 BY_DEVIATION = (
@@ -97,11 +98,7 @@ def test_what_a_run_takes_is_taken(overrides: list[str], body: str, needs: str, 
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        [],
-        [f"{KL}=NAME"],  # no penalty in the reward
-        [f"{KL_LOSS}=NAME", "actor_rollout_ref.actor.use_kl_loss=false"],
-    ],
+    [[], [f"{KL}=NAME"], [f"{KL_LOSS}=NAME", "actor_rollout_ref.actor.use_kl_loss=false"]],
 )
 def test_what_is_not_called_is_not_tried(overrides: list[str], tmp_path: Path) -> None:
     assert attempt(*(each.replace("NAME", own(tmp_path, "raise OSError")) for each in overrides)) == []
@@ -169,22 +166,31 @@ def test_a_sampler_chooses_learns_and_goes_back(right: str, wrong: str, parts: l
 
 
 # --- names ----------------------------------------------------------------------------------------------------
-def test_a_sampler_class_that_is_not_there() -> None:
-    keys = (f"data.sampler.class_path={EXAMPLE}", "data.sampler.class_name=HardestFirst")
-    with refuses(ConfigError, "HardestFirst", "'EasiestFirst'"):
-        resolve_names(load_config(list(keys))[0])
+AGENT = "actor_rollout_ref.rollout.agent"
+LOOP, CALCULATOR = f"{AGENT}.default_agent_loop", EXAMPLES / "calculator" / "calculator.py"
 
 
-def test_an_agent_loop_is_imported_and_checked_before_workers_start() -> None:
-    file, key = EXAMPLE.parents[1] / "calculator" / "calculator.py", "actor_rollout_ref.rollout.agent"
-    resolve_names(load_config([f"{key}.default_agent_loop={file}:Calculator"])[0])
-    for overrides, text in (
-        ([f"{key}.default_agent_loop={file}:Calculater"], "'Calculator'"),
-        ([f"{key}.default_agent_loop={file}:evaluate"], "class"),
-        ([f"{key}.default_agent_loop={file}:Calculator", f"{key}.agent_kwargs={{calls: 1}}"], "argument 'calls'"),
-    ):
-        with refuses(ConfigError, text):
-            resolve_names(load_config(overrides)[0])
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            [f"data.sampler.class_path={EXAMPLES}/curriculum/easiest_first.py", "data.sampler.class_name=HardestFirst"],
+            ["HardestFirst", "'EasiestFirst'"],
+        ),
+        ([f"{ESTIMATOR}=json:lods"], [f"{ESTIMATOR}=json:lods", "'loads'"]),
+        ([f"{LOSS}=gspoo"], ["loss_mode=gspoo", "'gspo'"]),
+        ([f"{KL_LOSS}=json:lods"], ["json:lods", "'loads'"]),
+        ([f"{BOUNDS}=many"], [f"{BOUNDS}=many", "lower_upper"]),
+        ([f"{LOOP}=single_turn_agnt"], ["default_agent_loop=single_turn_agnt", "'single_turn_agent'"]),
+        ([f"{LOOP}=grpo_dist.agents:AgentLop"], ["grpo_dist.agents:AgentLop", "'AgentLoop'"]),
+        ([f"{LOOP}={CALCULATOR}:evaluate"], ["class"]),
+        ([f"{LOOP}={CALCULATOR}:Calculator", f"{AGENT}.agent_kwargs={{calls: 1}}"], ["argument 'calls'"]),
+    ],
+)
+def test_names_are_imported_and_checked_before_workers_start(overrides: list[str], parts: list[str]) -> None:
+    with refuses(ConfigError, *parts):
+        resolve_names(load_config(overrides)[0])
+    resolve_names(load_config([f"{LOOP}={CALCULATOR}:Calculator"])[0])
 
 
 def test_a_reward_file_is_imported_and_whatever_it_does_is_a_mistake_of_the_config(tmp_path: Path) -> None:
@@ -202,6 +208,22 @@ def test_a_reward_file_is_imported_and_whatever_it_does_is_a_mistake_of_the_conf
     import_reward(load_config(list(name))[0])
 
 
+def test_gdpo_has_components_to_compare(tmp_path: Path) -> None:
+    """A reward of several functions has; one that declares none must be told which of its values are meant."""
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0"
+    )
+    functions = f"{{path: {EXAMPLES}/rewards/graded.py}}, {{path: {EXAMPLES}/rewards/xml_tags.py, label: tags}}"
+    weighted = ("grpo_dist.rewards.weighted", f"custom_reward_function.reward_kwargs={{functions: [{functions}]}}")
+
+    def asked(path: object, *overrides: str) -> None:
+        import_reward(load_config(["algorithm.adv_estimator=gdpo", f"{REWARD}={path}", *overrides])[0])
+
+    with refuses(ConfigError, "algorithm.gdpo_reward_keys=null", "grpo_dist.rewards.weighted"):
+        asked(tmp_path / "mine.py")
+    asked(*weighted)
+
+
 def test_where_the_agent_loop_gives_the_reward_a_function_that_is_named_must_count(tmp_path: Path) -> None:
     """Without one, rows need neither a ground truth nor a data source that is known."""
     (tmp_path / "game.py").write_text(
@@ -211,11 +233,10 @@ def test_where_the_agent_loop_gives_the_reward_a_function_that_is_named_must_cou
     (tmp_path / "mine.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1"
     )
-    agent = "actor_rollout_ref.rollout.agent"
-    loop, named = f"{agent}.default_agent_loop={tmp_path}/game.py:Game", f"{REWARD}={tmp_path}/mine.py"
+    loop, named = f"{LOOP}={tmp_path}/game.py:Game", f"{REWARD}={tmp_path}/mine.py"
     needs = import_reward(load_config([loop])[0])
     assert (needs.asked, needs.ground_truth) == (False, False)
-    with refuses(ConfigError, f"{REWARD}={tmp_path}/mine.py", f"{agent}.reward_function_weight"):
+    with refuses(ConfigError, f"{REWARD}={tmp_path}/mine.py", f"{AGENT}.reward_function_weight"):
         import_reward(load_config([loop, named])[0])
-    assert import_reward(load_config([loop, named, f"{agent}.reward_function_weight=0.5"])[0]).asked
-    assert import_reward(load_config([loop, f"{agent}.reward_function_weight=0.5"])[0]).ground_truth
+    assert import_reward(load_config([loop, named, f"{AGENT}.reward_function_weight=0.5"])[0]).asked
+    assert import_reward(load_config([loop, f"{AGENT}.reward_function_weight=0.5"])[0]).ground_truth

@@ -28,40 +28,26 @@ def row(question: str, truth: Any, **extra_info: Any) -> dict[str, Any]:
     return {"data_source": "mine", "prompt": prompt, "reward_model": {"ground_truth": truth}, "extra_info": extra_info}
 
 
-ROWS = [row("Name a fruit.", "apple"), row("Name a sum.", "7", solution="3 + 4 = 7")]
-BROKEN = row("Name a colour.", "red")
+ROWS = [row("Name a fruit.", "apple"), row("Name a sum.", "7", solution="3 + 4 = 7"), row("Name a colour.", "red")]
 
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Rows and a function of somebody's own in the present folder; returns what names them."""
     monkeypatch.chdir(tmp_path)
-    write([*ROWS, BROKEN])
+    Path("rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ROWS))
     Path("reward.py").write_text(FUNCTION)
-    lengths = ["data.max_prompt_length=64", "data.max_response_length=64", "data.train_batch_size=2"]
-    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=2"
-    return ["data.train_files=rows.jsonl", "custom_reward_function.path=reward.py", *lengths, mini]
-
-
-def write(rows: list[dict[str, Any]]) -> None:
-    Path("rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return ["data.train_files=rows.jsonl", "custom_reward_function.path=reward.py", "data.train_batch_size=2"]
 
 
 def test_own_answers_are_scored_with_what_the_function_says(own: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    write(ROWS)
-    assert main(["check-reward", *own]) == 0
-    _, first, second = capsys.readouterr().out.split("rows.jsonl")
-    says(first, "line 1", "'Name a fruit.'", "'apple'", "ground truth", "score      1", "looking")
-    says(second, "'3 + 4 = 7'", "solution", "score      1", "length=9", "pred=x", "2 responses", "0 failed", "1 to 1")
-
-
-def test_a_failure_is_told_with_its_traceback_and_ends_with_1(
-    own: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+    """A failure is told with its traceback, and ends with 1."""
     assert main(["check-reward", *own]) == 1
     shown = capsys.readouterr()
-    says(shown.out, "FAILED", "KeyError", 'raise KeyError("puce")', "red\n\n3 responses")
-    says(shown.out, "2 scored", "1 failed")
+    _, first, second, third = shown.out.split("rows.jsonl")
+    says(first, "line 1", "'Name a fruit.'", "'apple'", "ground truth", "score      1", "looking")
+    says(second, "'3 + 4 = 7'", "solution", "score      1", "length=9", "pred=x")
+    says(third, "FAILED", "KeyError", 'raise KeyError("puce")', "red\n\n3 responses", "2 scored", "1 failed", "1 to 1")
     assert "Traceback" not in shown.err
 
 

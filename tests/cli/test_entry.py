@@ -1,4 +1,4 @@
-"""`grpo-dist NAME`: the commands are found, and what is no command is answered with the nearest one."""
+"""`grpo-dist NAME`: the commands are found, also by a near name; files of `--output`; `report`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 import grpo_dist
+from grpo_dist.cli.arguments import check_output, write_output
 from grpo_dist.cli.entry import ENTRIES, main
+from grpo_dist.errors import ConfigError
 from grpo_dist.plugins.registry import load_attribute
-from tests.messages import says
+from tests.messages import refuses, says
+from tests.report.runs import write_run, write_step
+from tests.report.test_page import data_in
 
 ROOT = Path(grpo_dist.__file__).parents[1]
 
@@ -21,11 +25,7 @@ ROOT = Path(grpo_dist.__file__).parents[1]
 def test_alone_it_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     says(capsys.readouterr().out, *ENTRIES, "--version", "python -m grpo_dist")
-
-
-def test_every_command_is_there() -> None:
-    for name, (function, _) in ENTRIES.items():
-        assert callable(load_attribute(function, key=name))
+    assert all(callable(load_attribute(function, key=name)) for name, (function, _) in ENTRIES.items())
 
 
 @pytest.mark.parametrize("name", [name for name in ENTRIES if name != "help"])
@@ -38,17 +38,13 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert "usage:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("typed", "advice"),
-    [("trian", "train"), ("exprot", "export"), ("data.train_batch_size=8", "grpo-dist train data.train_batch_size=8")],
-)
-def test_what_is_no_command_is_answered_with_the_nearest(
-    typed: str, advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([typed]) == 2
-    told = capsys.readouterr().err
-    says(told, typed, *ENTRIES)
-    assert f" {advice}?" in told
+def test_what_is_no_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "data.train_batch_size=8"
+    for typed, advice in (("trian", "train"), ("exprot", "export"), (key, f"grpo-dist train {key}")):
+        assert main([typed]) == 2
+        told = capsys.readouterr().err
+        says(told, typed, *ENTRIES)
+        assert f" {advice}?" in told
 
 
 def test_train_is_the_main_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,16 +73,10 @@ def test_the_version_is_in_one_place(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_package_is_the_command_too_and_an_error_is_no_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_dist", "help", "no_such_thing_at_all"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
+    command = [sys.executable, "-m", "grpo_dist", "help", "no_such_thing_at_all"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     says(done.stderr, "no_such_thing_at_all")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", [["-m", "grpo_dist.main"], ["-m", "grpo_dist", "doctor"]])
@@ -99,3 +89,62 @@ def test_a_folder_that_is_gone_is_told(command: list[str], tmp_path: Path) -> No
     done = subprocess.run(started, cwd=gone, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     says(done.stderr, 'cd "$PWD"')
+
+
+# --- files of --output ------------------------------------------------------------------------------------------------
+def test_what_cannot_be_written_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there.json").write_text("old")
+    (tmp_path / "folder").mkdir()
+    refused = ("no/where.json", "no", True), ("there.json", "there.json", False), ("folder", "folder", True)
+    for name, part, replaces in refused:
+        with refuses(ConfigError, "--output", tmp_path / part):
+            check_output(str(tmp_path / name), replaces=replaces)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for output in (str(tmp_path / "new.json"), "~/new.json", None):
+        check_output(output)
+    check_output(str(tmp_path / "there.json"), replaces=True)
+
+
+def test_a_file_is_written_whole_or_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "there.json"
+    write_output(path, "old")
+    write_output(path, "new")
+    assert path.read_text() == "new"
+
+    def full(self: Path, *args: object, **kwargs: object) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with refuses(ConfigError, f"--output {path}"):
+        write_output(path, "newer")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- report --------------------------------------------------------------------------------------------------------
+def test_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [{"step": step, "critic/score/mean": 0.5} for step in (1, 2, 3)])
+    other = write_run(tmp_path / "other", [{"step": 1, "critic/score/mean": 0.1}])
+    for step in (1, 2, 3):
+        write_step(run, step, ["#### 1", "2"], [1.0, 0.0])
+    assert main(["report", str(run), "--compare", str(other), "--responses", "4"]) == 0
+    out = capsys.readouterr().out
+    says(out, run / "report.html", "--responses")
+    assert [line.split("; ")[0].split(": ")[1] for line in out.splitlines()[:2]] == ["steps 3", "steps 1"], "each run"
+    written = (run / "report.html").read_text()
+    assert "<dt>steps</dt><dd>3</dd>" in written.partition("<noscript>")[2].partition("</noscript>")[0]
+    data = data_in(written)
+    assert data.keys() == {"overview", "step-1", "step-3"}
+    assert data["step-3"]["pieces"]
+    assert len(data["overview"]["charts"][0]["figure"]["data"]) == 2
+    assert main(["report", str(run), "--output", str(tmp_path / "here.html")]) == 0
+    assert data_in((tmp_path / "here.html").read_text()).keys() == {"overview", "step-1", "step-2", "step-3"}
+
+
+def test_mistakes_of_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    says(capsys.readouterr().err, tmp_path, "metrics.jsonl")
+    run = write_run(tmp_path / "run", [{"step": 1, "critic/score/mean": 0.5}])
+    assert main(["report", str(run), "--output", str(tmp_path / "no" / "where.html")]) == 2
+    says(capsys.readouterr().err, f"--output {tmp_path / 'no' / 'where.html'}")

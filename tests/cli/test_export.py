@@ -27,14 +27,13 @@ from tests.trainer.checkpoints import run_state
 from tests.worker_settings import lora, model_settings
 
 TINY = "builtin:tiny-qwen3"
-LORA = lora()
+LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"]
 CASES: dict[str, tuple[Any, str, list[str], dict[str, Any]]] = {
     "grpo": (GRPO, "actor", [], {}),
-    "grpo by LoRA": (GRPO, "actor", ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"],
-                     {"lora": LORA}),
+    "grpo by LoRA": (GRPO, "actor", LORA, {"lora": lora()}),
     "sft": (SFT, "sft", [], {}),
     "reward model": (REWARD_MODEL, "reward_model", [], {"num_labels": 1, "new_head_seed": 1}),
-}  # fmt: skip
+}
 
 
 def shards(rank: int, folder: Path, whole: Path, options: dict[str, Any]) -> None:
@@ -67,6 +66,14 @@ def checkpoint(run_dir: Path, case: str) -> Path:
     return run_dir / "at_the_end"
 
 
+def tensors(folder: Path, name: str = "model") -> dict[str, torch.Tensor]:
+    return load_file(folder / f"{name}.safetensors")
+
+
+def are_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 @pytest.mark.parametrize("case", first(CASES, "grpo by LoRA"))
 def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
@@ -79,27 +86,19 @@ def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.Ca
     assert is_model_of(folder, run_dir / "global_step_4")
     assert not is_model_of(folder, run_dir / "global_step_2")
     assert read_usage(folder).dtype == "fp32"
-    mine, theirs = (load_file(path / "model.safetensors") for path in (folder, whole))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    start = load_file(Path(resolve_model_path(TINY), "model.safetensors"))
+    mine, start = tensors(folder), tensors(Path(resolve_model_path(TINY)))
+    assert are_equal(mine, tensors(whole))
     assert any(not torch.equal(mine[name], start[name].float()) for name in mine.keys() & start.keys())
     if "LoRA" in case:
-        name = "adapter_model.safetensors"
-        mine, theirs = (
-            load_file(run_dir / f"{folder.name}_lora_adapter" / name),
-            load_file(run_dir / "lora_adapter" / name),
-        )
-        assert is_model_of(run_dir / f"{folder.name}_lora_adapter", run_dir / "global_step_4")
+        factors = run_dir / f"{folder.name}_lora_adapter"
+        assert are_equal(tensors(factors, "adapter_model"), tensors(run_dir / "lora_adapter", "adapter_model"))
+        assert is_model_of(factors, run_dir / "global_step_4")
         assert read_usage(run_dir / "lora_adapter") == read_usage(whole)
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
     assert main(["export", str(run_dir / "global_step_4")]) == 2  # the folder is there
     says(capsys.readouterr().err, folder, "--to")
     assert main(["export", str(run_dir / "global_step_4"), "--to", str(tmp_path / "half"), "--dtype", "bf16"]) == 0
-    half = load_file(tmp_path / "half/model.safetensors")
-    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.bfloat16}
 
 
 def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

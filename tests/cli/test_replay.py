@@ -13,7 +13,6 @@ import torch
 from grpo_dist.algorithms.targets import compute_targets
 from grpo_dist.cli.entry import main as entry
 from grpo_dist.cli.replay import Difference, first_difference, main, retarget, reupdate
-from grpo_dist.config.load import readable_config
 from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import load_config
@@ -25,51 +24,37 @@ from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.workers.targets import TargetMaker
 from tests.messages import refuses, says
 
+NAN = float("nan")
 
-def test_metrics_of_the_update() -> None:
-    recorded = {"actor/loss": 0.5, "actor/grad_norm": 2.0, "timing_s/step": 1.0}
-    assert first_difference(recorded, {"actor/loss": 0.5, "actor/grad_norm": 2.0, "actor/lr": 1e-3}, 1e-4) is None
-    assert first_difference(recorded, {"actor/grad_norm": 2.1}, 1e-2) == Difference("actor/grad_norm", 2.0, 2.1)
+
+def batch(scores: list[float], *advantages: list[float]) -> DataProto:
+    columns = {"score": torch.tensor(scores), "advantages": Ragged.from_rows([*advantages], torch.float32)}
+    return DataProto.from_dict(columns)
 
 
 def compare(recorded: DataProto, computed: DataProto, tolerance: float) -> Difference | None:
     return first_difference(recorded.batch, computed.batch, tolerance)
 
 
-NAN = float("nan")
-
-
-def batch(scores: list[float], advantages: list[list[float]]) -> DataProto:
-    columns = {"score": torch.tensor(scores), "advantages": Ragged.from_rows(advantages, torch.float32)}
-    return DataProto.from_dict(columns)
-
-
-RECORDED = batch([1.0, NAN, 200.0], [[0.5], [], [1.0, 2.0]])
-
-
-def test_equal_up_to_the_tolerance() -> None:
-    """It is relative to numbers above 1: 200.1 differs from 200 by 0.0005 of it."""
-    assert compare(RECORDED, RECORDED, 0.0) is None
-    near = batch([1.0005, NAN, 200.1], [[0.5], [], [1.0, 2.0]])
-    assert compare(RECORDED, near, 1e-3) is None
-    assert compare(RECORDED, near, 1e-4) == Difference("score", 1.0, float(torch.tensor(1.0005)), 0)
-
-
-def test_the_first_one_by_column_row_and_token() -> None:
-    other = batch([1.0, NAN, 200.0], [[0.5], [], [1.0, 3.0]])
-    assert compare(RECORDED, other, 1e-3) == Difference("advantages", 2.0, 3.0, 2, 1)
-    both = batch([1.0, NAN, 0.0], [[7.0], [], [1.0, 3.0]])
-    assert compare(RECORDED, both, 1e-3) == Difference("score", 200.0, 0.0, 2)
-
-
-def test_a_missing_number_differs() -> None:
-    found = compare(RECORDED, batch([1.0, 0.0, 200.0], [[0.5], [], [1.0, 2.0]]), 1e-3)
+def test_the_first_difference_by_column_row_and_token() -> None:
+    """The tolerance is relative to numbers above 1: 200.1 differs from 200 by 0.0005 of it."""
+    made = batch([1.0, NAN, 200.0], [0.5], [], [1.0, 2.0])
+    near = batch([1.0005, NAN, 200.1], [0.5], [], [1.0, 2.0])
+    for computed, tolerance, expected in (
+        (made, 0.0, None),
+        (near, 1e-3, None),
+        (near, 1e-4, Difference("score", 1.0, float(torch.tensor(1.0005)), 0)),
+        (batch([1.0, NAN, 200.0], [0.5], [], [1.0, 3.0]), 1e-3, Difference("advantages", 2.0, 3.0, 2, 1)),
+        (batch([1.0, NAN, 0.0], [7.0], [], [1.0, 3.0]), 1e-3, Difference("score", 200.0, 0.0, 2)),
+        (DataProto.from_dict({"values": torch.ones(3)}), 0.0, None),  # the run has no such column
+    ):
+        assert compare(made, computed, tolerance) == expected
+    found = compare(made, batch([1.0, 0.0, 200.0], [0.5], [], [1.0, 2.0]), 1e-3)
     assert found is not None
-    assert (found.name, found.row, found.computed) == ("score", 1, 0.0)
-
-
-def test_columns_that_the_run_has_not_are_left_out() -> None:
-    assert compare(RECORDED, DataProto.from_dict({"values": torch.ones(3)}), 0.0) is None
+    assert (found.name, found.row, found.computed) == ("score", 1, 0.0), "a missing number differs"
+    update = {"actor/loss": 0.5, "actor/grad_norm": 2.0, "timing_s/step": 1.0}
+    assert first_difference(update, {"actor/loss": 0.5, "actor/grad_norm": 2.0, "actor/lr": 1e-3}, 1e-4) is None
+    assert first_difference(update, {"actor/grad_norm": 2.1}, 1e-2) == Difference("actor/grad_norm", 2.0, 2.1)
 
 
 def test_what_was_sampled_is_in_the_mask_whatever_was_left_out_since() -> None:
@@ -82,18 +67,6 @@ def test_what_was_sampled_is_in_the_mask_whatever_was_left_out_since() -> None:
     made = Recorded(Path("/nowhere"), 1, config, DataProto.from_dict(columns), {})
     assert [row.tolist() for row in made.sampled["response_mask"].rows()] == [[1, 1], [1, 0, 1]]
     assert made.data["response_mask"].values.tolist() == [0, 0, 1, 0, 0]
-
-
-def test_a_run_whose_tokens_were_drafted_is_not_replayed(tmp_path: Path) -> None:
-    rollout = "actor_rollout_ref.rollout"
-    key = f"{rollout}.engine_kwargs.vllm.speculative_config"
-    config, _ = load_config([f"{key}={{method: ngram}}", f"{rollout}.deterministic=false"])
-    (tmp_path / "config.yaml").write_text(readable_config(config))
-    (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "3.parquet").touch()
-    with refuses(ConfigError, tmp_path, key):
-        read_recorded(tmp_path, 3)
 
 
 # --- whole steps, by hand ------------------------------------------------------------------------------------------
@@ -145,7 +118,6 @@ def with_targets(made: Recorded) -> Recorded:
         truncated=data["truncated"],
         kl_coef=made.metrics.get("actor/reward_kl_penalty_coeff", 0.0),
         reward_baselines=data.batch.get("reward_baseline"),
-        reward_components={k.partition("/")[2]: v for k, v in data.batch.items() if k.startswith("reward_extra/")},
     )
     mask = {"response_mask": out.pop("response_mask").to(torch.int8)}
     columns = {name: Ragged.from_padded(value, data["responses"].lengths) for name, value in (out | mask).items()}
@@ -167,11 +139,15 @@ def again(made: Recorded) -> DataProto:
     return retarget(made, Worker(), DataProto.from_dict({"score": made.data["score"]}))
 
 
+def test_a_run_whose_tokens_were_drafted_is_not_replayed(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    key = f"{rollout}.engine_kwargs.vllm.speculative_config"
+    made = recorded(f"{key}={{method: ngram}}", f"{rollout}.deterministic=false")
+    with refuses(ConfigError, tmp_path, key):
+        read_recorded(written(made, tmp_path), 1)
+
+
 # --- targets -------------------------------------------------------------------------------------------------------
-LAST_APART = Ragged.from_rows([[-3.0, -3.0, -4.0]] * 4, torch.float32)
-APART = Ragged.from_rows([[-3.0, -3.0 + d, -3.0] for d in (0.0, 1.0, -0.2, 0.5)], torch.float32)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -186,34 +162,31 @@ def test_targets_begin_with_the_tokens_that_were_sampled(overrides: list[str]) -
     sums and means of what is left are other ones.
     """
     reject = [f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k1'", f"{CORRECTION}.rollout_rs_threshold='1.5,0.75_1.5'"]
+    apart = Ragged.from_rows([[-3.0, -3.0 + d, -3.0] for d in (0.0, 1.0, -0.2, 0.5)], torch.float32)
     cut = {"truncated": torch.tensor([1, 0, 0, 0])} if "truncated" in overrides else {}
     keys = [each for each in overrides if "=" in each] + (["algorithm.mask_truncated_responses=true"] if cut else [])
-    made = recorded(*reject, *keys, old_log_probs=APART, **cut)
+    made = recorded(*reject, *keys, old_log_probs=apart, **cut)
     left = made.data["response_mask"].to_padded(0).tolist()
     assert left == [[0, 0, 0] if cut else [1, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
     assert compare(made.data, again(made), 0.0) is None
 
 
-@pytest.mark.parametrize(
-    ("keys", "missing"),
-    [
-        (["algorithm.adv_estimator=remax"], "reward_baseline"),
-        (["algorithm.use_kl_in_reward=true"], "ref_log_probs"),
-        (["actor_rollout_ref.actor.top_entropy_quantile=0.2"], "old_entropies"),
-    ],
-)
-def test_advantages_that_need_what_is_not_recorded(keys: list[str], missing: str) -> None:
-    made = recorded()
-    with refuses(ConfigError, NOWHERE, "step 1", missing):
-        again(replace(made, config=load_config([*USUAL, *keys])[0]))
+def test_advantages_that_need_what_is_not_recorded() -> None:
+    for key, missing in (
+        ("algorithm.adv_estimator=remax", "reward_baseline"),
+        ("algorithm.use_kl_in_reward=true", "ref_log_probs"),
+        ("actor_rollout_ref.actor.top_entropy_quantile=0.2", "old_entropies"),
+    ):
+        made = replace(recorded(), config=load_config([*USUAL, key])[0])
+        with refuses(ConfigError, NOWHERE, "step 1", missing):
+            again(made)
 
 
 def test_the_coefficient_of_the_kl_penalty_is_the_steps(tmp_path: Path) -> None:
     """Rewards are scores less the coefficient times the sum of the log-ratios, which is 0.3 here."""
-    ref = Ragged.from_rows([[-3.1] * 3] * 4, torch.float32)
     name = "actor/reward_kl_penalty_coeff"
     keys = ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1", "algorithm.kl_ctrl.type=adaptive")
-    made = recorded(*keys, metrics={name: 0.5}, ref_log_probs=ref)
+    made = recorded(*keys, metrics={name: 0.5}, ref_log_probs=Ragged.from_rows([[-3.1] * 3] * 4, torch.float32))
     run_dir = written(made, tmp_path)
     found = again(read_recorded(run_dir, 1))
     assert found["reward"].tolist() == pytest.approx([0.85, -0.15, -0.15, 0.85], abs=1e-5)
@@ -222,23 +195,18 @@ def test_the_coefficient_of_the_kl_penalty_is_the_steps(tmp_path: Path) -> None:
         again(read_recorded(run_dir, 1))
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator: grpo -> rloo"),
-        ("custom_reward_function.path=other.py", "custom_reward_function.path: null -> other.py"),
-        ("+custom_reward_function.reward_kwargs.a=1", "custom_reward_function.reward_kwargs.a: (not set) -> 1"),
-        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n: 2 -> 8"),
-    ],
-)
-def test_another_config_is_refused(
-    override: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_config_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of any key, also of one that says how recorded responses are scored."""
+    changes = {
+        "algorithm.adv_estimator=rloo": "algorithm.adv_estimator: grpo -> rloo",
+        "custom_reward_function.path=other.py": "custom_reward_function.path: null -> other.py",
+        "+custom_reward_function.reward_kwargs.a=1": "custom_reward_function.reward_kwargs.a: (not set) -> 1",
+        "actor_rollout_ref.rollout.n=8": "actor_rollout_ref.rollout.n: 2 -> 8",
+    }
     same = "data.train_batch_size=2"
-    assert entry(["replay", str(written(recorded(), tmp_path)), "1", same, override, FLAG]) == 2
+    assert entry(["replay", str(written(recorded(), tmp_path)), "1", same, *changes, FLAG]) == 2
     told = capsys.readouterr().err
-    says(told, named, "check-reward", "eval")
+    says(told, *changes.values(), "check-reward", "eval")
     assert "train_batch_size" not in told
 
 
@@ -252,19 +220,13 @@ def written(made: Recorded, run_dir: Path) -> Path:
     return run_dir
 
 
-def scorer(folder: Path, score: float) -> Path:
-    """The file of a reward function that always gives this score."""
-    path = folder / "scorer.py"
-    path.write_text(f"def compute_score(solution_str, **more):\n    return {score}\n")
-    return path
-
-
-def rows(folder: Path, count: int) -> str:
-    """A key for so many training rows, of which the last one is too long."""
-    texts = [f"{i}+1=?" for i in range(count - 1)] + ["1+" * 200]
+def own(folder: Path, num_rows: int = 3, score: float = 0.0) -> list[str]:
+    """The keys of training rows, of which the last one is too long, and of a reward function that has one score."""
+    (folder / "scorer.py").write_text(f"def compute_score(solution_str, **more):\n    return {score}\n")
+    texts = [f"{i}+1=?" for i in range(num_rows - 1)] + ["1+" * 200]
     table = [{"prompt": text, "data_source": "mine", "ground_truth": "2"} for text in texts]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-    return f"data.train_files={folder / 'rows.jsonl'}"
+    return [f"data.train_files={folder}/rows.jsonl", f"custom_reward_function.path={folder}/scorer.py"]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +240,7 @@ def rows(folder: Path, count: int) -> str:
 def test_learning_rates_are_those_of_a_run_of_its_length(overrides: list[str], expected: float, tmp_path: Path) -> None:
     if "rows" in overrides:
         counted = ["trainer.total_training_steps=null", "trainer.total_epochs=1", "data.max_prompt_length=99"]
-        overrides = [overrides[0], rows(tmp_path, 9), *counted, f"custom_reward_function.path={scorer(tmp_path, 0.0)}"]
+        overrides = [overrides[0], *own(tmp_path, 9), *counted]
     made = recorded(*overrides, metrics={"actor/lr": 1e-3 * expected})
     _, metrics = reupdate(made)
     assert metrics["actor/lr"] == pytest.approx(1e-3 * expected)
@@ -293,8 +255,7 @@ def test_in_bypass_mode_the_samplers_log_probs_are_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They may be of older weights. Metrics of the update are, where the row is there."""
-    mine = f"custom_reward_function.path={scorer(tmp_path, 0.0)}"
-    made = recorded(f"{CORRECTION}.bypass_mode=true", mine, rows(tmp_path, 3), scores=(0, 0, 0, 0))
+    made = recorded(f"{CORRECTION}.bypass_mode=true", *own(tmp_path), scores=(0, 0, 0, 0))
     run_dir = written(made, tmp_path)
     assert main([str(run_dir), "1", FLAG]) == 0
     told = capsys.readouterr().out
@@ -319,8 +280,7 @@ def test_a_bonus_that_moves_has_the_steps_own_weight() -> None:
 def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = Ragged.from_rows([[0.5] * 3] * 4, torch.float32)
     keys = ("algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen3", "trainer.critic_warmup=1")
-    mine = f"custom_reward_function.path={scorer(tmp_path, 0.0)}"
-    made = recorded(*keys, mine, rows(tmp_path, 3), scores=(0, 0, 0, 0), values=values)
+    made = recorded(*keys, *own(tmp_path), scores=(0, 0, 0, 0), values=values)
     old, metrics = reupdate(made)
     assert metrics == {}
     exact = DataProto({**made.data.batch, **old.batch}, made.data.non_tensor_batch)
@@ -334,10 +294,10 @@ def test_greedy_scores_are_as_recorded(tmp_path: Path, capsys: pytest.CaptureFix
 
     The run has left out each response's last token, on which its score is.
     """
-    mine = f"custom_reward_function.path={scorer(tmp_path, 1.0)}"
     reject = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.5")
-    keys = ("algorithm.adv_estimator=remax", mine, rows(tmp_path, 3), *reject)
-    columns = {"reward_baseline": torch.tensor([1.0, 1, 2, 2]), "old_log_probs": LAST_APART}
+    keys = ("algorithm.adv_estimator=remax", *own(tmp_path, score=1.0), *reject)
+    last_apart = Ragged.from_rows([[-3.0, -3.0, -4.0]] * 4, torch.float32)
+    columns = {"reward_baseline": torch.tensor([1.0, 1, 2, 2]), "old_log_probs": last_apart}
     made = recorded(*keys, scores=(1, 1, 1, 1), **columns)
     assert made.data["response_mask"].to_padded(0).tolist() == [[1, 1, 0]] * 4
     assert made.data["advantage_mean"].tolist() == [0, 0, -1, -1]

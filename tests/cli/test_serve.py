@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +40,21 @@ def test_behind_the_first_dashes_stand_vllms_options() -> None:
     assert split(["run", "--", "--a", "--", "b"]) == (["run"], ["--a", "--", "b"])
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
-def test_this_machine_may_ask_without_a_token(host: str) -> None:
-    check_host(host, "")
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "myhost", ""])
-def test_other_machines_may_not(host: str) -> None:
-    check_host(host, "secret")
-    with refuses(ConfigError, f"--host {host}", "VLLM_API_KEY", "--api-key", "127.0.0.1"):
+def test_other_machines_may_not_ask_without_a_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"):
         check_host(host, "")
-
-
-def test_a_refused_server_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "myhost", ""):
+        check_host(host, "secret")
+        with refuses(ConfigError, f"--host {host}", "VLLM_API_KEY", "--api-key", "127.0.0.1"):
+            check_host(host, "")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert main(["serve", TINY, "--host", "0.0.0.0"]) == 2
     says(capsys.readouterr().err, "--host 0.0.0.0", "--api-key")
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", TINY, "--port", str(port)]) == 2
@@ -91,36 +88,6 @@ def test_heads_that_vllm_does_not_compute_on_cpu_are_refused(tmp_path: Path) -> 
 
 
 # --- a server -----------------------------------------------------------------------------------------------------
-@dataclass
-class Served:
-    """A server, the folder of its model, and what it has said."""
-
-    process: psutil.Process
-    folder: Path
-    told: str
-    url: str
-
-    def client(self, token: str = TOKEN) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("model") / "huggingface"
-    rebuilt_by_transformers(folder)
-    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "stop": []}
-    Usage(7, "2+2=4", {}, sampling).write(folder)
-    command = [sys.executable, "-m", "grpo_dist", "serve", str(folder), "actor_rollout_ref.rollout.dtype=fp32"]
-    environment = os.environ | {"VLLM_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*command, "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True) as started:
-        assert started.stdout is not None
-        told = "".join(line for _, line in zip(range(3), started.stdout, strict=False))
-        found = re.search(r"http://127.0.0.1:\d+", told)
-        assert found, told
-        yield Served(psutil.Process(started.pid), folder, told, found[0])
-        started.kill()
-
-
 def greedy(folder: Path, messages: list[dict[str, str]], most: int) -> str:
     """What Hugging Face's model says."""
     import torch
@@ -135,15 +102,35 @@ def greedy(folder: Path, messages: list[dict[str, str]], most: int) -> str:
 
 @pytest.mark.deep
 @pytest.mark.ray  # by itself: a real engine
-def test_a_server_from_its_start_to_its_end(served: Served) -> None:
-    says(served.told, served.url, "policy", "curl", "$VLLM_API_KEY")
-    assert open_to_others(served.process) == {}, "loopback alone"
-    assert httpx.get(f"{served.url}/health").status_code == 200
+def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
+    rebuilt_by_transformers(folder := tmp_path / "huggingface")
+    sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "stop": []}
+    Usage(7, "2+2=4", {}, sampling).write(folder)
+    command = [sys.executable, "-m", "grpo_dist", "serve", str(folder), "actor_rollout_ref.rollout.dtype=fp32"]
+    environment = os.environ | {"VLLM_API_KEY": TOKEN, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "--port", "0"], env=environment, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None
+            told = "".join(line for _, line in zip(range(3), started.stdout, strict=False))
+            found = re.search(r"http://127.0.0.1:\d+", told)
+            assert found, told
+            says(told, found[0], "policy", "curl", "$VLLM_API_KEY")
+            answers_as_the_model(found[0], folder)
+            ends_with_all_its_processes(found[0], psutil.Process(started.pid))
+        finally:
+            started.kill()
 
-    client = served.client()
+
+def client_of(url: str, token: str = TOKEN) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0)
+
+
+def answers_as_the_model(url: str, folder: Path) -> None:
+    client = client_of(url)
+    assert httpx.get(f"{url}/health").status_code == 200
     assert [model.id for model in client.models.list()] == ["policy"]
     with_prompt = [{"role": "system", "content": "2+2=4"}, *SUM]
-    expected = greedy(served.folder, with_prompt, 12)
+    expected = greedy(folder, with_prompt, 12)
     said: Any = client.chat.completions.create(model="policy", messages=SUM)
     assert said.choices[0].message.content == expected
     own: Any = client.chat.completions.create(model="policy", messages=with_prompt, max_tokens=12)
@@ -161,19 +148,22 @@ def test_a_server_from_its_start_to_its_end(served: Served) -> None:
 
     assert client.responses.create(model="policy", input=SUM[0]["content"]).output_text == expected
     anthropic = {"model": "policy", "max_tokens": 12, "messages": SUM}
-    answer = httpx.post(f"{served.url}/v1/messages", json=anthropic, headers={"x-api-key": TOKEN}).json()
+    answer = httpx.post(f"{url}/v1/messages", json=anthropic, headers={"x-api-key": TOKEN}).json()
     assert answer["content"][0]["text"] == expected
 
     with pytest.raises(openai.AuthenticationError):
-        served.client("another").models.list()
-    assert httpx.get(f"{served.url}/metrics").status_code == 401
+        client_of(url, "another").models.list()
+    assert httpx.get(f"{url}/metrics").status_code == 401
 
-    everyone = {served.process, *served.process.children(recursive=True)}
+
+def ends_with_all_its_processes(url: str, process: psutil.Process) -> None:
+    assert open_to_others(process) == {}, "loopback alone"
+    everyone = {process, *process.children(recursive=True)}
     assert len(everyone) > 1, "vLLM's core is a process"
-    open_stream = client.chat.completions.create(
+    open_stream = client_of(url).chat.completions.create(
         model="policy", messages=SUM, stream=True, max_tokens=200, extra_body={"ignore_eos": True}
     )
     next(iter(open_stream))
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(60) == 0
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
     assert_gone(everyone)

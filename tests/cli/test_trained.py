@@ -39,9 +39,7 @@ def test_a_run_is_asked_as_it_validates(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     whole = checkpoint(run_dir, "grpo")
     last = find_trained(str(run_dir))
-    assert last.folder == run_dir / "huggingface_step_4"
-    assert last.name == "run step 4"
-    assert last.usage.step == 4
+    assert (last.folder, last.name, last.usage.step) == (run_dir / "huggingface_step_4", "run step 4", 4)
     assert last.usage.sampling == {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 64, "stop": ()}
     assert read_usage(last.folder).sampling == dict(last.usage.sampling) | {"stop": []}
     assert last.config.actor_rollout_ref.model.path == str(last.folder)
@@ -49,15 +47,13 @@ def test_a_run_is_asked_as_it_validates(tmp_path: Path) -> None:
     assert all(mine[name].equal(theirs[name]) for name in theirs)
 
     base = base_of(last)
-    assert base.folder == Path(resolve_model_path(TINY))
-    assert base.name == f"base {TINY}"
-    assert base.usage.step is None
+    assert (base.folder, base.name, base.usage.step) == (Path(resolve_model_path(TINY)), f"base {TINY}", None)
     assert base.usage.sampling == last.usage.sampling
 
     written = (last.folder / "model.safetensors").stat().st_mtime_ns
     again = find_trained(str(run_dir / "global_step_4"), ["data.system_prompt=Be brief.", "data.max_response_length=8"])
-    assert (again.folder, again.usage.system_prompt) == (last.folder, "Be brief.")
-    assert again.usage.sampling["max_tokens"] == 8
+    told = again.usage.system_prompt, again.usage.sampling["max_tokens"]
+    assert (again.folder, *told) == (last.folder, "Be brief.", 8)
     assert (last.folder / "model.safetensors").stat().st_mtime_ns == written  # not exported once more
     with refuses(ConfigError, "--step 3", run_dir, "steps 2, 4"):
         find_trained(str(run_dir), step=3)
@@ -76,30 +72,20 @@ def test_the_model_of_a_fine_tuned_run_is_asked_with_its_template(tmp_path: Path
 def test_a_folder_says_how_it_is_asked(tmp_path: Path) -> None:
     sampling = {"temperature": 0.7, "stop": ["end"]}
     usage = Usage(3, "Be brief.", {"enable_thinking": False}, sampling, apply_chat_template=False)
-    folder = tmp_path / "model"
-    folder.mkdir()
+    (folder := tmp_path / "model").mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 100}')
     usage.write(folder)
     found = find_trained(str(folder))
-    assert found.usage == usage
+    assert (found.usage, found.name) == (usage, str(folder))
     assert [prompt.is_plain for prompt in given_prompts(found, ["1+1="])[0]] == [True]
-    assert found.name == str(folder)
     assert engine_for(found).rollout.kv_cache_memory_gib is None, "not the built-in model's"
-    assert engine_for(found).max_model_len == 100
-    assert engine_for(found, 50).max_model_len == 50
+    assert [engine_for(found, most).max_model_len for most in (None, 50)] == [100, 50]
     with refuses(ConfigError, "--max-model-len 101", "max_position_embeddings", "100"):
         engine_for(found, 101)
 
     (folder / FILE).write_text(json.dumps({"steps": 3}))
     with refuses(DataError, folder / FILE, "steps"):
         find_trained(str(folder))
-
-
-def test_what_is_neither(tmp_path: Path) -> None:
-    with refuses(ConfigError, tmp_path / "gone", "trainer.default_local_dir", "builtin:tiny-qwen3"):
-        find_trained(str(tmp_path / "gone"))
-    with refuses(ConfigError, "--step 1", "trainer.save_freq"):
-        find_trained(TINY, step=1)
 
 
 def test_a_run_of_another_folder_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ REWARD = "custom_reward_function.path"
 ROW = {"data_source": "mine", "prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}
 MARK = "code_ran"
 
+# The commands that ask a model, and what each needs beside it.
+ASKING = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}
 Folder = Callable[..., Path]
 
 
@@ -59,11 +61,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     return make
 
 
-@pytest.mark.parametrize("command", first(["generate", "eval", "serve"], "eval"))
+@pytest.mark.parametrize("command", first(ASKING, "eval"))
 def test_the_engine_takes_nothing_unasked(command: str, folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = folder(TRUST, f"{VLLM}.block_size=32", "actor_rollout_ref.rollout.name=evil.py:Engine")
-    more = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}[command]
-    assert main([command, str(run_dir), *more]) == 2
+    assert main([command, str(run_dir), *ASKING[command]]) == 2
     told = capsys.readouterr().err
     says(told, run_dir / "config.yaml", TRUST, "engine_kwargs={vllm:{block_size:32}}", "evil.py:Engine", FLAG)
     assert REWARD not in told, "no engine asks for that"
@@ -90,19 +91,18 @@ def test_scores_need_trust_or_a_function_of_the_users_own(folder: Folder, capsys
     assert Path(MARK).exists()
 
 
-@pytest.mark.parametrize("command", ["generate", "eval", "serve"])
+@pytest.mark.parametrize("command", ASKING)
 def test_what_the_engine_needs_and_was_not_saved_is_asked_for(
     command: str, folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hidden = {"data.apply_chat_template_kwargs": "user_key", f"{VLLM}.hf_overrides": "pass_token"}
     line = [f"{key}={{{name}: abc}}" for key, name in hidden.items()]
     run_dir = folder(*line, "data.system_prompt='*** be brief ***'")
-    more = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}[command]
-    assert main([command, str(run_dir), FLAG, *more]) == 2
+    assert main([command, str(run_dir), FLAG, *ASKING[command]]) == 2
     told = capsys.readouterr().err
     says(told, run_dir / "config.yaml", *(f"{key}.{name}" for key, name in hidden.items()), "KEY=VALUE")
     assert "system_prompt" not in told
-    assert main([command, str(run_dir), FLAG, line[0], *more]) == 2
+    assert main([command, str(run_dir), FLAG, line[0], *ASKING[command]]) == 2
     says(told := capsys.readouterr().err, f"{VLLM}.hf_overrides.pass_token")
     assert "user_key" not in told
 
@@ -123,12 +123,10 @@ def test_a_score_needs_what_was_not_saved(folder: Folder, capsys: pytest.Capture
 
 
 @pytest.mark.deep
-def test_an_export_loads_the_models_own_code_only_with_trust(
-    folder: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_loads_own_code_only_with_trust(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = folder(TRUST)
-    config = with_overrides({}, [TRUST], GRPO)
-    publish_checkpoint(begin_checkpoint(run_dir, 4), run_state(4), saved_config(config))
+    saved = saved_config(with_overrides({}, [TRUST], GRPO))
+    publish_checkpoint(begin_checkpoint(run_dir, 4), run_state(4), saved)
     assert main(["export", str(run_dir)]) == 2
     says(capsys.readouterr().err, run_dir / "global_step_4/config.yaml", TRUST, FLAG)
     assert main(["export", str(run_dir), FLAG]) != 2, "the checkpoint is empty"

@@ -1,7 +1,10 @@
-"""Values of the environment: the run has the value, what is saved and shown has the reference."""
+"""What a config takes from its surroundings: values of the environment, folders of a user and of a job, an adapter,
+and the processor. The run has the value of a variable, what is saved and shown has the reference.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_dist.config import processor
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.load import load_command, readable_config, run_folder, saved_values, with_overrides
+from grpo_dist.config.processor import cpu_flags, has_bf16, is_wsl, physical_cores
 from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.plan.commands import GRPO, SFT, load_config
 from grpo_dist.plan.text import format_plan
@@ -87,9 +92,8 @@ def test_who_reads_it_back_takes_the_present_values(monkeypatch: pytest.MonkeyPa
         assert getattr(again, section) == getattr(config, section)
     monkeypatch.setenv("JUDGE", "another")
     kwargs = with_overrides(values, [f"{KWARGS}.listed=[${{oc.env:ROWS}}]"], GRPO).custom_reward_function.reward_kwargs
-    assert (kwargs["api_key"], kwargs["headers"], kwargs["listed"]) == (
-        "another", {"Authorization": "Bearer another"}, ["/rows"],
-    )  # fmt: skip
+    assert (kwargs["api_key"], kwargs["headers"]["Authorization"]) == ("another", "Bearer another")
+    assert kwargs["listed"] == ["/rows"]
     monkeypatch.delenv("JUDGE")
     with refuses(ConfigError, f"{KWARGS}.plain=${{oc.env:JUDGE}}", "JUDGE"):
         saved_values(values, GRPO)
@@ -128,25 +132,26 @@ def test_another_value_is_another_experiment(tmp_path: Path, monkeypatch: pytest
 
 def test_another_value_that_is_not_saved_is_told(tmp_path: Path) -> None:
     """The digests of two starts have nothing in common, and tell nothing of the value."""
-    key = "custom_reward_function.reward_kwargs"
-    had, _ = load_config([f"+{key}={{key: answer, credentials: {{user: me}}, n: 1}}"])
+    had, _ = load_config([f"+{KWARGS}={{key: answer, credentials: {{user: me}}, n: 1}}"])
     (tmp_path / CONFIG).write_text(saved_config(had))
     code = digest_code(had)
-    assert list(code) == [f"{key}.key", f"{key}.credentials"]
+    assert list(code) == [f"{KWARGS}.key", f"{KWARGS}.credentials"]
     assert not set(code.values()) & set(digest_code(had).values())
     assert digest_code(had, code) == code
     assert all(len(digest) == len("hidden 0123456789abcdef 1234") for digest in code.values())
 
     def told(value: str) -> list[str]:
-        now, _ = load_config([f"+{key}={value}"])
+        now, _ = load_config([f"+{KWARGS}={value}"])
         return check_changes(tmp_path, RunState(1, 1, {}, code=code), now, {}, digest_code(now, code))
 
     assert told("{key: answer, credentials: {user: me}, n: 1}") == []
-    (line,) = told("{key: other, credentials: {user: me}, n: 1}")
-    says(line, f"{key}.key")
-    assert "other" not in line.split()
-    (line,) = told("{key: answer, credentials: {user: you}, n: 1}")
-    says(line, f"{key}.credentials")
+    for changed, value in (
+        ("key", "{key: other, credentials: {user: me}, n: 1}"),
+        ("credentials", "{key: answer, credentials: {user: you}, n: 1}"),
+    ):
+        (line,) = told(value)
+        says(line, f"{KWARGS}.{changed}")
+        assert "other" not in line.split()
 
 
 @pytest.mark.parametrize("character", "\x85\u2028\u2029\x0b\x1c\r\n\t\x1b")
@@ -173,30 +178,22 @@ def working_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_relative_run_directory_of_a_job_lies_in_the_home_folder(
     command: AnyCommand, working_copy: Path, tmp_path: Path
 ) -> None:
-    for given, folder in (((), "outputs/grpo_dist/run"), (("trainer.default_local_dir=mine",), "mine")):
-        config, notes = load_command(list(given), command)
-        assert config.trainer.default_local_dir.startswith(f"{tmp_path}/home/")
-        says(notes, "trainer.default_local_dir", config.trainer.default_local_dir, working_copy)
-        assert command is SFT or config.trainer.default_local_dir == f"{tmp_path}/home/{folder}"
+    """What leads elsewhere is taken as it is."""
+    home = f"{tmp_path}/home"
+    for given, folder in (("mine", f"{home}/mine"), ("'~/mine'", f"{home}/mine"), (f"{tmp_path}/x", f"{tmp_path}/x")):
+        config, notes = load_command([f"trainer.default_local_dir={given}"], command)
+        assert config.trainer.default_local_dir == folder
+        told = [note for note in notes if "default_local_dir" in note]
+        if given == "mine":
+            says(told, "trainer.default_local_dir=mine", folder, working_copy)
+        else:
+            assert told == []
+    assert load_command([], command)[0].trainer.default_local_dir.startswith(f"{home}/outputs/")
 
 
-@COMMANDS
-def test_an_absolute_one_is_taken_as_it_is(command: AnyCommand, working_copy: Path, tmp_path: Path) -> None:
-    config, notes = load_command([f"trainer.default_local_dir={tmp_path}/shared"], command)
-    assert config.trainer.default_local_dir == f"{tmp_path}/shared"
-    assert not any("default_local_dir" in note for note in notes)
-
-
-def test_elsewhere_a_relative_one_stays_beside_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert load_command([], GRPO)[0].trainer.default_local_dir == "outputs/grpo_dist/run"
-
-
-def test_a_wrong_value_is_told_as_what_it_is(working_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from grpo_dist import main
-
-    assert main.main(["trainer.default_local_dir=[a]"]) == 2
-    says(capsys.readouterr().err, "trainer.default_local_dir=")
+def test_a_wrong_value_is_told_as_what_it_is(working_copy: Path) -> None:
+    with refuses(ConfigError, "trainer.default_local_dir="):
+        load_command(["trainer.default_local_dir=[a]"], GRPO)
 
 
 @COMMANDS
@@ -210,17 +207,9 @@ def test_the_home_folder(command: AnyCommand, tmp_path: Path, monkeypatch: pytes
         assert load_command([("trainer.default_local_dir", path)], command)[0].trainer.default_local_dir == path
 
 
-def test_the_home_folder_in_a_working_copy(working_copy: Path, tmp_path: Path) -> None:
-    config, notes = load_command(["trainer.default_local_dir='~/mine'"], GRPO)
-    assert config.trainer.default_local_dir == f"{tmp_path}/home/mine"
-    assert not any("default_local_dir" in note for note in notes)
-
-
 @COMMANDS
 @pytest.mark.parametrize("key", ["trainer.experiment_name", "trainer.project_name"])
-@pytest.mark.parametrize(
-    "name", ["~", "~/x", "../x", "a/../../x", "..", ".", "/", "/tmp/x", "a//b", "a/", "a/~b", "a\0b"]
-)
+@pytest.mark.parametrize("name", "~ ~/x ../x a/../../x .. . / /tmp/x a//b a/ a/~b a\0b".split())
 def test_names_that_lead_out_of_their_folder(command: AnyCommand, key: str, name: str) -> None:
     with refuses(ConfigError, key):
         load_command([(key, name)], command)
@@ -257,17 +246,11 @@ def test_the_adapter_decides(tmp_path: Path) -> None:
     assert load_config([])[0].actor_rollout_ref.model.lora_adapter_path is None
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        (f"{MODEL}.lora_rank=8", [f"{MODEL}.lora_rank=8", "r=4"]),
-        (f"{MODEL}.lora_alpha=16", [f"{MODEL}.lora_alpha=16", "lora_alpha=8"]),
-    ],
-)
-def test_contradictions(tmp_path: Path, override: str, parts: list[str]) -> None:
-    folder = write_adapter(tmp_path)
-    with refuses(ConfigError, f"{MODEL}.lora_adapter_path={folder}", *parts):
-        load_config([f"{MODEL}.lora_adapter_path={folder}", override])
+def test_contradictions(tmp_path: Path) -> None:
+    path = f"{MODEL}.lora_adapter_path={write_adapter(tmp_path)}"
+    for override, told in ((f"{MODEL}.lora_rank=8", "r=4"), (f"{MODEL}.lora_alpha=16", "lora_alpha=8")):
+        with refuses(ConfigError, path, override, told):
+            load_config([path, override])
 
 
 def test_bad_folders(tmp_path: Path) -> None:
@@ -287,10 +270,70 @@ def test_what_engines_can_compute_with() -> None:
     apart = (f"{MODEL}.lora.merge=false", f"{MODEL}.lora_rank=512", f"{MODEL}.target_modules=[q_proj]")
     config, _ = load_config([*apart])
     assert config.actor_rollout_ref.model.sends_factors
-    with refuses(ConfigError, f"{MODEL}.lora_rank=513", f"{MODEL}.lora.merge=false", "512"):
-        load_config([*apart, f"{MODEL}.lora_rank=513"])
-    with refuses(ConfigError, f"{MODEL}.target_modules=[q_proj,lm_head]", f"{MODEL}.lora.merge=false"):
-        load_config([*apart, f"{MODEL}.target_modules=[q_proj,lm_head]"])
-    with refuses(ConfigError, f"{MODEL}.target_modules=[model.lm_head]", f"{MODEL}.lora.merge=false"):
-        load_config([*apart, f"{MODEL}.target_modules=[model.lm_head]"])
+    others = {"lora_rank=513": [512], "target_modules=[q_proj,lm_head]": [], "target_modules=[model.lm_head]": []}
+    for other, more in others.items():
+        with refuses(ConfigError, f"{MODEL}.{other}", f"{MODEL}.lora.merge=false", *more):
+            load_config([*apart, f"{MODEL}.{other}"])
     assert not load_config([apart[0]])[0].actor_rollout_ref.model.sends_factors
+
+
+# --- the processor ---------------------------------------------------------------------------------------------------
+def test_bf16_by_its_flag(tmp_path: Path) -> None:
+    lines = {
+        "flags\t\t: fpu avx2 avx512_bf16 sse": True,
+        "flags\t\t: fpu amx_bf16": True,
+        "Features\t: fp asimd bf16": True,
+        "flags\t\t: fpu avx2 avx512f": False,
+        "model name\t: a bf16 machine": False,
+    }
+    for number, (line, expected) in enumerate(lines.items()):
+        file = tmp_path / f"cpuinfo{number}"
+        file.write_text(f"processor\t: 0\n{line}\n")
+        assert has_bf16(str(file)) == expected
+    assert not has_bf16(str(tmp_path / "none")), "elsewhere than on Linux"
+    assert cpu_flags(str(tmp_path / "none")) == frozenset()
+
+
+def test_cores_of_this_machine() -> None:
+    assert 1 <= physical_cores() <= os.cpu_count()
+
+
+def test_linux_under_windows_by_its_kernel(tmp_path: Path) -> None:
+    for version, expected in (("5.15.153.1-microsoft-standard-WSL2", True), ("6.8.0-generic", False)):
+        file = tmp_path / version
+        file.write_text(f"Linux version {version} (gcc)\n")
+        assert is_wsl(str(file)) == expected
+    assert not is_wsl(str(tmp_path / "none"))
+
+
+V2 = "0::/system.slice/job_7/step_0\n"
+V1 = "5:cpu,cpuacct:/slurm/job_7\n4:memory:/slurm/job_7\n1:name=systemd:/slurm\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus", "memory"),
+    [
+        ("0::/", {"cpu.max": "150000 100000", "memory.max": "4096"}, 2, 4096),
+        ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, 64, None),
+        (V2, {"system.slice/job_7/cpu.max": "400000 100000", "system.slice/memory.max": "8192"}, 4, 8192),
+        (V2, {"system.slice/job_7/step_0/memory.max": "9000", "system.slice/memory.max": "8192"}, 64, 8192),
+        ("0::/../other", {"cpu.max": "50000 100000", "memory.max": "4096"}, 1, 4096),
+        (V1, {"cpu/slurm/cpu.cfs_quota_us": "300000", "cpu/slurm/cpu.cfs_period_us": "100000"}, 3, None),
+        (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64, None),
+        (V1, {"memory/slurm/job_7/memory.limit_in_bytes": "2048", "memory/memory.limit_in_bytes": "4096"}, 64, 2048),
+        ("4:memory:/docker/0123", {"memory/memory.limit_in_bytes": "2048"}, 64, 2048),
+        ("4:pids:/", {"pids/memory.limit_in_bytes": "1", "memory.max": "1"}, 64, None),
+    ],
+)  # fmt: skip
+def test_what_control_groups_leave(
+    groups: str, files: dict[str, str], cpus: int, memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions 1 and 2, at the top of a container and deeper, where the tightest of all groups above holds too."""
+    for name, text in {"own": groups, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(processor, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processor, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert (processor.logical_cpus(), processor.memory_gib()) == (cpus, (memory or whole) / 2**30)

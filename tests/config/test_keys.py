@@ -10,6 +10,7 @@ from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT, load_config
 from scripts.verl_defaults import defaults
+from tests.config.refusals import refused
 from tests.messages import refuses, says
 
 # Keys of 75 GRPO-like example scripts of verl 0.9.1, with how many scripts use each, most used first.
@@ -26,23 +27,11 @@ def notes(*overrides: str) -> list[str]:
     return load_config([*overrides, "trainer.dry_run=config"])[1]
 
 
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(list(overrides))
-    return str(caught.value)
-
-
 def test_every_key_of_verls_scripts_has_an_answer() -> None:
+    """The 37 most used ones have an effect; none is both ours and foreign."""
     assert [key for key in USES if not (is_known(key) or key in RENAMED or foreign_key(key))] == []
-
-
-def test_the_37_most_used_keys_have_an_effect() -> None:
-    assert all(is_known(key) for key in list(USES)[:37])
-
-
-def test_no_key_is_both_ours_and_foreign() -> None:
+    assert all(is_known(key) for key in [*list(USES)[:37], *RENAMED.values()])
     assert not set(leaf_keys()) & {*FOREIGN_KEYS, *RENAMED}
-    assert all(is_known(key) for key in RENAMED.values())
 
 
 def test_every_default_of_verl_is_taken() -> None:
@@ -107,39 +96,29 @@ def test_a_renamed_key_takes_effect() -> None:
     buffer = config.reward.overlong_buffer
     assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 16, 0.5)
     says(said, f"{key}.len", "reward.overlong_buffer.len")
-
-
-def test_verls_steps_to_profile_are_ours() -> None:
     config, said = load_config(["+global_profiler.steps=[2,5]", "+global_profiler.tool=nsys"])
     assert config.trainer.profile_steps == (2, 5)
     says(said, "global_profiler.tool", "trainer.profile_steps")
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "trainer.max_critic_ckpt_to_keep=2",
-        "actor_rollout_ref.actor.strategy=fsdp2",
-        "reward_model.ulysses_sequence_parallel_size=1",
-        "+actor_rollout_ref.actor.profiler.enable=true",
-        "critic.model.tokenizer_path=some/policy",
-        "critic.model.lora_rank=0",
-        "+critic.model.fsdp_config.wrap_policy.min_num_params=0",
-        "reward_model.model.use_remove_padding=True",
-        "trainer.default_hdfs_dir=null",
-        "trainer.default_hdfs_dir=None",
-        "reward_model.reward_manager=dapo",
-        "trainer.save_on_sigterm=true",
-        "actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim",
-        "critic.optim.optimizer_impl=torch.optim",
-        "ray_kwargs.ray_init.runtime_env.py_executable='uv -v run --frozen'",
-        "actor_rollout_ref.actor.fsdp_config.offload_policy=True",
-    ],
-)
-def test_keys_without_a_meaning_are_said_once(override: str) -> None:
-    said = [note for note in notes(override) if note.startswith("no effect here: ")]
-    assert len(said) == 1
-    assert override.lstrip("+") in said[0]
+WITHOUT_A_MEANING = """
+    trainer.max_critic_ckpt_to_keep=2 trainer.save_on_sigterm=true
+    actor_rollout_ref.actor.strategy=fsdp2 +actor_rollout_ref.actor.profiler.enable=true
+    actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim actor_rollout_ref.actor.fsdp_config.offload_policy=True
+    critic.model.tokenizer_path=some/policy critic.model.lora_rank=0 critic.optim.optimizer_impl=torch.optim
+    +critic.model.fsdp_config.wrap_policy.min_num_params=0
+    reward_model.ulysses_sequence_parallel_size=1 reward_model.model.use_remove_padding=True
+    reward_model.reward_manager=dapo
+""".split()
+
+
+@pytest.mark.parametrize("hdfs", ["null", "None"])
+def test_keys_without_a_meaning_are_said_once(hdfs: str) -> None:
+    executable = "ray_kwargs.ray_init.runtime_env.py_executable='uv -v run --frozen'"
+    overrides = [*WITHOUT_A_MEANING, f"trainer.default_hdfs_dir={hdfs}", executable]
+    said = [note for note in notes(*overrides) if note.startswith("no effect here: ")]
+    assert len(said) == len(overrides)
+    assert [override for override in overrides if not any(override.lstrip("+") in note for note in said)] == []
 
 
 @pytest.mark.parametrize(
@@ -186,68 +165,54 @@ def test_what_is_not_here_is_refused_by_name(override: str, advice: str) -> None
 
 
 LOGGER = "trainer.logger=[console,wandb]"
-# What people write who come from TRL, OpenRLHF or elsewhere -> what the message tells them to write.
+# What the message tells those to write who come from TRL, OpenRLHF or elsewhere <- what they have written.
 TYPED = {
-    "reward_funcs=[mine]": "custom_reward_function.path=reward.py",
-    "reward_weights=[1,2]": "custom_reward_function.weights",
-    "batch_size=64": "data.train_batch_size",
-    "run_name=first": "trainer.experiment_name",
-    "lora=true": f"{MODEL}.lora_rank=32",
-    "peft_config=lora.json": f"{MODEL}.lora_rank=32",
-    "group_size=16": f"{ROLLOUT}.n",
-    "num_generations=16": f"{ROLLOUT}.n",
-    "n_samples_per_prompt=16": f"{ROLLOUT}.n",
-    "wandb=true": LOGGER,
-    "report_to=wandb": LOGGER,
-    "dataset=rows.jsonl": "data.train_files=rows.jsonl",
-    "train_dataset=rows.jsonl": "data.train_files=rows.jsonl",
-    "eval_dataset=rows.jsonl": "data.val_files=rows.jsonl",
-    "prompt_data=rows.jsonl": "data.train_files=rows.jsonl",
-    "bf16=true": f"{ACTOR}.fsdp_config.dtype=bf16",
-    "learning_rate=1e-6": f"{ACTOR}.optim.lr",
-    "actor_learning_rate=1e-6": f"{ACTOR}.optim.lr",
-    "beta=0.04": f"{ACTOR}.kl_loss_coef",
-    "epsilon=0.2": f"{ACTOR}.clip_ratio",
-    "eps_clip=0.2": f"{ACTOR}.clip_ratio",
-    "max_completion_length=256": "data.max_response_length",
-    "generate_max_len=256": "data.max_response_length",
-    "max_prompt_length=256": "data.max_prompt_length",
-    "pretrain=Qwen/Qwen3-0.6B": f"{MODEL}.path",
-    "model_name_or_path=Qwen/Qwen3-0.6B": f"{MODEL}.path",
-    "per_device_train_batch_size=4": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-    "micro_train_batch_size=4": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps=4": f"{ACTOR}.ppo_mini_batch_size",
-    "gradient_checkpointing=true": f"{MODEL}.enable_gradient_checkpointing",
-    "num_train_epochs=3": "trainer.total_epochs",
-    "num_episodes=3": "trainer.total_epochs",
-    "max_steps=100": "trainer.total_training_steps",
-    "output_dir=out": "trainer.default_local_dir",
-    "save_steps=10": "trainer.save_freq",
-    "logging_steps=1": "out",
-    "use_vllm=true": "vLLM",
-    "advantage_estimator=rloo": "algorithm.adv_estimator",
-    "remote_rm_url=http://here": "grpo_dist.rewards.http_reward",
-    "vllm_num_engines=2": "cluster.rollout_world_size",
-    "init_kl_coef=0.01": "algorithm.kl_ctrl.kl_coef",
-    "zero_stage=3": "FSDP2",
-    "trainer.project=mine": "trainer.project_name",
-    "actor.lr=1e-6": f"{ACTOR}.optim.lr",
-    "rollout.tp=2": f"{ROLLOUT}.tensor_model_parallel_size",
+    "custom_reward_function.path=reward.py": "reward_funcs=[mine]",
+    "custom_reward_function.weights": "reward_weights=[1,2]",
+    "data.train_batch_size": "batch_size=64",
+    "trainer.experiment_name": "run_name=first",
+    f"{MODEL}.lora_rank=32": "lora=true peft_config=lora.json",
+    f"{ROLLOUT}.n": "group_size=16 num_generations=16 n_samples_per_prompt=16",
+    LOGGER: "wandb=true report_to=wandb",
+    "data.train_files=rows.jsonl": "dataset=rows.jsonl train_dataset=rows.jsonl prompt_data=rows.jsonl",
+    "data.val_files=rows.jsonl": "eval_dataset=rows.jsonl",
+    f"{ACTOR}.fsdp_config.dtype=bf16": "bf16=true",
+    f"{ACTOR}.optim.lr": "learning_rate=1e-6 actor_learning_rate=1e-6 actor.lr=1e-6",
+    f"{ACTOR}.kl_loss_coef": "beta=0.04",
+    f"{ACTOR}.clip_ratio": "epsilon=0.2 eps_clip=0.2",
+    "data.max_response_length": "max_completion_length=256 generate_max_len=256",
+    "data.max_prompt_length": "max_prompt_length=256",
+    f"{MODEL}.path": "pretrain=Qwen/Qwen3-0.6B model_name_or_path=Qwen/Qwen3-0.6B",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": "per_device_train_batch_size=4 micro_train_batch_size=4",
+    f"{ACTOR}.ppo_mini_batch_size": "gradient_accumulation_steps=4",
+    f"{MODEL}.enable_gradient_checkpointing": "gradient_checkpointing=true",
+    "trainer.total_epochs": "num_train_epochs=3 num_episodes=3",
+    "trainer.total_training_steps": "max_steps=100",
+    "trainer.default_local_dir": "output_dir=out",
+    "trainer.save_freq": "save_steps=10",
+    "out": "logging_steps=1",
+    "vLLM": "use_vllm=true",
+    "algorithm.adv_estimator": "advantage_estimator=rloo",
+    "grpo_dist.rewards.http_reward": "remote_rm_url=http://here",
+    "cluster.rollout_world_size": "vllm_num_engines=2",
+    "algorithm.kl_ctrl.kl_coef": "init_kl_coef=0.01",
+    "FSDP2": "zero_stage=3",
+    "trainer.project_name": "trainer.project=mine",
+    f"{ROLLOUT}.tensor_model_parallel_size": "rollout.tp=2",
 }
 
 
-@pytest.mark.parametrize("typed", TYPED)
-def test_names_of_other_libraries_are_answered_with_what_to_write(typed: str) -> None:
+@pytest.mark.parametrize(("typed", "meant"), [(each, meant) for meant in TYPED for each in TYPED[meant].split()])
+def test_names_of_other_libraries_are_answered_with_what_to_write(typed: str, meant: str) -> None:
     message = refused(typed)
-    says(message, typed.partition("=")[0], TYPED[typed])
+    says(message, typed.partition("=")[0], meant)
     assert ("did you mean" in message) == (not message.endswith("leave it out"))
-    if TYPED[typed] in leaf_keys():
-        assert f"did you mean {TYPED[typed]}?" in message
+    assert meant not in leaf_keys() or f"did you mean {meant}?" in message
 
 
 def test_a_command_is_told_of_its_own_keys() -> None:
-    for command, path in ((SFT, "model.path"), (REWARD_MODEL, "model.path")):
-        with refuses(ConfigError, "pretrain", path, "bf16", "engine.dtype=bf16"):
+    for command in (SFT, REWARD_MODEL):
+        with refuses(ConfigError, "pretrain", "model.path", "bf16", "engine.dtype=bf16"):
             load_command(["pretrain=x", "bf16=true"], command)
     with refuses(ConfigError, "lora", "model.lora_rank=32"):
         load_command(["lora=true"], SFT)
@@ -258,3 +223,86 @@ def test_the_longest_section_answers() -> None:
     assert foreign_key("critic.checkpoint.save_contents") is FOREIGN_KEYS["critic.checkpoint.*"]
     assert foreign_key("critic.megatron.x") is FOREIGN_KEYS["critic.megatron.*"]
     assert foreign_key("data.train_batch_size") is None
+
+
+# --- whole scripts ---------------------------------------------------------------------------------------------------
+# By script a table of overrides: a section, and what is set below it. "grpo" has the 37 most used keys, as a script on
+# Qwen3-8B and GSM8K sets them; the others come behind these.
+SCRIPTS = {
+    "grpo": """
+        algorithm adv_estimator=grpo use_kl_in_reward=False
+        data train_files=/data/gsm8k/train.parquet val_files=/data/gsm8k/test.parquet train_batch_size=1024
+        data max_prompt_length=512 max_response_length=1024 filter_overlong_prompts=True truncation='error'
+        actor_rollout_ref.model path=Qwen/Qwen3-8B use_remove_padding=True enable_gradient_checkpointing=True
+        actor_rollout_ref.actor optim.lr=1e-6 ppo_mini_batch_size=256 ppo_micro_batch_size_per_gpu=32 use_kl_loss=True
+        actor_rollout_ref.actor kl_loss_coef=0.001 kl_loss_type=low_var_kl entropy_coeff=0
+        actor_rollout_ref.actor.fsdp_config param_offload=False optimizer_offload=False
+        actor_rollout_ref.rollout name=vllm n=5 tensor_model_parallel_size=2 gpu_memory_utilization=0.6
+        actor_rollout_ref.rollout log_prob_micro_batch_size_per_gpu=32
+        actor_rollout_ref.ref log_prob_micro_batch_size_per_gpu=32 fsdp_config.param_offload=True
+        trainer critic_warmup=0 logger=["console","wandb"] n_gpus_per_node=8 nnodes=1 save_freq=20 test_freq=5
+        trainer total_epochs=15 project_name='verl_grpo_example_gsm8k' experiment_name='qwen3_8b_function_rm'
+    """,
+    "rloo": """
+        algorithm adv_estimator=rloo use_kl_in_reward=True kl_penalty=kl kl_ctrl.kl_coef=0.001
+        actor_rollout_ref.actor use_kl_loss=False ppo_micro_batch_size=80
+        actor_rollout_ref.rollout log_prob_micro_batch_size=160
+        actor_rollout_ref.ref log_prob_micro_batch_size=160
+        trainer balance_batch=True default_hdfs_dir=null
+    """,
+    "remax": """
+        algorithm adv_estimator=remax use_kl_in_reward=True kl_penalty=kl kl_ctrl.kl_coef=0.001
+        actor_rollout_ref.actor use_kl_loss=False use_dynamic_bsz=True ppo_max_token_len_per_gpu=30000
+        actor_rollout_ref.rollout n=4 temperature=0.8
+        +actor_rollout_ref.actor.profiler enable=False
+    """,
+    "reinforce_plus_plus": """
+        algorithm adv_estimator=reinforce_plus_plus
+        actor_rollout_ref.actor loss_agg_mode=token-mean kl_loss_type=mse
+        actor_rollout_ref.rollout enforce_eager=False free_cache_engine=True load_format=safetensors
+        actor_rollout_ref.rollout enable_chunked_prefill=False
+    """,
+    "gpg": """
+        algorithm adv_estimator=gpg
+        actor_rollout_ref.actor policy_loss.loss_mode=gpg strategy=fsdp2 use_torch_compile=False
+        actor_rollout_ref.ref strategy=fsdp2
+    """,
+    "dapo": """
+        data prompt_key=prompt truncation='left' max_prompt_length=2048 max_response_length=20480 gen_batch_size=1536
+        data train_batch_size=512
+        algorithm kl_ctrl.kl_coef=0.0
+        algorithm.filter_groups enable=True max_num_gen_batches=10 metric=acc
+        actor_rollout_ref.actor use_kl_loss=False kl_loss_coef=0.0 clip_ratio_low=0.2 clip_ratio_high=0.28
+        actor_rollout_ref.actor clip_ratio_c=10.0 use_dynamic_bsz=True ppo_max_token_len_per_gpu=22528
+        actor_rollout_ref.actor ppo_mini_batch_size=32 grad_clip=1.0 loss_agg_mode=token-mean
+        actor_rollout_ref.actor ulysses_sequence_parallel_size=1 fsdp_config.fsdp_size=-1
+        actor_rollout_ref.actor.optim lr_warmup_steps=10 weight_decay=0.1
+        actor_rollout_ref.ref log_prob_use_dynamic_bsz=True log_prob_max_token_len_per_gpu=22528
+        +actor_rollout_ref.model.override_config attention_dropout=0. embd_pdrop=0. resid_pdrop=0.
+        actor_rollout_ref.rollout n=16 log_prob_use_dynamic_bsz=True log_prob_max_token_len_per_gpu=22528
+        actor_rollout_ref.rollout enable_chunked_prefill=True max_num_batched_tokens=22528
+        actor_rollout_ref.rollout temperature=1.0 top_p=1.0 top_k=-1
+        actor_rollout_ref.rollout.val_kwargs temperature=1.0 top_p=0.7 top_k=-1 do_sample=True n=1
+        reward_model reward_manager=dapo
+        +reward_model.reward_kwargs.overlong_buffer_cfg enable=True len=4096 penalty_factor=1.0 log=False
+        +reward_model.reward_kwargs max_resp_len=20480
+        trainer val_before_train=True resume_mode=auto log_val_generations=10 total_training_steps=200
+        trainer default_local_dir=/tmp/ckpts/DAPO
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_overrides_pass(name: str) -> None:
+    table = (line.split() for text in dict.fromkeys(("grpo", name)) for line in SCRIPTS[text].strip().splitlines())
+    overrides = [f"{section}.{each}" for section, *given in table for each in given]
+    config, notes = load_config([*overrides, "trainer.dry_run=config"])
+    assert config.algorithm.adv_estimator == ("grpo" if name == "dapo" else name)
+    assert (config.data.train_files, config.num_gpus) == (("/data/gsm8k/train.parquet",), 8)
+    if name == "dapo":
+        assert (config.data.gen_batch_size, config.reward.overlong_buffer.len) == (1536, 4096)
+        assert config.algorithm.filter_groups.enable
+        assert config.actor_rollout_ref.actor.clip_ratio_high == 0.28
+        assert not config.needs_reference
+        silent = [note for note in notes if note.startswith("no effect here")]
+        assert len(silent) == 3, silent

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import load_command
 from grpo_dist.errors import ConfigError
@@ -43,14 +42,12 @@ def test_all_keys() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize(
-    ("command", "key", "most"),
-    [(GRPO, "trainer.nnodes", 4096), (GRPO, "trainer.n_gpus_per_node", 128), (SFT, "cluster.world_size", 524288)],
-)
-def test_processes_and_machines_have_a_limit(command: AnyCommand, key: str, most: int) -> None:
-    for value in (most + 1, 2**32):
-        with refuses(ConfigError, f"{key}={value}", most):
-            load_command(["trainer.dry_run=config", f"{key}={value}"], command)
+def test_processes_and_machines_have_a_limit() -> None:
+    limits = (GRPO, "trainer.nnodes", 4096), (GRPO, "trainer.n_gpus_per_node", 128), (SFT, "cluster.world_size", 524288)
+    for command, key, most in limits:
+        for value in (most + 1, 2**32):
+            with refuses(ConfigError, f"{key}={value}", most):
+                load_command(["trainer.dry_run=config", f"{key}={value}"], command)
 
 
 def test_every_number_of_processes_is_of_the_type_that_has_one() -> None:
@@ -63,18 +60,18 @@ def test_every_number_of_processes_is_of_the_type_that_has_one() -> None:
             load_command(["trainer.dry_run=config", f"{key}={10**10}"], GRPO)
 
 
-@pytest.mark.parametrize("key", ["trainer.seed", "data.train_batch_size", "actor_rollout_ref.rollout.n", "data.seed"])
-def test_numbers_that_libraries_cannot_hold(key: str) -> None:
-    with refuses(ConfigError, key):
-        load_command(["trainer.dry_run=config", f"{key}={2**63}"], GRPO)
+def test_numbers_that_libraries_cannot_hold() -> None:
+    for key in ("trainer.seed", "data.train_batch_size", "actor_rollout_ref.rollout.n", "data.seed"):
+        with refuses(ConfigError, key):
+            load_command(["trainer.dry_run=config", f"{key}={2**63}"], GRPO)
 
 
-@pytest.mark.parametrize("mini", [10**9, 10**10, 2**62])
-def test_a_mini_batch_of_any_size_is_answered_at_once(mini: int) -> None:
-    line = ["trainer.dry_run=config", "data.train_batch_size=48", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
-    with refuses(ConfigError, "data.train_batch_size=48", "ppo_mini_batch_size=48"):
-        load_command(line, GRPO)
-    load_command(["trainer.dry_run=config", f"data.train_batch_size={mini}"], GRPO)
+def test_a_mini_batch_of_any_size_is_answered_at_once() -> None:
+    size = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    for mini in (10**9, 10**10, 2**62):
+        with refuses(ConfigError, "data.train_batch_size=48", "ppo_mini_batch_size=48"):
+            load_command(["trainer.dry_run=config", "data.train_batch_size=48", f"{size}={mini}"], GRPO)
+        load_command(["trainer.dry_run=config", f"data.train_batch_size={mini}"], GRPO)
 
 
 def test_the_largest_cluster_is_laid_out() -> None:
@@ -87,16 +84,11 @@ def test_the_largest_cluster_is_laid_out() -> None:
         assert "machine 4095" in format_plan(config, notes)
 
 
-@pytest.mark.parametrize(
-    ("number", "most", "divisor"),
-    [(48, 32, 24), (48, 48, 48), (48, 10**18, 48), (97, 96, 1), (100, 7, 5), (10**18, 10**9, 10**9), (1, 1, 1),
-     (2**40 * 3, 3, 3)],
-)  # fmt: skip
-def test_divisors(number: int, most: int, divisor: int) -> None:
-    assert divisor_up_to(number, most) == divisor
-
-
-def test_a_divisor_that_is_far_is_still_one() -> None:
+def test_divisors() -> None:
+    """One that is far is still found."""
+    for number, most, divisor in ((48, 32, 24), (48, 48, 48), (97, 96, 1), (100, 7, 5), (1, 1, 1), (2**40 * 3, 3, 3)):
+        assert divisor_up_to(number, most) == divisor
+    assert (divisor_up_to(48, 10**18), divisor_up_to(10**18, 10**9)) == (48, 10**9)
     found = divisor_up_to(2 * (10**9 + 7), 10**9)
     assert found <= 10**9
     assert 2 * (10**9 + 7) % found == 0

@@ -30,14 +30,14 @@ OF_THE_PACKAGE = [
     ["algorithm.adv_estimator=rloo", "actor_rollout_ref.actor.kl_loss_type=k3+"],
 ]
 CODE = {
-    "actor_rollout_ref.model.trust_remote_code": ["actor_rollout_ref.model.trust_remote_code=true"],
-    f"{ROLLOUT}.name": [f"{ROLLOUT}.name=mine.py:Engine"],
-    GIVEN: [f"{VLLM}.worker_extension_cls=evil.Worker"],
-    PATH: [f"{PATH}=reward.py"],
-    "algorithm.adv_estimator": ["algorithm.adv_estimator=mine.py:estimate"],
-    "algorithm.kl_penalty": ["algorithm.kl_penalty=mine.py:kl"],
-    "actor_rollout_ref.actor.kl_loss_type": ["actor_rollout_ref.actor.kl_loss_type=mine:kl"],
-    "actor_rollout_ref.actor.policy_loss.loss_mode": ["actor_rollout_ref.actor.policy_loss.loss_mode=mine:loss"],
+    "actor_rollout_ref.model.trust_remote_code": "true",
+    f"{ROLLOUT}.name": "mine.py:Engine",
+    GIVEN: "{vllm:{worker_extension_cls:evil.Worker}}",
+    PATH: "reward.py",
+    "algorithm.adv_estimator": "mine.py:estimate",
+    "algorithm.kl_penalty": "mine.py:kl",
+    "actor_rollout_ref.actor.kl_loss_type": "mine:kl",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "mine:loss",
 }
 PATHS = [
     "os",  # a module, here or installed
@@ -65,18 +65,16 @@ def found(saved: list[str], overrides: list[str] | None = None) -> list[str]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("overrides", OF_THE_PACKAGE, ids=" ".join)
-def test_what_is_in_the_package_is_not(overrides: list[str]) -> None:
-    assert found(overrides) == []
+def test_what_is_in_the_package_is_not() -> None:
+    assert [overrides for overrides in OF_THE_PACKAGE if found(overrides)] == []
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("key", CODE)
 def test_code_is_found_unless_the_command_line_says_the_same(key: str) -> None:
-    assert found(CODE[key]) == [key]
-    assert found(CODE[key], CODE[key]) == []
-    assert found([], CODE[key]) == []
-    config = with_overrides({}, CODE[key], GRPO)
+    code = [f"{key}={CODE[key]}"]
+    assert (found(code), found(code, code), found([], code)) == ([key], [], [])
+    config = with_overrides({}, code, GRPO)
     assert [line.partition("=")[0] for line in code_of_run(config, KEYS)] == [key]
 
 
@@ -102,8 +100,8 @@ def test_an_argument_beside_one_of_the_command_line_is_still_the_folders() -> No
 
 def test_the_refusal_names_file_values_and_flag() -> None:
     require_trust(Path("run/config.yaml"), [])
-    code = code_of_run(with_overrides({}, CODE[MODEL[0]] + CODE[GIVEN], GRPO), KEYS)
-    values = f"{MODEL[0]}=true", f"{GIVEN}={{vllm:{{worker_extension_cls:evil.Worker}}}}"
+    values = [f"{key}={CODE[key]}" for key in (MODEL[0], GIVEN)]
+    code = code_of_run(with_overrides({}, values, GRPO), KEYS)
     with refuses(ConfigError, "run/config.yaml", *values, FLAG, "key=value"):
         require_trust(Path("run/config.yaml"), code)
     [escaped] = code_of_run(with_overrides({}, [(PATH, "a\x1b[2Jb.py")], GRPO), REWARD)

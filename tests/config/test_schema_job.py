@@ -11,8 +11,7 @@ from grpo_dist.config.schema_job import SupervisedConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from grpo_dist.plan.placement import CPU_SHARE, placement, slots
-from grpo_dist.plan.roles import roles_of
-from tests.messages import refuses, says
+from tests.messages import says
 
 OWN = "model.path=Qwen/Qwen3-0.6B"
 NODES = (OWN, "trainer.n_gpus_per_node=8", "trainer.nnodes=2")
@@ -48,74 +47,56 @@ def test_ranks_fill_one_machine_after_the_other_and_are_spread_where_there_are_n
 def test_threads_share_the_cores_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_dist.plan.placement.physical_cores", lambda: 8)
 
-    def threads(*overrides: str) -> int:
-        return placement(load(*overrides)).num_threads["reward_model"]
+    for overrides, threads in (
+        ((), 1),  # the built-in model is too small for more
+        ((OWN,), 8),
+        ((OWN, "cluster.world_size=2"), 4),
+        ((OWN, "cluster.world_size=2", "trainer.nnodes=2"), 8),
+        ((OWN, "cluster.world_size=3", "cluster.num_threads_per_worker=5"), 5),
+        (NODES, 1),
+    ):
+        assert placement(load(*overrides)).num_threads["reward_model"] == threads
 
-    assert threads() == 1, "the built-in model is too small for more"
-    assert threads(OWN) == 8
-    assert threads(OWN, "cluster.world_size=2") == 4
-    assert threads(OWN, "cluster.world_size=2", "trainer.nnodes=2") == 8
-    assert threads(OWN, "cluster.world_size=3", "cluster.num_threads_per_worker=5") == 5
-    assert threads(*NODES) == 1
 
-
-def test_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [load(*each).default_dtype for each in ((), (OWN,), NODES)] == ["fp32", "fp32", "bf16"]
     monkeypatch.setattr("grpo_dist.config.schema_job.has_bf16", lambda: True)
     assert [load(*each).default_dtype for each in ((), (OWN,))] == ["fp32", "bf16"]
     assert load("engine.model_dtype=bf16").export_dtype == "bf16"
     assert load("engine.model_dtype=bf16", "trainer.export_dtype=fp32").export_dtype == "fp32"
+    assert (load("trainer.seed=3").data_seed, load("trainer.seed=3", "data.seed=0").data_seed) == (3, 0)
 
 
-def test_the_order_has_the_runs_seed_unless_it_has_its_own() -> None:
-    assert load("trainer.seed=3").data_seed == 3
-    assert load("trainer.seed=3", "data.seed=0").data_seed == 0
-
-
-def test_passes_are_filled_by_tokens_where_that_is_asked_for() -> None:
-    def budgets(*overrides: str) -> list[int | None]:
-        config = load("data.max_token_len_per_gpu=100", "data.max_length=40", *overrides)
-        return [limits.limits.max_token_len for row in roles_of(config) for limits in row.passes(config)]
-
-    assert (budgets(), budgets("data.use_dynamic_bsz=true")) == ([None], [100])
+# What is refused, and what may be.
+WRONG = {
+    "data.train_batch_size=0": "1",
+    "data.max_length=many": "number",
+    "data.micro_batch_size_per_gpu=0": "1",
+    "optim.lr=-1": "0",
+    "optim.clip_grad=0": "0",
+    "engine.dtype=int8": "fp32, bf16",
+    "optim.lr_scheduler_type=cosin": "cosine",
+    "trainer.nccl_timeout=0": "1",
+    "cluster.world_size=0": "1",
+    "trainer.logger=[console,tensorbord]": "'tensorboard'?",
+    "trainer.dry_run=maybe": "config",
+}
+# Names, and a key of the same command.
+NAMES = {
+    "trainer.max_steps=1": "trainer.total_training_steps",
+    "data.train_bach_size=1": "data.train_batch_size",
+}
 
 
 @COMMANDS
-@pytest.mark.parametrize(
-    ("override", "part"),
-    [
-        ("data.train_batch_size=0", "1"),
-        ("data.max_length=many", "number"),
-        ("data.micro_batch_size_per_gpu=0", "1"),
-        ("optim.lr=-1", "0"),
-        ("optim.clip_grad=0", "0"),
-        ("engine.dtype=int8", "fp32, bf16"),
-        ("optim.lr_scheduler_type=cosin", "cosine"),
-        ("trainer.nccl_timeout=0", "1"),
-        ("cluster.world_size=0", "1"),
-        ("trainer.logger=[console,tensorbord]", "'tensorboard'?"),
-        ("trainer.dry_run=maybe", "config"),
-    ],
-)
-def test_wrong_values_are_refused_with_key_and_value(command: Any, override: str, part: str) -> None:
+def test_what_is_wrong_is_said_with_key_and_value(command: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(override, command=command)
-    key, _, value = override.partition("=")
-    says(caught, f"{key}={value.strip('[]')}" if "logger" not in key else key)
-    says(str(caught.value).replace(override, ""), part)
-
-
-@COMMANDS
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("learning_rate", "optim.lr"),
-        ("trainer.max_steps", "trainer.total_training_steps"),
-        ("model_name_or_path", "model.path"),
-        ("data.train_bach_size", "data.train_batch_size"),
-    ],
-)
-def test_a_hint_names_a_key_of_the_same_command(command: Any, written: str, meant: str) -> None:
-    with refuses(ConfigError, f"{written}:", meant) as caught:
-        load(f"{written}=1", command=command)
+        load(*WRONG, *NAMES, command=command)
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == len(WRONG | NAMES)
+    for override, part in (WRONG | NAMES).items():
+        key = override.partition("=")[0]
+        told = f"{key}:" if override in NAMES else key if "logger" in key else override
+        (line,) = (line for line in lines if told in line)
+        says(line.replace(override, ""), part)
     assert "actor_rollout_ref" not in str(caught.value)

@@ -1,13 +1,31 @@
+"""Conversations as reward models and teachers read them: rendered again, or the policy's tokens closed; and where a
+process reward model judges the steps of an answer, in the conventions of three kinds of models.
+"""
+
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data.conversations import ConversationRenderer, encode_conversation, render_conversation, without_padding
-from grpo_dist.errors import DataError
+from grpo_dist.data.step_tokens import (
+    StepForm,
+    StepRenderer,
+    StepTokens,
+    judging_token,
+    split_steps,
+    step_ends,
+    step_form,
+    step_tokens,
+)
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.plan.commands import load_config
+from tests.data.test_tokenize import byte_tokenizer
 from tests.messages import refuses
 from tests.models import OTHER_TEMPLATE
 
@@ -37,6 +55,8 @@ def test_the_response_becomes_the_last_message_without_special_tokens() -> None:
     own = tokenizer(OTHER_TEMPLATE)
     assert rendered(own, "It is 3.") == f"<user> What is 1 + 2? <assistant> It is 3. {own.eos_token}"
     assert rendered(own, "") == f"<user> What is 1 + 2? <assistant>  {own.eos_token}", "an empty message"
+    base = tokenizer(None)
+    assert rendered(base, " It is 3.") == f"What is 1 + 2? It is 3.{base.eos_token}", "right behind the prompt"
 
 
 def test_an_answer_goes_on_from_a_begun_turn() -> None:
@@ -48,22 +68,16 @@ def test_an_answer_goes_on_from_a_begun_turn() -> None:
     assert apart.count("<assistant>") == 2
 
 
-def test_without_a_template_the_answer_is_right_behind_the_prompt_and_ends() -> None:
-    own = tokenizer(None)
-    assert rendered(own, " It is 3.") == f"What is 1 + 2? It is 3.{own.eos_token}"
-
-
-def test_a_template_that_refuses_the_roles() -> None:
+def test_templates_that_cannot_be_used_are_refused() -> None:
     with_system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     render = ConversationRenderer(tokenizer(NO_SYSTEM), SETTING, tokenizer())
     render(MESSAGES, [], [5])
     with refuses(DataError, SETTING, "TemplateError", "roles!", "data.system_prompt"):
         render(with_system, [], [5])
-
-
-def test_a_conversation_without_tokens() -> None:
     with refuses(DataError, SETTING, "tokens"):
         ConversationRenderer(tokenizer("{# nothing #}"), SETTING, tokenizer())(MESSAGES, [], [5])
+    with refuses(DataError, SETTING, "reward_model.model.input_tokenizer=null"):  # it would close nothing
+        ConversationRenderer(tokenizer("{{ messages[0].content }}"), SETTING)
 
 
 # --- the same tokens ---------------------------------------------------------------------------------------------
@@ -75,47 +89,108 @@ def test_the_policys_tokens_are_closed_as_the_template_does(template: tuple, end
     answer = [{"role": "assistant", "content": "It is 3."}]
     whole, _ = encode_conversation(*render_conversation(own, MESSAGES, answer), own)
     found = ConversationRenderer(own, SETTING)(MESSAGES, [7, 8], response("It is 3.", ended=ended))
-    assert found[:2] == [7, 8]
-    words = len(response("It is 3.", ended=False))
-    assert found[2 : 2 + words] == response("It is 3.", ended=False)
-    closing = found[2 + words :]
+    begun = [7, 8, *response("It is 3.", ended=False)]
+    assert found[: len(begun)] == begun
+    closing = found[len(begun) :]
     assert closing
     assert closing == whole[-len(closing) :].tolist()
     assert own.eos_token_id in closing
 
 
-TURNS = "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}"
-
-
-def with_space_in_front() -> Any:
-    """As Llama 2's: a text begins with a space of its own; `<end>` is special and has no role."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
+def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:
+    """With a tokenizer as Llama 2's: a text begins with a space of its own; `<end>` is special and has no role."""
     words = ["<unk>", "</s>", "\u2581", "\n", *"ANSWERPOMTab"]
     found = Tokenizer(models.BPE({word: i for i, word in enumerate(dict.fromkeys(words))}, [], unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     found.add_special_tokens([AddedToken("<turn>", special=True), AddedToken("<end>", special=True)])
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", eos_token="</s>")
-    made.chat_template = TURNS
-    return made
-
-
-def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:
-    own = with_space_in_front()
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", eos_token="</s>")
+    own.chat_template = "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}"
     end, newline, a = own.convert_tokens_to_ids(["<end>", "\n", "a"])
-    render = ConversationRenderer(own, SETTING)
-    assert render(MESSAGES, [7], [a, end]) == [7, a, end, newline]
-    assert render(MESSAGES, [7], [a]) == [7, a, end, newline]
-    assert render(MESSAGES, [7], [a, own.eos_token_id]) == [7, a, end, newline]
+    for response in ([a, end], [a], [a, own.eos_token_id]):
+        assert ConversationRenderer(own, SETTING)(MESSAGES, [7], response) == [7, a, end, newline]
 
 
-def test_a_template_that_leaves_out_the_answer_closes_nothing() -> None:
-    with refuses(DataError, SETTING, "reward_model.model.input_tokenizer=null"):
-        ConversationRenderer(tokenizer("{{ messages[0].content }}"), SETTING)
-
-
-# --- padding -----------------------------------------------------------------------------------------------------
 def test_padding_at_the_end_is_no_place_for_a_score() -> None:
     assert without_padding([1, 0, 2, 0, 0], 0) == [1, 0, 2]
     assert without_padding([0, 0], 0) == [0]
     assert without_padding([1, 2], None) == [1, 2]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+PROMPT = [{"role": "user", "content": "1+1=?"}]
+START = "<user>1+1=?<assistant>"
+
+
+def judged(found: StepTokens, tokenizer: Any) -> list[str]:
+    """The text of the conversation up to each place."""
+    return [tokenizer.decode(found.token_ids[: end + 1]) for end in found.ends]
+
+
+def test_behind_the_separator_and_at_the_end_of_the_conversation() -> None:
+    """TRL's PRMTrainer; the template closes the answer, and the last step is judged there."""
+    tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!")
+    found = step_tokens(tokenizer, PROMPT, ["1+1", "=2"], StepForm(), None)
+    assert tokenizer.decode(found.token_ids) == f"{START}1+1\n=2!"
+    assert tokenizer.decode(found.token_ids[: found.first]) == START
+    assert judged(found, tokenizer) == [f"{START}1+1\n", f"{START}1+1\n=2!"]
+    other = step_tokens(tokenizer, PROMPT, ["1+1;", "=2"], StepForm(separator=";"), None)
+    assert judged(other, tokenizer) == [f"{START}1+1;", f"{START}1+1;=2!"]
+
+
+def test_at_a_text_behind_every_step() -> None:
+    """Math-Shepherd's: white space behind the tag is not where the model judges."""
+    tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!")
+    found = step_tokens(tokenizer, PROMPT, ["a\n", "b"], StepForm(token=" *\n"), None)
+    assert tokenizer.decode(found.token_ids) == f"{START}a *\nb *\n!"
+    assert judged(found, tokenizer) == [f"{START}a *", f"{START}a *\nb *"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "separator", "steps", "ends"),
+    [
+        (["a", "b", "\n", "c", ""], "\n", ["ab", "c"], [2, 4]),  # the last step ends with the end-of-sequence token
+        (["a\n", "b\n", ""], "\n", ["a", "b"], [0, 1]),  # nothing follows the last separator
+        (["a\nb\nc"], "\n", ["a", "b", "c"], [0, 0, 0]),  # steps that share a token
+        (["a", "\n\n", "b"], "\n", ["a", "b"], [1, 2]),  # an empty line is no step
+        (["x", "-", ">", "y"], "->", ["x", "y"], [2, 3]),  # a separator of two tokens
+        (["abc", ""], "\n", ["abc"], [1]),
+        (["", "\n", " "], "\n", [], []),
+        (list("\n\na\n \n"), "\n", ["a"], [3]),
+        ([], "\n", [], []),
+    ],
+)
+def test_steps_and_their_last_tokens(tokens: list[str], separator: str, steps: list[str], ends: list[int]) -> None:
+    assert [step.strip() for step in split_steps("".join(tokens), separator)] == steps
+    assert step_ends(tokens, separator) == ends
+
+
+def test_a_response_becomes_the_conversation() -> None:
+    policy = byte_tokenizer()
+    own = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    judge = StepRenderer(own, "key=path", StepForm(), None, policy)
+    found, count = judge(PROMPT, policy("a\n\nb\n")["input_ids"])
+    assert own.decode(found.token_ids) == "[user]1+1=?[assistant]a\nb"
+    assert count == len(found.ends) == 2
+    nothing, count = judge(PROMPT, [])
+    assert (own.decode(nothing.token_ids), count, len(nothing.ends)) == ("[user]1+1=?[assistant]", 0, 1)
+    refusing = byte_tokenizer("{{ raise_exception('no') }}")
+    with refuses(DataError, "key=path", "user, assistant", "data.system_prompt"):
+        StepRenderer(refusing, "key=path", StepForm(), None)(PROMPT, [])
+
+
+def test_what_cannot_be_judged_is_refused() -> None:
+    with pytest.raises(ValueError, match="answer"):
+        step_tokens(byte_tokenizer("{{ messages[0].content }}"), PROMPT, ["a"], StepForm(), None)
+    tokenizer = byte_tokenizer()
+    assert judging_token(tokenizer, "+", "reward_model.process.good") == tokenizer.convert_tokens_to_ids("+")
+    with refuses(ConfigError, "reward_model.process.good='good'", "4 tokens", "one"):
+        judging_token(tokenizer, "good", "reward_model.process.good")
+
+
+def test_the_form_of_a_run() -> None:
+    model = ("reward_model.enable=true", "reward_model.model.path=models/judge")
+    assert step_form(load_config(model)[0].reward_model.process, "|") is None
+    process = ("reward_model.process.enable=true", "reward_model.process.step_tag=' *'")
+    assert step_form(load_config([*model, *process])[0].reward_model.process, "|") == StepForm("|", " *")
+    assert StepForm().parts(["a\n", "b", "c"]) == ["a\n", "b\n", "c"]
+    assert np.array_equal(StepForm(token="*").parts(["a\n", "b"]), ["a*", "b*"])

@@ -1,9 +1,7 @@
-"""Folders and hub data sets: the same rows as from a file, splits named, broken rows named."""
+"""Rows of files, folders and hub data sets: splits named, what cannot be read refused; and rows written by commands."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import datasets
@@ -11,28 +9,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.data import load_prompts
+from grpo_dist.data.conversion import local_examples, require_text, write_parquet, write_splits
 from grpo_dist.data.files import locate_rows, read_rows
-from grpo_dist.errors import DataError
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.tasks import arithmetic
 from tests.messages import refuses, says
 
 KEY = "data.train_files"
 
 
-def rows(*questions: str) -> list[dict]:
-    return [
-        {
-            "data_source": "gsm8k",
-            "prompt": [{"role": "user", "content": question}],
-            "reward_model": {"ground_truth": "2"},
-            "extra_info": {"index": index},
-        }
-        for index, question in enumerate(questions)
-    ]
-
-
 def questions(file: str) -> list[str]:
-    return [row["prompt"][0]["content"] for row in read_rows([file], key=KEY)]
+    return [row["question"] for row in read_rows([file], key=KEY)]
 
 
 def refused(file: str) -> str:
@@ -42,8 +29,40 @@ def refused(file: str) -> str:
     return str(error.value)
 
 
+def rows(*questions: str) -> list[dict[str, str]]:
+    return [{"question": question} for question in questions]
+
+
 def write(path: Path, *texts: str) -> None:
     pq.write_table(pa.Table.from_pylist(rows(*texts)), path)
+
+
+def test_read_rows_joins_files_in_order_and_skips_blank_lines(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text('{"x": 1}\n\n{"x": 2}\n')
+    (tmp_path / "2.jsonl").write_text('\ufeff{"x": 3}\n')
+    assert read_rows([f"{tmp_path}/{i}.jsonl" for i in (2, 1)], key=KEY) == [{"x": 3}, {"x": 1}, {"x": 2}]
+    place, row = next(locate_rows(["builtin:arithmetic/validation"], key=KEY))
+    assert (place, row) == ("builtin:arithmetic/validation, row 1", arithmetic.rows("validation")[0])
+
+
+def test_what_cannot_be_read_is_named_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dir.parquet").mkdir()
+    Path("object.json").write_text('{"data_source": "x"}')
+    Path("lines.json").write_text("{}\n{}\n")
+    for name, *parts in (
+        ("missing.parquet", "file", f"{KEY}=missing.parquet"),
+        ("builtin:arithmetic/test", "builtin:arithmetic/train, builtin:arithmetic/validation"),
+        ("builtin:chess/train", "built-in"),
+        ("dir.parquet", "folder"),
+        ("object.json", "list", "dict"),
+        ("lines.json", "valid JSON", ".jsonl"),
+    ):
+        with refuses(DataError, KEY, name, *parts) as error:
+            read_rows([name], key=KEY)
+        assert isinstance(error.value, ConfigError)
+    with refuses(DataError, f"{KEY}=[]", "no files", ".parquet"):
+        read_rows([], key=KEY)
 
 
 def test_a_saved_data_set(tmp_path: Path) -> None:
@@ -51,14 +70,14 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
     assert questions(f"{tmp_path}/saved") == ["c", "a"]
     assert [where for where, _ in locate_rows([f"{tmp_path}/saved"], key=KEY)][1] == f"{tmp_path}/saved, row 2"
     says(refused(f"{tmp_path}/saved:train"), "out :train")
-
-
-def test_a_saved_data_set_with_splits(tmp_path: Path) -> None:
     train, test = (datasets.Dataset.from_list(rows(name)) for name in ("a", "b"))
-    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "saved")
-    assert questions(f"{tmp_path}/saved:test") == ["b"]
-    says(refused(f"{tmp_path}/saved"), "several splits", ":test, :train")
-    says(refused(f"{tmp_path}/saved:dev"), "'dev'", ":test, :train")
+    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
+    assert questions(f"{tmp_path}/both:test") == ["b"]
+    says(refused(f"{tmp_path}/both"), "several splits", ":test, :train")
+    says(refused(f"{tmp_path}/both:dev"), "'dev'", ":test, :train")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/state.json").write_text("{}")
+    says(refused(f"{tmp_path}/damaged"), "load:")
 
 
 def test_a_folder_of_parquet_files(tmp_path: Path) -> None:
@@ -78,15 +97,13 @@ def test_numbered_parquet_files_are_one_split(tmp_path: Path, names: tuple[str, 
     for name, text in zip(names, "ab", strict=True):
         write(tmp_path / f"{name}.parquet", text)
     assert questions(str(tmp_path)) == ["a", "b"]
+    (tmp_path / "named").mkdir()  # numbers that are part of a name
+    write(tmp_path / "named/math500.parquet", "a")
+    write(tmp_path / "named/aime24.parquet", "b")
+    assert questions(f"{tmp_path}/named:math500") == ["a"]
 
 
-def test_numbers_that_are_part_of_a_name_are_not_shards(tmp_path: Path) -> None:
-    write(tmp_path / "math500.parquet", "a")
-    write(tmp_path / "aime24.parquet", "b")
-    assert questions(f"{tmp_path}:math500") == ["a"]
-
-
-def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def load_dataset(*names: str | None) -> datasets.DatasetDict:
@@ -94,7 +111,8 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.DatasetDict(train=datasets.Dataset.from_list(rows("a")))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert questions("hf:openai/gsm8k/main:train") == ["a"]
+    ((place, _),) = locate_rows(["hf:openai/gsm8k/main:train"], key=KEY)
+    assert place == "hf:openai/gsm8k/main:train, row 1"
     assert questions("hf:openai/gsm8k") == ["a"], "the only split"
     assert asked == [("openai/gsm8k", "main"), ("openai/gsm8k", None)]
     says(refused("hf:openai/gsm8k:test"), "'test'", ":train")
@@ -107,34 +125,28 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "and more" not in refused("hf:openai/gsm8k")
 
 
-@pytest.mark.parametrize("kind", ["saved", "folder", "hub"])
-def test_a_broken_row_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    broken = rows("a", "b")
-    broken[1]["reward_model"]["ground_truth"] = None
-    found = datasets.Dataset.from_list(broken)
-    names = {"saved": f"{tmp_path}/saved", "folder": f"{tmp_path}/folder", "hub": "hf:own/data"}
-    found.save_to_disk(names["saved"])
-    (tmp_path / "folder").mkdir()
-    pq.write_table(pa.Table.from_pylist(broken), tmp_path / "folder" / "train.parquet")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names: found)
-    place = f"{tmp_path}/folder/train.parquet" if kind == "folder" else names[kind]
-    with refuses(DataError, KEY, f"{place}, row 2", "reward_model"):
-        load_prompts(
-            [names[kind]], key=KEY, prompt_key="prompt", reward_fn_key="data_source", max_samples=-1, shuffle_seed=None
-        )
+# --- rows that commands write ----------------------------------------------------------------------------------------
+def test_the_first_kind_is_read_and_shards_in_order(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for i in range(2):
+        write_parquet([{"i": i}], tmp_path / "data" / f"train-0000{i}-of-00002.parquet")
+    assert [row["i"] for _, row in local_examples(str(tmp_path), "train")] == [0, 1]
+    (tmp_path / "train.jsonl").write_text('{"i": 7}\n')
+    assert list(local_examples(str(tmp_path), "train")) == [(f"{tmp_path}/train.jsonl, line 1", {"i": 7})]
+    with refuses(DataError, f"--local_dataset_path={tmp_path}", "test.jsonl"):
+        local_examples(str(tmp_path), "test")
 
 
-def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "state.json").write_text(json.dumps({}))
-    monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for file in (str(tmp_path), "hf:openai/gsm8k"):
-        says(refused(file), "pip install -e '.[datasets]'")
-    monkeypatch.undo()
-    says(refused(str(tmp_path)), "load:")  # a damaged folder
+def test_require_text() -> None:
+    require_text({"a": "x"}, ("a",), "here")
+    for bad in ({}, {"a": ""}, {"a": " "}, {"a": None}, {"a": 4}):
+        with refuses(DataError, "here:", "'a'"):
+            require_text(bad, ("a",), "here")
 
 
-def test_folders_that_hold_nothing_to_read(tmp_path: Path) -> None:
-    says(refused(str(tmp_path)), "folder", ".parquet")
-    says(refused(f"{tmp_path}/gone"), f"{tmp_path}/gone", "no such", "folder")
-    says(refused(f"{tmp_path}/gone:train"), f"{tmp_path}/gone", "no such", "folder")
+def test_write_splits(tmp_path: Path) -> None:
+    assert write_splits({"x": [{"i": 1}]}, str(tmp_path / "new")) == {f"{tmp_path}/new/x.parquet": 1}
+    assert pq.read_table(tmp_path / "new" / "x.parquet").to_pylist() == [{"i": 1}]
+    (tmp_path / "file").write_text("")
+    with refuses(DataError, "--local_save_dir=", "file:", "write"):
+        write_splits({"x": [{"i": 1}]}, str(tmp_path / "file"))

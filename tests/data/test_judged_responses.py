@@ -6,8 +6,6 @@ import json
 import tracemalloc
 from pathlib import Path
 
-import pytest
-
 from grpo_dist.data.training_rows import JudgedResponses, LabelledSteps
 from grpo_dist.errors import DataError
 from tests.messages import refuses
@@ -37,9 +35,8 @@ def test_an_iteration_and_a_share_of_what_was_before(tmp_path: Path) -> None:
     assert (len(replayed), repeated) == (2, 0), "a tenth of twenty"
     assert {question for question, _ in told(replayed)} <= {"q1", "q2"}
     assert told(made.select(3, 4, 0.1, seed=1).replayed) == told(replayed)
-    assert told(made.select(3, 4, 1.0, seed=2).replayed) == [
-        (f"q{step}", f"a{i}") for step in (1, 2) for i in range(10)
-    ]
+    whole = told(made.select(3, 4, 1.0, seed=2).replayed)
+    assert whole == [(f"q{step}", f"a{i}") for step in (1, 2) for i in range(10)]
     others = {tuple(told(made.select(3, 4, 0.1, seed=seed).replayed)) for seed in range(8)}
     assert len(others) > 1, "another seed, another choice"
     assert made.select(1, 2, 0.5, seed=1).replayed == []
@@ -48,9 +45,8 @@ def test_an_iteration_and_a_share_of_what_was_before(tmp_path: Path) -> None:
 def test_a_conversation_counts_once_where_it_came_first(tmp_path: Path) -> None:
     """However it is divided into steps; an empty step has an empty file."""
     again = [row("q", "a"), row("q", "b"), row("q", "b"), row("r", "a")]
-    made = store(
-        tmp_path, [row("q", "a"), row("q", "a")], [], again, [row("q", "b"), row("s", "x", "y"), row("s", "xy")]
-    )
+    last = [row("q", "b"), row("s", "x", "y"), row("s", "xy")]
+    made = store(tmp_path, [row("q", "a"), row("q", "a")], [], again, last)
     fresh, replayed, repeated = made.select(3, 4, 1.0, seed=0)
     assert told(replayed) == [("q", "a")]
     assert repeated == 4, "a, and b twice more, of q; xy of s in other steps"
@@ -85,7 +81,6 @@ def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:
         made.select(2, 2, 0.1, seed=0)
     with refuses(DataError, "reward_model.replay_share", str(made.file(1))):
         made.check(range(1, 3))
-    made.file(1).write_text(json.dumps(row("q", "a", labels=[])) + "\n")
     made.file(1).write_text('{"prompt": "q", "completions": ["a"], "labels": []}\n')
-    with pytest.raises(DataError, match=r"1\.jsonl"):
+    with refuses(DataError, made.file(1)):
         made.select(1, 2, 0.1, seed=0)

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_dist.assets import resolve_model_path
-from grpo_dist.data import load_tokenizer
 from grpo_dist.data.conversations import ConversationRenderer, without_padding
 from grpo_dist.data.step_tokens import StepForm, StepRenderer
 from grpo_dist.data.training_rows import LabelledSteps, Pair, TrainingExample, training_batch
 from grpo_dist.data.training_tokens import label_answer, tokenize_preferences
 from grpo_dist.errors import DataError
-from tests.data.test_tokenize import byte_tokenizer
+from tests.data.test_tokenize import built_in, byte_tokenizer
 from tests.messages import refuses
 
 
@@ -37,10 +35,6 @@ def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[Trai
     )
 
 
-def built_in() -> Any:
-    return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
-
-
 def texts(example: TrainingExample, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(ids) for ids in (example.prompt, *example.responses)]
 
@@ -58,18 +52,14 @@ def test_the_prompt_of_a_pair_is_what_its_conversations_have_in_common() -> None
     assert [*example.prompt, *example.responses[0]] == expected
 
 
-def test_another_template() -> None:
-    tokenizer = byte_tokenizer()
-    (example,), _ = tokenize([pair()], tokenizer)
-    assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "2", "3"]
-
-
-@pytest.mark.parametrize("post", [None, "<s> $A </s>"])
-def test_a_base_model_gets_texts_and_one_end(post: str | None) -> None:
-    tokenizer = byte_tokenizer(template=None, post=post)
-    (example,), _ = tokenize([pair("1+1=", "2", "22")], tokenizer)
-    begin = "<s>" if post else ""
-    assert texts(example, tokenizer) == [f"{begin}1+1=2", "</s>", "2</s>"]
+def test_a_base_model_gets_texts_and_one_end() -> None:
+    for post, begin in ((None, ""), ("<s> $A </s>", "<s>")):
+        tokenizer = byte_tokenizer(template=None, post=post)
+        (example,), _ = tokenize([pair("1+1=", "2", "22")], tokenizer)
+        assert texts(example, tokenizer) == [f"{begin}1+1=2", "</s>", "2</s>"]
+    (example,), _ = tokenize([steps("é", "両", labels=[False, True])], tokenizer)
+    assert texts(example, tokenizer) == ["<s>1+1=?", "é\n両</s>"]
+    assert example.marks[0].tolist() == [-1, -1, 0, -1, -1, -1, 1], "characters of several tokens"
 
 
 def test_no_response_is_empty_where_one_goes_on_from_the_other() -> None:
@@ -99,13 +89,6 @@ def test_labels_are_where_steps_are_complete() -> None:
     (labels,) = example.marks
     judged = [(tokenizer.decode(example.responses[0][: i + 1]), labels[i]) for i in np.flatnonzero(labels >= 0)]
     assert judged == [("1+1=2\n", 1), ("1+1=2\n2*2=5\n", 0), (answer, 1)]
-
-
-def test_characters_of_several_tokens_and_a_base_model() -> None:
-    tokenizer = byte_tokenizer(template=None, post="<s> $A </s>")
-    (example,), _ = tokenize([steps("é", "両", labels=[False, True])], tokenizer)
-    assert texts(example, tokenizer) == ["<s>1+1=?", "é\n両</s>"]
-    assert example.marks[0].tolist() == [-1, -1, 0, -1, -1, -1, 1]
 
 
 def test_a_template_does_not_change_the_text_of_steps() -> None:

@@ -1,74 +1,46 @@
-"""Rows in verl's schema: what is read, and how a broken row is named."""
+"""Rows as prompts: verl's schema and others, which columns are taken, and how a broken row is named."""
 
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.data import Prompt, load_prompts, read_rows
-from grpo_dist.data.prompts import add_system_prompt
-from grpo_dist.errors import ConfigError, DataError
-from tests.messages import refuses
+from grpo_dist.data import Prompt, load_prompts
+from grpo_dist.data.files import source_name
+from grpo_dist.data.prompts import UNREAD, add_system_prompt, filled, unread, unread_notes
+from grpo_dist.errors import DataError
+from tests.messages import refuses, says
 
 KEY = "data.train_files"
+USER = {"role": "user", "content": "1+1?"}
+ANSWER = {"role": "assistant", "content": "2"}
 
 
-def row(question: str = "1+1?", truth: object = "2", **changes: object) -> dict:
+def row(question: str = "1+1?", **changes: object) -> dict[str, Any]:
     return {
         "data_source": "gsm8k",
         "prompt": [{"role": "user", "content": question}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": truth},
+        "reward_model": {"style": "rule", "ground_truth": "2"},
         "extra_info": {"index": 7, "split": "train"},
     } | changes
 
 
-def write_jsonl(path: Path, *lines: object) -> str:
-    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
-    return str(path)
+def read(path: Path, **options: Any) -> list[Prompt]:
+    return load_prompts([str(path)], **({"key": KEY, "max_samples": -1, "shuffle_seed": None} | options))
 
 
-def load(*files: str, max_samples: int = -1, shuffle_seed: int | None = None, **keys: Any) -> list[Prompt]:
-    names = {"prompt_key": "prompt", "reward_fn_key": "data_source"} | keys
-    return load_prompts(files, key=KEY, max_samples=max_samples, shuffle_seed=shuffle_seed, **names)
-
-
-def test_jsonl_json_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
-    rows = [row(), row("Wie groß? \u2028 両", "3")]
-    write_jsonl(tmp_path / "a.jsonl", *[json.dumps(r, ensure_ascii=False) for r in rows])
-    (tmp_path / "a.json").write_text(json.dumps(rows))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    expected = [("gsm8k", r["prompt"], r["reward_model"]["ground_truth"], r["extra_info"]) for r in rows]
-    for suffix in ("jsonl", "json", "parquet"):
-        prompts = load(str(tmp_path / f"a.{suffix}"))
-        assert [(p.data_source, p.messages, p.ground_truth, p.extra_info) for p in prompts] == expected
-        assert [p.index for p in prompts] == [0, 1]
-        assert prompts[1].location.endswith(f"a.{suffix}, {'line' if suffix == 'jsonl' else 'row'} 2")
-
-
-def test_read_rows_joins_files_in_order_and_skips_blank_lines(tmp_path: Path) -> None:
-    first = write_jsonl(tmp_path / "1.jsonl", {"x": 1}, "", {"x": 2})
-    second = write_jsonl(tmp_path / "2.jsonl", "\ufeff" + json.dumps({"x": 3}))
-    assert read_rows([second, first], key=KEY) == [{"x": 3}, {"x": 1}, {"x": 2}]
-
-
-def test_parquet_arrays_become_lists_and_padding_nulls_go(tmp_path: Path) -> None:
-    messages = np.array([{"role": "system", "content": "s", "name": "bot"}, {"role": "user", "content": "u"}])
-    table = pa.Table.from_pylist([row(prompt=list(messages), extra_info={"targets": list(np.array([1, 2]))})])
-    pq.write_table(table, tmp_path / "a.parquet")
-    (prompt,) = load(str(tmp_path / "a.parquet"))
-    assert prompt.messages == [{"role": "system", "content": "s", "name": "bot"}, {"role": "user", "content": "u"}]
-    assert type(prompt.messages) is list
-    assert type(prompt.extra_info["targets"]) is list
-    assert prompt.extra_info["targets"] == [1, 2]
+def load(folder: Path, *rows: object, **options: Any) -> list[Prompt]:
+    """The prompts of a file with these rows, for a reward function of one's own."""
+    lines = (each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in rows)
+    (folder / "sums.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return read(folder / "sums.jsonl", **({"needs_source": False} | options))
 
 
 def calls(name: str, **arguments: Any) -> dict[str, Any]:
@@ -76,181 +48,252 @@ def calls(name: str, **arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def test_rows_of_calls_are_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
+ANSWERED = {"role": "tool", "content": "ok", "name": "x"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "?", "cache": 1}]}
+TO_A_PLACE = calls("move", to={"x": 0, "y": [1, None]})
+ROWS = {
+    "texts": [row(), row("Wie groß? \u2028 両")],
+    "calls": [
+        row(prompt=[USER, call, ANSWERED, USER])
+        for call in (TO_A_PLACE, calls("weather", city="Bern", at={"day": {"of": "month"}}), calls("stop"))
+    ],
+    "parts": [row(prompt=[PARTS]), row(prompt=[PARTS | {"name": "Ann"}])],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) -> None:
     """Arrow gives every object of a column the fields of all: the arguments of the other tools, at any depth."""
     import datasets
 
-    asked, answered = {"role": "user", "content": "do it"}, {"role": "tool", "content": "ok", "name": "x"}
-    parts = {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "?", "cache": 1}]}
-    several = [
-        calls("move", to={"x": 0, "y": [1, None]}),
-        calls("weather", city="Bern", at={"day": {"of": "month"}}),
-        calls("stop"),
+    rows = ROWS[kind]
+    lines = load(tmp_path, *rows, needs_source=True)
+    assert [(each.data_source, each.ground_truth, each.index) for each in lines] == [
+        ("gsm8k", "2", number) for number in range(len(rows))
     ]
-    rows = [row(prompt=[asked, call, answered, asked]) for call in several]
-    in_parts = [row(prompt=[parts]), row(prompt=[parts | {"name": "Ann"}])]
-    for number, group in enumerate((rows, in_parts)):
-        write_jsonl(tmp_path / "a.jsonl", *group)
-        pq.write_table(pa.Table.from_pylist(group), tmp_path / "a.parquet")
-        datasets.Dataset.from_list(group).save_to_disk(tmp_path / f"saved{number}")
-        lines, table, saved = (
-            [p.messages for p in load(str(tmp_path / name))] for name in ("a.jsonl", "a.parquet", f"saved{number}")
-        )
-        assert lines == table == saved
-    found = load(write_jsonl(tmp_path / "a.jsonl", *rows))[0].messages[1]
-    assert found == {**several[0], "content": ""}, "null among the entries of a list stays"
+    assert [each.extra_info for each in lines] == [each["extra_info"] for each in rows]
+    assert lines[1].location == f"{tmp_path}/sums.jsonl, line 2"
+    if kind == "texts":
+        assert [each.messages for each in lines] == [each["prompt"] for each in rows]
+    if kind == "calls":
+        assert lines[0].messages[1] == {**TO_A_PLACE, "content": ""}, "null among the entries of a list stays"
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for name in ("a.json", "a.parquet", "saved"):
+        found = read(tmp_path / name)
+        assert [(each.messages, each.extra_info) for each in found] == [
+            (each.messages, each.extra_info) for each in lines
+        ]
+        assert found[1].location == f"{tmp_path}/{name}, row 2"
 
 
 def test_nulls_of_truths_and_of_extra_info_stay(tmp_path: Path) -> None:
     """Nobody knows what they say: a list of what is right may have one, and a function of one's own reads the rest."""
     truth, info = {"x": None, "y": [None, 1]}, {"tools_kwargs": {"calc": {"truth": None}}}
-    pq.write_table(pa.Table.from_pylist([row(truth=truth, extra_info=info)]), tmp_path / "a.parquet")
-    (prompt,) = load(str(tmp_path / "a.parquet"))
+    rows = [row(reward_model={"ground_truth": truth}, extra_info=info)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (prompt,) = read(tmp_path / "a.parquet")
     assert (prompt.ground_truth, prompt.extra_info) == (truth, info)
 
 
-def test_a_prompt_may_end_in_a_begun_turn_but_not_in_a_call(tmp_path: Path) -> None:
-    asked, begun = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "Let me see:"}
-    (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", row(prompt=[asked, begun])))
-    assert prompt.messages == [asked, begun]
-    with refuses(DataError, f"{tmp_path}/a.jsonl, line 1", "prompt", "tool"):
-        load(write_jsonl(tmp_path / "a.jsonl", row(prompt=[asked, calls("add", a=1)])))
-
-
-def test_plain_string_other_columns_and_no_extra_info(tmp_path: Path) -> None:
-    changed = row(question="Who?", task="qa")
-    changed["text"] = changed.pop("prompt")[0]["content"]
-    changed["extra_info"] = None
-    file = write_jsonl(tmp_path / "a.jsonl", changed)
-    (prompt,) = load(file, prompt_key="text", reward_fn_key="task")
-    assert prompt.messages == [{"role": "user", "content": "Who?"}]
-    assert (prompt.data_source, prompt.extra_info) == ("qa", {})
-
-
-def test_where_a_model_scores_a_row_is_a_prompt(tmp_path: Path) -> None:
-    """As in TRL's tldr rows; what a row has of the others is read and checked as ever."""
-    rows = [
-        {"prompt": "POST: a long story TL;DR:", "completion": "short"},
-        {"prompt": "What?", "data_source": "hh", "reward_model": {"style": "model"}},
-        row(),
-    ]
-    files = write_jsonl(tmp_path / "a.jsonl", *rows)
-    found = load(files, needs_ground_truth=False, data_source="data")
-    assert [(p.data_source, p.ground_truth) for p in found] == [("data", None), ("hh", None), ("gsm8k", "2")]
-    assert found[0].messages == [{"role": "user", "content": "POST: a long story TL;DR:"}]
-    with refuses(DataError, "a.jsonl, line 1", "data_source"):
-        load(files)
-    broken = write_jsonl(tmp_path / "b.jsonl", {"prompt": "What?", "reward_model": "yes"})
-    with refuses(DataError, "b.jsonl, line 1", "reward_model"):
-        load(broken, needs_ground_truth=False, data_source="data")
-
-
 def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", *[row(f"q{i}") for i in range(20)])
-    assert [p.index for p in load(file, max_samples=3)] == [0, 1, 2]
-    subset = [p.index for p in load(file, max_samples=5, shuffle_seed=1)]
-    assert subset == [p.index for p in load(file, max_samples=5, shuffle_seed=1)]
-    assert subset == sorted(set(subset))
-    assert subset != [p.index for p in load(file, max_samples=5, shuffle_seed=2)]
-    assert [p.messages[0]["content"] for p in load(file, max_samples=5, shuffle_seed=1)] == [f"q{i}" for i in subset]
-    assert len(load(file, max_samples=99)) == 20
+    def chosen(**options: Any) -> list[int]:
+        found = load(tmp_path, *[row(f"q{i}") for i in range(20)], **options)
+        assert [each.messages[0]["content"] for each in found] == [f"q{each.index}" for each in found]
+        return [each.index for each in found]
 
-
-def test_builtin_rows_come_from_the_task_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = types.ModuleType("grpo_dist.tasks.arithmetic")
-    task.rows = lambda split: [row(split)]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, task.__name__, task)
-    (prompt,) = load("builtin:arithmetic/validation")
-    assert prompt.messages[0]["content"] == "validation"
-    assert prompt.location == "builtin:arithmetic/validation, row 1"
+    assert chosen(max_samples=3) == [0, 1, 2]
+    subset = chosen(max_samples=5, shuffle_seed=1)
+    assert subset == chosen(max_samples=5, shuffle_seed=1) == sorted(set(subset))
+    assert subset != chosen(max_samples=5, shuffle_seed=2)
+    assert len(chosen(max_samples=99)) == 20
 
 
 @pytest.mark.parametrize(
-    ("file", "words"),
+    ("row", "taken"),
     [
-        ("missing.parquet", "file"),
-        ("missing.csv", ".parquet, .jsonl or .json"),
-        ("builtin:arithmetic/test", "builtin:arithmetic/train, builtin:arithmetic/validation"),
-        ("builtin:chess/train", "built-in"),
+        ({"question": "1+1?", "answer": "2"}, {"data.prompt_key": "question", "data.answer_key": "answer"}),
+        ({"problem": "1+1?", "solution": "2"}, {"data.prompt_key": "problem", "data.answer_key": "solution"}),
+        ({"prompt": "1+1?", "ground_truth": "2", "extra_info": None}, {"data.answer_key": "ground_truth"}),
+        ({"prompt": [USER], "solution": "2"}, {"data.answer_key": "solution"}),
+        ({"messages": [USER, ANSWER]}, {"data.prompt_key": "messages", "data.answer_key": "messages[-1]"}),
+        (
+            {"messages": [USER, {**ANSWER, "content": "two"}], "answer": "2"},
+            {"data.prompt_key": "messages", "data.answer_key": "answer"},
+        ),
+        ({"messages": [USER], "reward_model": {"ground_truth": "2"}}, {"data.prompt_key": "messages"}),
+        ({"question": None, "problem": "1+1?", "solution": None, "answer": "2"}, None),
     ],
 )
-def test_a_file_that_cannot_be_is_named_with_its_key(file: str, words: str) -> None:
-    with refuses(DataError, words, f"{KEY}={file}") as error:
-        load(file)
-    assert isinstance(error.value, ConfigError)
-    assert error.value.exit_code == 2
+def test_what_the_usual_columns_are_called_elsewhere(
+    tmp_path: Path, row: dict[str, Any], taken: dict[str, str] | None
+) -> None:
+    (prompt,) = load(tmp_path, row)
+    assert (prompt.messages, prompt.ground_truth, prompt.data_source) == ([USER], "2", "sums")
+    assert prompt.extra_info == {}
+    assert prompt.is_text == isinstance(row.get("prompt", row.get("question") or row.get("problem")), str)
+    if taken is not None:
+        assert prompt.taken == {"data.data_source": "sums", **taken}
 
 
-def test_folder_empty_file_no_files_and_broken_files(tmp_path: Path) -> None:
-    (tmp_path / "dir.parquet").mkdir()
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
-    (tmp_path / "object.json").write_text('{"data_source": "x"}')
-    (tmp_path / "lines.json").write_text("{}\n{}\n")
-    (tmp_path / "latin.jsonl").write_bytes(b'\n{"a": "\xe9"}\n')
-    cases = {
-        "dir.parquet": ["folder"],
-        "bad.parquet": ["parquet file"],
-        "object.json": ["list", "dict"],
-        "lines.json": ["valid JSON", ".jsonl"],
-        "latin.jsonl": ["line 2", "valid JSON"],
-    }
-    for name, words in cases.items():
-        with refuses(DataError, KEY, name, *words):
-            load(str(tmp_path / name))
-    with refuses(DataError, "empty.jsonl", "no rows"):
-        load(write_jsonl(tmp_path / "empty.jsonl", ""))
-    with refuses(DataError, f"{KEY}=[]", "no files", ".parquet"):
-        load()
+def test_keys_stand_above_what_is_found_and_verls_schema_above_other_columns(tmp_path: Path) -> None:
+    others = {"question": "q", "problem": "1+1?", "messages": [USER, ANSWER], "answer": "two", "solution": 2}
+    (prompt,) = load(tmp_path, others | row(), needs_source=True)
+    assert (prompt.messages, prompt.ground_truth, prompt.data_source, prompt.taken) == ([USER], "2", "gsm8k", {})
+    named = {"prompt_key": "problem", "answer_key": "solution", "data_source": "mine"}
+    (prompt,) = load(tmp_path, others, **named)
+    assert (prompt.messages, prompt.ground_truth, prompt.data_source, prompt.taken) == ([USER], 2, "mine", {})
+    (prompt,) = load(tmp_path, row(task="qa"), data_source="mine", reward_fn_key="task")
+    assert prompt.data_source == "qa", "a constant is for rows that have none"
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("bad", "columns", "words"),
     [
-        ('{"prompt": ', ["valid JSON"]),
-        ("[1, 2]", ["object", "list"]),
-        (row(data_source=None), ["'data_source'", "data.reward_fn_key=data_source"]),
-        (row(data_source=3), ["data_source", "string", "int 3"]),
-        (row(prompt=None), ["'prompt'", "data.prompt_key=prompt", "data_source, prompt"]),
-        (row(prompt=[]), ["prompt", "list"]),
-        (row(prompt=5), ["prompt", "int 5"]),
-        (row(prompt=["hello"]), ["role", "str 'hello'"]),
-        (row(prompt=[{"content": "x"}]), ["role"]),
-        (row(prompt=[{"role": "user"}]), ["content", "message 1", "text", "NoneType"]),
-        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["text", "list"]),
-        (row(prompt="  "), ["prompt", "empty"]),
-        (row(prompt=json.dumps([{"role": "user", "content": "1+1=?"}])), ["prompt", "JSON", "list"]),
-        (row(reward_model=None), ["'reward_model'"]),
-        (row(reward_model="2"), ["reward_model", "str '2'"]),
-        (row(reward_model={"style": "rule"}), ["reward_model", "ground_truth"]),
-        (row(extra_info=[1]), ["extra_info", "object", "list"]),
+        (row(data_source=3), {}, ["data_source", "string", "int 3"]),
+        (row(prompt=None), {}, ["'prompt'", "data.prompt_key=prompt", "data_source, prompt"]),
+        (row(prompt=[]), {}, ["prompt", "list"]),
+        (row(prompt=5), {}, ["prompt", "int 5"]),
+        (row(prompt=["hello"]), {}, ["role", "str 'hello'"]),
+        (row(prompt=[{"content": "x"}]), {}, ["role"]),
+        (row(prompt=[{"role": "user"}]), {}, ["content", "message 1", "text", "NoneType"]),
+        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), {}, ["text", "list"]),
+        (row(prompt="  "), {}, ["prompt", "empty"]),
+        (row(prompt=json.dumps([USER])), {}, ["prompt", "JSON", "list"]),
+        (row(prompt=[USER, calls("add", a=1)]), {}, ["prompt", "tool"]),
+        (row(reward_model="2"), {}, ["reward_model", "str '2'"]),
+        (row(reward_model={"style": "rule"}), {}, ["reward_model", "ground_truth"]),
+        (row(reward_model="yes"), {"needs_ground_truth": False}, ["reward_model"]),
+        (row(extra_info=[1]), {}, ["extra_info", "object", "list"]),
+        ({"question": "a", "problem": "b", "answer": "2"}, {}, ["data.prompt_key=question", "data.prompt_key=problem"]),
+        ({"prompt": "a", "answer": "2", "solution": "3"}, {}, ["data.answer_key=answer", "data.answer_key=solution"]),
+        ({"prompt": "a"}, {}, ["'answer'", "'reward_model'", "data.answer_key=COLUMN", "ground_truth=None"]),
+        ({"prompt": "a", "answer": "2"}, {"answer_key": "label"}, ["'label'", "data.answer_key=label"]),
+        ({"prompt": "a", "answer": "2"}, {"prompt_key": "text"}, ["'text'", "data.prompt_key=text"]),
+        ({"text": "a", "answer": "2"}, {}, ["'prompt'", "data.prompt_key=prompt", "text, answer"]),
+        ({"messages": [ANSWER]}, {}, ["messages", "assistant"]),
+        (
+            {"prompt": "a", "answer": "2"},
+            {"needs_source": True},
+            ["'data_source'", "data.reward_fn_key=data_source", "data.data_source=", "custom_reward_function.path"],
+        ),
+        ({"prompt": "a", "answer": "2"}, {"needed": ["level"]}, ["'level'", "prompt, answer", "default"]),
     ],
 )
-def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path, bad: object, words: list[str]) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", row(), "", bad, row())
-    with refuses(DataError, KEY, f"{file}, line 3", *words) as error:
-        load(file)
+def test_a_broken_row_is_named_by_file_and_line(
+    tmp_path: Path, bad: object, columns: dict[str, Any], words: list[str]
+) -> None:
+    good = {"prompt": "b", "answer": "1", "label": 1, "text": "b", "level": 1, "data_source": "d"}
+    with refuses(DataError, KEY, f"{tmp_path}/sums.jsonl, line 3", *words) as error:
+        load(tmp_path, good, "", bad, good, **columns)
     assert "\n" not in str(error.value)
 
 
-def test_a_broken_parquet_row_beyond_the_sample_is_still_found(tmp_path: Path) -> None:
-    rows = [row(f"q{i}") for i in range(6)]
-    rows[4]["reward_model"] = {"style": "rule", "ground_truth": None}
+def test_a_broken_row_beyond_the_sample_is_still_found(tmp_path: Path) -> None:
+    rows = [row(f"q{i}", reward_model={"style": "rule", "ground_truth": None if i == 4 else "2"}) for i in range(6)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     with refuses(DataError, "a.parquet, row 5", "reward_model"):
-        load(str(tmp_path / "a.parquet"), max_samples=2)
+        read(tmp_path / "a.parquet", max_samples=2)
+
+
+def test_without_a_need_for_it_the_ground_truth_may_be_missing_or_unclear(tmp_path: Path) -> None:
+    """As in TRL's tldr rows, where a model scores."""
+    rows = (
+        {"prompt": "1+1?", "completion": "short"},
+        {"prompt": "1+1?", "answer": "2", "solution": "3", "reward_model": {"style": "model"}},
+        {"prompt": "1+1?", "answer": "2", "data_source": "hh"},
+    )
+    found = load(tmp_path, *rows, needs_ground_truth=False, data_source="data")
+    assert [(each.ground_truth, each.data_source) for each in found] == [(None, "data"), (None, "data"), ("2", "hh")]
+    assert [each.messages for each in found] == [[USER]] * 3
+    named = load(tmp_path, *rows, needs_ground_truth=False, answer_key="solution")
+    assert [each.ground_truth for each in named] == [None, "3", None]
+
+
+def test_a_template_around_columns(tmp_path: Path) -> None:
+    template = r"Level {level}: {question}\nWrite \boxed{}, not {{question}}."
+    (prompt,) = load(tmp_path, {"question": "1+1?", "level": 3, "answer": "2"}, prompt_template=template)
+    written = "Level 3: 1+1?\nWrite \\boxed{}, not {question}."
+    assert (prompt.messages, prompt.is_text) == ([{"role": "user", "content": written}], True)
+    assert prompt.taken == {"data.answer_key": "answer", "data.data_source": "sums"}
+    assert filled('{a}{b} {"json": {}}', {"a": "{b}", "b": 1}, "") == '{b}1 {"json": {}}', "values are not templates"
+    for unfit, *words in (
+        ("{query} #", "sums.jsonl, line 1", "'query'", "data.prompt_template", "question, answer, parts"),
+        ("Solve it.", "data.prompt_template=Solve it.", "{question}"),
+        ("{parts}", "sums.jsonl, line 1", "parts", "list"),
+    ):
+        with refuses(DataError, *words):
+            load(tmp_path, {"question": "1+1?", "answer": "2", "parts": [1]}, prompt_template=unfit)
+
+
+def test_the_other_columns_are_kept_for_the_reward_function_as_far_as_it_takes_them(tmp_path: Path) -> None:
+    row = {"question": "1+1?", "answer": "2", "level": 3, "hint": None, "extra_info": {"unit": "m"}}
+    assert load(tmp_path, row)[0].columns == {}
+    assert load(tmp_path, row, kept=["level", "colour"])[0].columns == {"level": 3}
+    kept = load(tmp_path, row, kept=None, needed=["hint", "unit"])[0].columns
+    assert kept == {"question": "1+1?", "answer": "2", "level": 3, "hint": None}
+
+
+MEDIA_ROWS = [("images", [{"path": "1.png"}]), ("image", "1.png"), ("videos", ["a.mp4"]), ("audios", ["a.wav"])]
+
+
+@pytest.mark.parametrize(("name", "value"), MEDIA_ROWS)
+def test_what_a_policy_cannot_see_or_hear_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    row = {"prompt": [USER], "answer": "2", name: value}
+    for kept in ((), None):
+        with refuses(DataError, f"{tmp_path}/sums.jsonl, line 1", name, "text"):
+            load(tmp_path, row, kept=kept)
+    assert load(tmp_path, row, kept=[name])[0].columns == {name: value}, "the reward function reads it by name"
+    (prompt,) = load(tmp_path, row | {name: type(value)()})
+    assert prompt.unread == ()
+
+
+def test_what_would_change_the_task_and_is_not_read_is_noted() -> None:
+    info = {"tools_kwargs": {"calc": {}}, "need_tools_kwargs": True, "tool_selection": ["calc"], "index": 3}
+    verls = {"agent_name": "tool_agent", "ability": "math", "extra_info": info | {"interaction_kwargs": {"name": "x"}}}
+    trls = {"tools": [{"type": "function"}], "chat_template_kwargs": {"think": True}, "enable_thinking": False}
+    found = unread(verls) + unread(trls)
+    assert {name.partition("=")[0] for name in found} == UNREAD.keys() - {"enable_thinking"}, "false says nothing here"
+    assert unread({"agent_name": None, "tools": [], "extra_info": None}) == ()
+
+    rows = [SimpleNamespace(unread=unread(verls)), SimpleNamespace(unread=()), SimpleNamespace(unread=unread(trls))]
+    notes = list(unread_notes(KEY, rows, "single_turn_agent"))
+    assert len(notes) == len(found)
+    says(notes[0], KEY, "agent_name=tool_agent", "1 of 3", "rollout.agent.default_agent_loop")
+    assert not any("agent_name" in note for note in unread_notes(KEY, rows, "tool_agent")), "all rows run it"
+    own = list(unread_notes(KEY, rows, "my/loop.py:Loop"))
+    assert any("agent_name" in note for note in own)
+    assert not any("extra_info" in note for note in own), "which reads it"
+
+
+def test_content_in_parts_of_text_is_text(tmp_path: Path) -> None:
+    """OpenAI's form."""
+    parts = [{"type": "text", "text": "Add."}, {"type": "text", "text": "1+1?"}]
+    (prompt,) = load(tmp_path, {"messages": [{"role": "user", "content": parts}, ANSWER]})
+    assert (prompt.messages, prompt.ground_truth) == ([{"role": "user", "content": "Add.\n1+1?"}], "2")
+    with refuses(DataError, "line 1", "messages", "message 1", "text", "list"):
+        load(tmp_path, {"messages": [{"role": "user", "content": [*parts, {"type": "image_url"}]}, ANSWER]})
 
 
 def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "u"}]
-    prompts = load(write_jsonl(tmp_path / "a.jsonl", row("q"), row(prompt=own)))
+    own, begun = [{"role": "system", "content": "mine"}, USER], [USER, ANSWER]
+    prompts = load(tmp_path, row(prompt=begun), row(prompt=own))
     changed, num_kept = add_system_prompt(prompts, "Be brief.")
-    assert changed[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
+    assert changed[0].messages == [{"role": "system", "content": "Be brief."}, *begun]
     assert changed[1] is prompts[1]
     assert num_kept == 1
-    assert len(prompts[0].messages) == 1, "the rows themselves are not changed"
+    assert prompts[0].messages == begun, "the rows themselves are not changed; a prompt may end in a begun turn"
 
 
-def test_a_broken_json_row_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([row(), row(prompt=[])]))
-    with refuses(DataError, "a.json, row 2", "prompt", "list"):
-        load(str(tmp_path / "a.json"))
+@pytest.mark.parametrize(
+    ("location", "name"),
+    [
+        ("data/sums.jsonl, line 3", "sums"),
+        ("data, new/train-00000-of-00002.parquet, row 1", "train"),
+        ("data/sums/0000.parquet, row 1", "sums"),
+        ("hf:openai/gsm8k/main:test, row 9", "openai/gsm8k/main"),
+    ],
+)
+def test_the_name_of_a_source(location: str, name: str) -> None:
+    assert source_name(location) == name

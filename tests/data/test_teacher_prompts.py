@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 
 from grpo_dist.plan.commands import load_config
@@ -48,39 +47,23 @@ def test_each_response_is_shown_the_next_success_and_never_itself() -> None:
     assert MESSAGES[1]["content"] == "1+1?", "the row stands as it is"
 
 
-def test_the_teacher_of_a_plain_prompt_reads_one_too() -> None:
-    (prompt, _) = made(["a", "b"], [0.0, 1.0], row=(*ROW, "plain"))
-    assert byte_tokenizer().decode(prompt) == "S\n1+1?/right: b."
-
-
-@pytest.mark.parametrize(
-    ("scores", "threshold", "expected"),
-    [
-        ([0.0, 0.9, 0.0, 0.0], 1.0, ["", "", "", ""]),
-        ([0.0, 1.0, 0.0, 0.0], 1.0, ["/right: b.", "", "/right: b.", "/right: b."]),
-        ([0.0, 0.9, 0.0, 0.0], 0.9, ["/right: b.", "", "/right: b.", "/right: b."]),
-        ([1.0, 1.0, 1.0, 1.0], None, ["", "", "", ""]),
-    ],
-)
-def test_without_another_success_there_is_nothing_to_show(
-    scores: list[float], threshold: float | None, expected: list[str]
-) -> None:
-    assert shown(made(FOUR, scores, success_threshold=threshold)) == expected
+def test_without_another_success_there_is_nothing_to_show() -> None:
+    one_of_four = ["/right: b.", "", "/right: b.", "/right: b."]
+    for scores, threshold, expected in (
+        ([0.0, 0.9, 0.0, 0.0], 1.0, [""] * 4),
+        ([0.0, 1.0, 0.0, 0.0], 1.0, one_of_four),
+        ([0.0, 0.9, 0.0, 0.0], 0.9, one_of_four),
+        ([1.0, 1.0, 1.0, 1.0], None, [""] * 4),
+    ):
+        assert shown(made(FOUR, scores, success_threshold=threshold)) == expected
 
 
 def test_what_was_said_of_a_response_stands_behind_a_success() -> None:
     said = ["no", " ", "", "yes"]
-    assert shown(made(FOUR, [0, 1, 0, 0], said, feedback_name="judge")) == [
-        "/right: b./said: no.",
-        "",
-        "/right: b.",
-        "/right: b./said: yes.",
-    ]
+    both = ["/right: b./said: no.", "", "/right: b.", "/right: b./said: yes."]
+    assert shown(made(FOUR, [0, 1, 0, 0], said, feedback_name="judge")) == both
     assert shown(made(FOUR, [0, 1, 0, 0], said)) == ["/right: b.", "", "/right: b.", "/right: b."], "it is not named"
     assert shown(made(["a"], [1], ["no {text}"], feedback_name="judge")) == ["/said: no {text}."]
-
-
-def test_a_text_of_the_row_is_shown_where_the_function_says_nothing() -> None:
     row = (MESSAGES, {"judge": "it is 2"})
     assert shown(made(["a", "b"], [0, 0], ["no", ""], row, feedback_name="judge")) == ["/said: no.", "/said: it is 2."]
 
@@ -95,4 +78,6 @@ def test_it_stands_behind_the_users_last_message() -> None:
     begun = ([*MESSAGES, {"role": "assistant", "content": "It"}], {})
     prompts = made(["a", "b"], [0, 1], row=begun)
     assert byte_tokenizer().decode(prompts[0]).startswith("<system>S<user>1+1?/right: b.<assistant>It")
+    (prompt, _) = made(["a", "b"], [0.0, 1.0], row=(*ROW, "plain"))
+    assert byte_tokenizer().decode(prompt) == "S\n1+1?/right: b.", "a plain prompt's too"
     assert made(["a", "b"], [1, 1], row=(MESSAGES[:1], {})) == [[], []]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_dist.data import Prompt, tokenize_prompts
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
 from grpo_dist.data.prompts import add_system_prompt
 from grpo_dist.data.tokenize import check_token_ids, named_rows
 from grpo_dist.errors import DataError
@@ -35,18 +36,18 @@ def byte_tokenizer(template: str | None = TEMPLATE, post: str | None = None) -> 
     )
 
 
+def built_in() -> Any:
+    return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
+
+
 def prompt(content: str, role: str = "user", index: int = 0) -> Prompt:
     return Prompt(index, "gsm8k", [{"role": role, "content": content}], "2", {}, f"a.jsonl, line {index + 1}")
 
 
 def tokenize(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast | None = None, **changes: object):
-    settings = {
-        "max_prompt_length": 1000,
-        "truncation": "error",
-        "filter_overlong_prompts": False,
-        "apply_chat_template_kwargs": {},
-    }
-    return tokenize_prompts(prompts, tokenizer or byte_tokenizer(), **(settings | changes))  # type: ignore[arg-type]
+    settings: dict[str, object] = {"max_prompt_length": 1000, "truncation": "error", "filter_overlong_prompts": False}
+    settings |= {"apply_chat_template_kwargs": {}, **changes}
+    return tokenize_prompts(prompts, tokenizer or byte_tokenizer(), **settings)  # type: ignore[arg-type]
 
 
 def texts(tokenized: list, tokenizer: PreTrainedTokenizerFast | None = None) -> list[str]:
@@ -58,15 +59,11 @@ def test_template_generation_prompt_and_extra_variables() -> None:
     tokenized, overlong = tokenize([source], apply_chat_template_kwargs={"suffix": "<think>"})
     assert texts(tokenized) == ["<user>1+1? é 両<assistant><think>"]
     assert tokenized[0].token_ids.dtype == np.int32
-    assert tokenized[0].token_ids.shape == (len("<user>1+1? é 両<assistant><think>".encode()),)
     assert tokenized[0].prompt is source
     assert overlong == []
-
-
-def test_template_adds_no_special_tokens_of_the_tokenizer() -> None:
-    tokenizer = byte_tokenizer(post="<s> $A </s>")
-    tokenized, _ = tokenize([prompt("x")], tokenizer)
-    assert texts(tokenized, tokenizer) == ["<user>x<assistant>"]
+    closing = byte_tokenizer(post="<s> $A </s>")
+    tokenized, _ = tokenize([prompt("x")], closing)
+    assert texts(tokenized, closing) == ["<user>x<assistant>"], "no special tokens of the tokenizer"
 
 
 def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() -> None:
@@ -84,38 +81,28 @@ def test_overlong_prompts_are_filtered_and_counted() -> None:
     tokenized, overlong = tokenize([long, short, long], max_prompt_length=limit, filter_overlong_prompts=True)
     assert [t.prompt for t in tokenized] == [short]
     assert overlong == [long, long]
-
-
-def test_everything_filtered_is_an_error() -> None:
     with refuses(DataError, "data.max_prompt_length=5", "all 2", "a.jsonl, line 1"):
         tokenize([prompt("x"), prompt("y", index=1)], max_prompt_length=5, filter_overlong_prompts=True)
 
 
-@pytest.mark.parametrize(
-    ("truncation", "limit", "expected"),
-    [
-        ("left", 5, "vwxyz"),
-        ("right", 5, "abcde"),
-        ("middle", 5, "abxyz"),
-        ("middle", 6, "abcxyz"),
-        ("middle", 1, "z"),
-        ("left", 26, "abcdefghijklmnopqrstuvwxyz"),
-    ],
-)
-def test_truncation(truncation: str, limit: int, expected: str) -> None:
+def test_truncation() -> None:
     tokenizer = byte_tokenizer(template="{{ messages[0].content }}")
-    source = [prompt("abcdefghijklmnopqrstuvwxyz")]
-    tokenized, overlong = tokenize(source, tokenizer, truncation=truncation, max_prompt_length=limit)
-    assert texts(tokenized) == [expected]
-    assert overlong == ([] if limit == 26 else source), "what was cut is reported"
-
-
-def test_truncation_error_names_key_row_and_length() -> None:
-    length = len("<user>" + "x" * 50 + "<assistant>")
-    with refuses(DataError, "data.max_prompt_length=20", "a.jsonl, line 3", f"{length} tokens"):
-        tokenize([prompt("x"), prompt("x" * 50, index=2)], max_prompt_length=20)
+    source = [prompt("abcdefgh")]
+    for truncation, limit, expected in (
+        ("left", 5, "defgh"),
+        ("right", 5, "abcde"),
+        ("middle", 5, "abfgh"),
+        ("middle", 6, "abcfgh"),
+        ("middle", 1, "h"),
+        ("left", 8, "abcdefgh"),
+    ):
+        tokenized, overlong = tokenize(source, tokenizer, truncation=truncation, max_prompt_length=limit)
+        assert texts(tokenized) == [expected]
+        assert overlong == ([] if limit == 8 else source), "what was cut is reported"
+    with refuses(DataError, "data.max_prompt_length=5", "a.jsonl, line 3", "8 tokens"):
+        tokenize([prompt("x"), prompt("abcdefgh", index=2)], tokenizer, max_prompt_length=5)
     with refuses(DataError, "data.truncation=centre"):
-        tokenize([prompt("x" * 50)], max_prompt_length=20, truncation="centre")
+        tokenize(source, tokenizer, max_prompt_length=5, truncation="centre")
 
 
 def begun(text: str, index: int = 0) -> Prompt:

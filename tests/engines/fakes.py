@@ -1,4 +1,4 @@
-"""Engines without a model, for tests of what surrounds them: they answer at once, slowly or not at all, as told.
+"""Engines without a model, for tests of what surrounds them: they answer at once.
 
 Their values are well formed and easy to foresee. The whole job runs without vLLM with
 `actor_rollout_ref.rollout.name=tests/engines/fakes.py:FakeRolloutEngine`.
@@ -6,10 +6,8 @@ Their values are well formed and easy to foresee. The whole job runs without vLL
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -35,16 +33,10 @@ LOG_PROB = -1.25
 
 
 class FakeWeights:
-    """Weights that are a version number.
-
-    Attributes:
-        version: of those in force.
-        failure: raised by the next load or receipt; None: they succeed.
-    """
+    """Weights that are a version number, that of those in force."""
 
     def __init__(self) -> None:
         self.version = -1
-        self.failure: Exception | None = None
 
     async def pause(self) -> None:
         """Nothing waits: responses have the version at their end."""
@@ -65,31 +57,16 @@ class FakeWeights:
         """There is no group."""
 
     async def receive(self, version: int) -> None:
-        """Take the version."""
-        if self.failure is not None:
-            raise self.failure
         self.version = version
 
 
 class FakeRolloutEngine:
-    """Answers every prompt with `length` tokens; response i of a group is longer by i * `growth`.
-
-    Attributes:
-        length: tokens of the first response.
-        growth: tokens by which the next one is longer; none is longer than `sampling.max_tokens`.
-        seconds: that a group takes.
-        held: names of requests that take until `release`.
-        failure: raised by `generate`; None: it succeeds.
-        running: requests that wait, by name; the result says whether they are answered.
-    """
+    """Answers every prompt with `length` tokens; response i of a group is longer by i * `growth`, if it may be."""
 
     def __init__(self, settings: EngineSettings | None = None, *, length: int = 8, growth: int = 1) -> None:
         self.settings: Any = settings
         self.load, self.weights = EngineLoad(), FakeWeights()
-        self.length, self.growth, self.seconds = length, growth, 0.0
-        self.held: set[str | None] = set()
-        self.failure: Exception | None = None
-        self.running: dict[str | None, asyncio.Future[bool]] = {}
+        self.length, self.growth = length, growth
 
     async def start(self) -> None:
         """There is nothing to load."""
@@ -97,52 +74,21 @@ class FakeRolloutEngine:
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
     ) -> list[Response] | None:
-        """`sampling.n` responses of the token `TOKEN`; None if the request was aborted."""
-        if self.failure is not None:
-            raise self.failure
-        if (self.seconds or request_id in self.held) and not await self._answered(request_id):
-            return None
         lengths = [min(self.length + i * self.growth, sampling.max_tokens) for i in range(sampling.n)]
         version = self.weights.version
         return [Response([TOKEN] * k, [LOG_PROB] * k, k == sampling.max_tokens, [version] * k) for k in lengths]
 
     async def abort(self, request_id: str) -> None:
-        """End a request that waits."""
-        if request_id in self.running:
-            self._end(request_id, answered=False)
-
-    def release(self) -> None:
-        """Answer all requests that wait."""
-        for request_id in self.running:
-            self._end(request_id, answered=True)
+        """No request waits."""
 
     def shutdown(self) -> None:
         """There is nothing to stop."""
 
-    async def _answered(self, request_id: str | None) -> bool:
-        """Wait until a request is over; whether it was not aborted."""
-        loop = asyncio.get_running_loop()
-        self.running[request_id] = loop.create_future()
-        self.load = EngineLoad(running=len(self.running))
-        if request_id not in self.held:
-            loop.call_later(self.seconds, self._end, request_id)
-        try:
-            return await self.running[request_id]
-        finally:
-            del self.running[request_id]
-            self.load = EngineLoad(running=len(self.running))
-
-    def _end(self, request_id: str | None, answered: bool = True) -> None:
-        request = self.running.get(request_id)
-        if request is not None and not request.done():
-            request.set_result(answered)
-
 
 class FakeOutputLayer:
-    """An output layer without weights."""
+    """One without weights, which is on every device."""
 
     def to(self, device: str) -> FakeOutputLayer:
-        """It is on every device."""
         return self
 
 
@@ -152,10 +98,6 @@ class FakeTrainEngine:
     Attributes:
         rank: of the process group, if there is one.
         weights: (4,) float32, 0 at first.
-        steps: the `uid` of every row of each optimizer step.
-        shares: of each `mix_parameters`.
-        seconds: that a pass takes.
-        failure: raised by a pass; None: it succeeds.
     """
 
     def __init__(
@@ -172,10 +114,6 @@ class FakeTrainEngine:
         self.reference_head: Any = None
         self.forward = SimpleNamespace(report="no model", compiler=None)
         self.weights = torch.zeros(4)
-        self.steps: list[list[str]] = []
-        self.shares: list[float] = []
-        self.seconds = 0.0
-        self.failure: Exception | None = None
         self._saved: Path | None = None
 
     def on_device(self, **phase: bool) -> AbstractContextManager[None]:
@@ -187,7 +125,6 @@ class FakeTrainEngine:
 
     def compute_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
         """`LOG_PROB`, entropies of 1, values of 0 and hidden states of four zeros."""
-        self._pass()
         values = {"log_probs": torch.tensor(LOG_PROB), "entropies": torch.tensor(1.0), "hidden_states": torch.zeros(4)}
         values["values"] = torch.tensor(0.0)
         lengths = data["responses"].lengths.tolist()
@@ -195,26 +132,21 @@ class FakeTrainEngine:
         return {name: Ragged.from_rows(rows[name], torch.float32) for name in names}
 
     def compute_reference_columns(self, data: DataProto, names: Sequence[str], limits: PassLimits) -> dict[str, Ragged]:
-        """Return what `compute_columns` returns."""
         return self.compute_columns(data, names, limits)
 
     def train_mini_batch(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> MiniBatchResult:
-        """Note the rows and move the weights."""
         log_probs = self.compute_columns(data, ("log_probs",), limits)["log_probs"]
-        self.steps.append(list(data["uid"]))
         self.weights += 1
         metrics: dict[str, Metric] = {"actor/loss": Sum(len(data)), "actor/grad_norm": Mean(1.0, 1)}
         on_policy = isinstance(objective, ObjectiveSettings) and objective.on_policy
         return MiniBatchResult(metrics, log_probs if on_policy else None)
 
     def evaluate(self, data: DataProto, objective: TrainingSettings, limits: PassLimits) -> dict[str, Metric]:
-        """The number of rows."""
         return {"actor/loss": Sum(len(data))}
 
     def full_parameters(
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """The weights, under one name."""
         yield "weights", self.weights.to(device, getattr(torch, dtype))
 
     def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
@@ -222,17 +154,13 @@ class FakeTrainEngine:
         yield "factor", self.weights[:1].to(device, getattr(torch, dtype))
 
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Move the weights, and note the share."""
-        self.shares.append(share)
         for _, tensor in tensors:
             self.weights = share * tensor.float() + (1 - share) * self.weights
 
     def output_layer(self, device: str) -> FakeOutputLayer:
-        """An output layer without weights."""
         return FakeOutputLayer()
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of the weights."""
         return self.weights.nbytes
 
     def begin_save(self, folder: Path) -> None:
@@ -242,16 +170,11 @@ class FakeTrainEngine:
         self._saved.write_text(json.dumps(self.weights.tolist()))
 
     def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        """The file that was written."""
         assert self._saved is not None, "begin_save comes first"
         return {self._saved.name: digest_file(self._saved)}
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Read the weights that a rank has written.
-
-        Raises:
-            CheckpointError: there are none.
-        """
+        """Read the weights that a rank has written."""
         file = next(iter(sorted(folder.glob("rank*.json"))), None)
         if file is None:
             raise CheckpointError(f"{folder} cannot be read as a checkpoint of this model: there is no rank*.json")
@@ -263,8 +186,3 @@ class FakeTrainEngine:
         if usage is not None:
             usage.write(folder)
         (folder / "weights.json").write_text(json.dumps({"dtype": dtype, "weights": self.weights.tolist()}))
-
-    def _pass(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        time.sleep(self.seconds)

@@ -32,8 +32,7 @@ def test_a_store_listens_at_its_address_only_and_until_its_end() -> None:
     assert store.get("key") == b"value"
     port = store.port
     del store, client
-    with socket.create_server(("127.0.0.1", port)):
-        pass  # the port is free again
+    socket.create_server(("127.0.0.1", port)).close()  # which is free again
 
 
 def _listening(rank: int) -> tuple[set[str], str, float]:
@@ -52,8 +51,7 @@ RANK = """
 import json, os, sys, time
 from pathlib import Path
 import psutil, torch, torch.distributed as dist
-from grpo_dist.engines.rendezvous import init_process_group
-from grpo_dist.engines.rendezvous import START_TIMEOUT, open_store
+from grpo_dist.engines.rendezvous import START_TIMEOUT, init_process_group, open_store
 from grpo_dist.errors import ConfigError
 
 rank, host, note = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -82,10 +80,8 @@ def ranks_on(there: Machines, tmp_path: Path, *numbers: int, **env: str) -> list
     """What the ranks tell, each on a machine of its own."""
     plain = {name: value for name, value in os.environ.items() if name not in INTERFACE_VARIABLES}
     note = tmp_path / "port"
-    started = [
-        there.start(n, sys.executable, "-c", RANK, str(n), there.addresses[0], str(note), env=plain | env)
-        for n in numbers
-    ]
+    rank = (sys.executable, "-c", RANK)
+    started = [there.start(n, *rank, str(n), there.addresses[0], str(note), env=plain | env) for n in numbers]
     try:
         told = [process.communicate(timeout=200) for process in started]
     finally:
@@ -109,17 +105,13 @@ def test_a_rank_that_is_tied_to_loopback_says_so(tmp_path: Path) -> None:
     says(told, "NCCL_SOCKET_IFNAME==lo", "node0", "ray start")
 
 
-def test_settings_of_loopback() -> None:
+def test_settings_of_loopback_and_the_interface_of_an_address() -> None:
     tied = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo", "VLLM_HOST_IP": "127.0.0.1"}
     tied |= {"MASTER_ADDR": "localhost", "NCCL_COMM_ID": "127.0.0.1:5000"}
     free = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^lo,docker", "VLLM_HOST_IP": "10.0.0.1"}
     free |= {"MASTER_ADDR": "", "NCCL_IB_HCA": "lo", "NCCL_DEBUG": "INFO"}
     assert [name for name, value in tied.items() if not is_loopback_setting(name, value)] == []
     assert [name for name, value in free.items() if is_loopback_setting(name, value)] == []
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert own_ip("127.0.0.1", 1) == "127.0.0.1"
+    assert (interface_of("127.0.0.1"), own_ip("127.0.0.1", 1)) == ("lo", "127.0.0.1")
     with refuses(ConfigError, "192.0.2.1", "GLOO_SOCKET_IFNAME"):
         interface_of("192.0.2.1")

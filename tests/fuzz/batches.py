@@ -107,13 +107,13 @@ class Batch:
 
 
 @st.composite
-def batches(draw: st.DrawFn, *, one_advantage: bool = False) -> Batch:
+def batches(draw: st.DrawFn) -> Batch:
     """Ratios from 0.2 to 4.5, on policy too; one advantage a response (0 too), or one a token (not 0)."""
     shape = draw(shapes())
     old, change = draw(shape.on_grid(-48, -4, 16)), draw(shape.on_grid(-24, 24, 16) | shape.on_grid(-5, 5, 16))
     new = [[min(o + c, -0.125) for o, c in zip(*rows, strict=True)] for rows in zip(old, change, strict=True)]
     advantages = draw(shape.on_grid(-8, 8, 4))
-    if one_advantage or draw(st.booleans()):
+    if draw(st.booleans()):
         advantages = [[row[0]] * shape.columns for row in advantages]
     else:
         advantages = [[value or 0.5 for value in row] for row in advantages]

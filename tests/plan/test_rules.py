@@ -1,336 +1,379 @@
 """Rules between keys: each is broken once, and the message names the keys and values."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.model_rules import looks_like_folder
-from tests.config.refusals import broken, refused
-from tests.messages import says
+from grpo_dist.plan.roles import roles_of
+from tests.messages import refuses, says
+from tests.plan.asked import load, notes, overrides, refused, rows
 
-ACTOR = "actor_rollout_ref.actor"
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
-CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing=true"
-BUILTIN_SCORER = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
-DYNAMIC_CRITIC = ("recipe=ppo", "critic.use_dynamic_bsz=true")
-GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
+RULES = """
+# the method
+rollout.n=1 | algorithm.adv_estimator=grpo  2
+algorithm.min_group_size=9 | rollout.n=8  null
+algorithm.min_group_size=1 | algorithm.adv_estimator=grpo  2 or more
+critic.enable=true | algorithm.adv_estimator=grpo  gae
+| critic.loss_agg_mode=prompt-mean  token-mean | algorithm.adv_estimator=gae  actor.loss_agg_mode=prompt-mean
+algorithm.mask_equal_groups=true  algorithm.adv_estimator=rl_zvp | false
+algorithm.mask_equal_groups=true  algorithm.adv_estimator=rae | false
+algorithm.mask_equal_groups=true  algorithm.adv_estimator=gae | false
+algorithm.mask_equal_groups=true  algorithm.adv_estimator=reinforce_plus_plus_baseline | false
+actor.observation_coeff=0.1 | loop=single_turn_agent  0
+algorithm.adv_estimator=gigpo | single_turn_agent  grpo
+algorithm.credit=agent | single_turn_agent  episode
+algorithm.credit=agent  algorithm.adv_estimator=remax | episode | TOOLS
+algorithm.kl_penalty=unbiased_k3 | k3
+# a geometric mean has one advantage for a response: those of its agents, turns, steps or tokens cancel
+actor.policy_loss.loss_mode=geo_mean  algorithm.credit=agent | gspo | TOOLS
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=grpo_process | gspo
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=gigpo | gspo | TOOLS
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=gae | gspo
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=optimal_token_baseline | gspo
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=reinforce_plus_plus | gspo | algorithm.gamma=0.9
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=remax | gspo \
+    | algorithm.use_kl_in_reward=true  actor.use_kl_loss=false
+actor.top_entropy_quantile=0.2  actor.policy_loss.loss_mode=geo_mean
+# gdpo, and the parts of a reward that it would not see
+algorithm.use_kl_in_reward=true  algorithm.adv_estimator=gdpo | actor.use_kl_loss=true \
+    | algorithm.gdpo_reward_keys=[acc,style]
+algorithm.adv_estimator=gdpo \
+    | algorithm.gdpo_reward_keys=null  custom_reward_function.path=null  grpo_dist.rewards.weighted
+reward.overlong_buffer.enable=true  algorithm.gdpo_reward_keys=[acc,style] | overlong_penalty \
+    | algorithm.adv_estimator=gdpo
+algorithm.gdpo_reward_keys=[] | null | algorithm.adv_estimator=gdpo
+| algorithm.gdpo_reward_keys  acc twice | algorithm.adv_estimator=gdpo  algorithm.gdpo_reward_keys=[acc,style,acc]
+algorithm.gdpo_reward_keys=[acc,style] | algorithm.gdpo_reward_weights=[1.0,2.0,3.0] \
+    | algorithm.adv_estimator=gdpo  algorithm.gdpo_reward_weights=[1,2,3]
+# corrections for the sampler
+correction.bypass_mode=true  correction.rollout_is_batch_normalize=true | | correction.loss_type=reinforce
+correction.loss_type=reinforce | correction.bypass_mode=false
+correction.loss_type=reinforce  actor.policy_loss.loss_mode=gspo | | correction.bypass_mode=true
+correction.rollout_rs=token_k1 | correction.rollout_rs_threshold=null  both
+correction.bypass_mode=true  actor.top_entropy_quantile=0.2
+correction.bypass_mode=true  algorithm.adv_estimator=optimal_token_baseline | false
+correction.bypass_mode=true  algorithm.adv_estimator=rl_zvp | false
+correction.m2_threshold=0.04  correction.bypass_mode=true | null
+correction.m2_threshold=0.04  actor.policy_loss.loss_mode=gspo | null
+correction.m2_threshold=0.04  actor.policy_loss.loss_mode=geo_mean | null
+# names of others
+| algorithm.opsm_delta  correction.off_policy_mask_threshold | algorithm.opsm_delta=0.1
+| algorithm.use_opsm  correction.off_policy_mask_threshold=0.5 | algorithm.use_opsm=true
+| algorithm.use_unbiased_kl  actor.kl_loss_type=unbiased_k3 | algorithm.use_unbiased_kl=true
+| algorithm.use_bias_correction_kl  actor.kl_loss_type=unbiased_k3 | algorithm.use_bias_correction_kl=true
+# what ends a run, and what it resumes from
+trainer.health.kl.action=stop  actor.use_kl_loss=false
+trainer.health.rollout_mismatch.action=stop  correction.bypass_mode=true
+trainer.health.entropy.action=stop  correction.bypass_mode=true | actor.entropy_coeff=0.0
+trainer.resume_mode=resume_path | trainer.resume_from_path=null  global_step_N  resume_mode=auto
+trainer.resume_from_path=gone | folder | trainer.resume_mode=resume_path
+trainer.test_freq=-1 | trainer.stop_at.metric=val-core/x  data.val_files and trainer.test_freq \
+    | trainer.stop_at={metric: val-core/x, value: 0.9}
+| trainer.stop_at.metric=val-core/x  data.val_files and trainer.test_freq \
+    | trainer.stop_at={metric: val-core/x, value: 0.9}  data.val_files=null
+| trainer.stop_at={metric:val-core/x}  {value: ...} | trainer.stop_at={metric: val-core/x}
+| trainer.stop_at=high  a number | trainer.stop_at={metric: val-core/x, value: high}
+trainer.keep_best_metric=val-core/x  trainer.test_freq=-1
+trainer.keep_best_metric=val-core/x | data.val_files and trainer.test_freq | data.val_files=null
+# prompts, samples and their lengths
+rollout.min_tokens=65 | data.max_response_length=64
+rollout.val_kwargs.do_sample=true | rollout.val_kwargs.temperature=0.0  do_sample=false \
+    | rollout.val_kwargs.temperature=0
+rollout.over_sample_rate=0.5  algorithm.filter_groups.enable=true
+data.train_files=rows.csv | .parquet, .jsonl or .json | data=arithmetic
+data.sampler.class_path=my.module | data.sampler.class_name=null
+data.sampler.class_name=Mine | data.sampler.class_path=null
+| data.sampler.class_path=gone.py:  file | data.sampler.class_path=gone.py  data.sampler.class_name=Mine
+data.sampler.class_path=my.module:Mine  data.curriculum.enable=true | null  false
+| loop=gone.py  file | loop=gone.py:Loop
+loop=tool_agnt | single_turn_agent  tool_agent
+loop=external  data.apply_chat_template=false
+# weights
+model.path=builtin:huge
+actor.kl_loss_type=full  model.target_modules=[q_proj,lm_head] | low_var_kl  lm_head out | model.lora_rank=4
+trainer.max_staleness=2  ref.ref_model_sync_steps=2
+# a reward model, which may be retrained
+reward_model.enable=true | reward_model.model.path=null
+reward_model.model.path=./nowhere | folder | reward_model.enable=true
+reward_model.model.path=builtin:none | builtin:tiny-qwen3 | reward_model.enable=true
+reward_model.max_length=100000 | max_position_embeddings | SCORER
+reward_model.process.enable=true | reward_model.enable=false
+reward_model.process.good=+ | reward_model.process.bad=null | SCORER  reward_model.process.enable=true
+custom_reward_function.path=grpo_dist.rewards.reward_model | reward_model.enable=false
+| reward_model.enable=false  grpo_dist.rewards.reward_model \
+    | custom_reward_function.path=grpo_dist.rewards.weighted  \
+    custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}]}
+custom_reward_function.path=null | reward_model.retrain.freq=5  grpo_dist.rewards.weighted | RETRAINED
+trainer.max_staleness=1 | reward_model.retrain.freq=5 | RETRAINED  ref.ref_model_sync_steps=-1
+| reward_model.retrain.freq=5  algorithm.adv_estimator=grpo  grpo_process | RETRAINED  reward_model.process.enable=true
+algorithm.adv_estimator=grpo_process | reward_model.retrain.freq=5  reward_model.process.enable=false  -1 | RETRAINED
+# a critic
+critic.model.path=./nowhere | folder | recipe=ppo
+| critic.model.path=builtin:tiny-qwen3  100 positions  critic.model.override_config \
+    | recipe=ppo  +critic.model.override_config.max_position_embeddings=100
+critic.ppo_mini_batch_size=5 | data.train_batch_size=32  ppo_mini_batch_size=4 | recipe=ppo
+cluster.critic_world_size=3 | critic.ppo_mini_batch_size=32  3 critic ranks | recipe=ppo
+critic.model.fsdp_config.fsdp_size=3 | cluster.critic_world_size=null  2 critic ranks | recipe=ppo
+critic.ppo_max_token_len_per_gpu=100 | 128 \
+    | recipe=ppo  critic.use_dynamic_bsz=true  critic.forward_max_token_len_per_gpu=200
+critic.forward_max_token_len_per_gpu=100 | 128 | recipe=ppo  critic.use_dynamic_bsz=true
+# a reference of another model
+| algorithm.adv_estimator=distill  ref.model.path=null | recipe=distill
+TEACHER | actor.use_kl_loss=false  algorithm.use_kl_in_reward=false | recipe=cispo
+TEACHER  ref.ref_model_sync_steps=2 | -1
+actor.kl_loss_type=full | builtin:tiny-qwen3  k2 | ref.model.path={a: builtin:tiny-qwen3, b/c: builtin:tiny-qwen3}
+| ./nowhere  folder | ref.model.path={a: builtin:tiny-qwen3, b/c: ./nowhere}
+ref.model.path=./nowhere | folder
+TEACHER | 100 positions  ref.model.override_config | +ref.model.override_config.max_position_embeddings=100
+# a teacher behind an endpoint
+| endpoint.model  /models | recipe=distill  endpoint.base_url=http://teacher:8000/v1
+endpoint.base_url=teacher:8000 | http:// | TAUGHT
+actor.kl_loss_type=k2 | endpoint.base_url=http://teacher:8000/v1  full | TAUGHT
+algorithm.use_kl_in_reward=true | endpoint.base_url=http://teacher:8000/v1  false | TAUGHT
+| endpoint.base_url=http://teacher:8000/v1  ref.model.path  null | TAUGHT  TEACHER
+ref.ref_model_sync_steps=1 | endpoint.base_url=http://teacher:8000/v1  -1 | TAUGHT
+algorithm.self_distillation.enable=true | endpoint.base_url=http://teacher:8000/v1 | TAUGHT
+loop=external | endpoint.base_url=http://teacher:8000/v1  tool_agent | TAUGHT
+# a policy that teaches itself needs a loss and something to show
+actor.use_kl_loss=false | algorithm.self_distillation.enable=true  true | recipe=sdpo
+algorithm.use_kl_in_reward=true | algorithm.self_distillation.enable=true  false | recipe=sdpo
+loop=external | algorithm.self_distillation.enable=true  tool_agent | recipe=sdpo
+algorithm.self_distillation.success_threshold=null | algorithm.self_distillation.feedback_name=null | recipe=sdpo
+rollout.n=1 | algorithm.self_distillation.feedback_name=null | recipe=sdpo
+algorithm.self_distillation.success_template=look | {text} | recipe=sdpo
+algorithm.self_distillation.feedback_template=look | {text} | recipe=sdpo
+"""
+LEGAL = """
+data.train_batch_size=64
+cluster.actor_world_size=1
+rollout.val_kwargs.n=4  rollout.val_kwargs.do_sample=true
+rollout.max_model_len=128
+rollout.max_model_len=96  data.max_prompt_length=32  data.max_response_length=64
+actor.ppo_max_token_len_per_gpu=1
+actor.use_dynamic_bsz=true  actor.ppo_max_token_len_per_gpu=128
+actor.fsdp_config.fsdp_size=1
+actor.fsdp_config.fsdp_size=2
+rollout.n=2
+cluster=single_gpu
+GPU8  cluster.actor_world_size=4  cluster.rollout_world_size=2  cluster.ref_world_size=2
+cluster=node8  trainer.n_gpus_per_node=2  actor.use_kl_loss=false
+algorithm.adv_estimator=my.module:single  rollout.n=1
+data.prompt_template='{question}'  data.prompt_key=prompt
+rollout.min_tokens=64  data.max_response_length=64
+reward.overlong_buffer.enable=true  reward.overlong_buffer.len=64  data.max_response_length=64
+algorithm.min_group_size=2
+algorithm.min_group_size=8
+algorithm.min_group_size=1  algorithm.adv_estimator=remax
+algorithm.credit=agent  algorithm.adv_estimator=grpo_process  TOOLS
+algorithm.adv_estimator=gigpo  TOOLS
+model.lora_rank=4  model.target_modules=[q_proj,lm_head]
+model.lora_rank=4  model.target_modules=[q_proj,lm_head]  model.exclude_modules=[lm_head]  actor.kl_loss_type=full
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=rloo
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=reinforce_plus_plus
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=remax
+actor.policy_loss.loss_mode=geo_mean  algorithm.adv_estimator=rae
+actor.kl_loss_type=unbiased_k3
+correction.bypass_mode=true  correction.off_policy_mask_threshold=0.5  correction.rollout_rs=token_kpop  \
+    correction.rollout_rs_threshold=0.1
+correction.m2_threshold=0.04  correction.rollout_rs=token_kpop  correction.rollout_rs_threshold=0.1
+algorithm.adv_estimator=gdpo  algorithm.gdpo_reward_keys=[acc,style]  algorithm.gdpo_reward_weights=[1,2]
+algorithm.adv_estimator=gdpo  algorithm.gdpo_reward_keys=[acc,overlong_penalty]  reward.overlong_buffer.enable=true
+algorithm.adv_estimator=gdpo  custom_reward_function.path=grpo_dist.rewards.weighted  reward.overlong_buffer.enable=true
+algorithm.use_kl_in_reward=true  reward.overlong_buffer.enable=true
+data.sampler.class_path=pkg://my.module  data.sampler.class_name=Mine
+data.apply_chat_template=false
+model.path=Qwen/Qwen3-0.6B
+RETRAINED
+"""
+NOTED = """
+actor.kl_loss_type=k1
+actor.kl_loss_type=kl
+rollout.min_p=0.1
+rollout.min_tokens=5
+rollout.top_k=20
+rollout.over_sample_rate=0.2
+trainer.max_staleness=2 | | correction.rollout_is=null
+correction.bypass_mode=true  correction.rollout_is=token
+| reward_model.enable=false | reward_model.model.path=some/model
+critic.enable=false | | recipe=ppo
+| resume_mode=auto | trainer.resume_from_path=x
+| actor | cluster=single_gpu  rollout.gpu_memory_utilization=0.8
+trainer.save_freq=7  trainer.test_freq=5 | | trainer.keep_best_metric=val-core/x
+"""
+SILENT = """
+
+actor.kl_loss_type=k1  actor.use_kl_loss=false
+trainer.max_staleness=2
+trainer.max_staleness=2  rollout.partial_rollout=false  rollout.clear_kv_cache_on_update=false
+trainer.stop_at={metric: val-core/x, value: 0.9}
+trainer.keep_best_metric=val-core/x  trainer.test_freq=5  trainer.save_freq=10
+trainer.keep_best_metric=val-core/x  trainer.save_freq=-1  trainer.save_interval_minutes=5
+"""
 
 
-def load(*overrides):
-    return load_config(list(overrides))[0]
+@pytest.mark.parametrize(("run", "parts"), rows(RULES))
+def test_what_is_refused(run, parts):
+    says(refused(*run), *parts)
 
 
-def notes(*overrides):
-    return load_config(list(overrides))[1]
+@pytest.mark.parametrize("run", LEGAL.strip().splitlines())
+def test_legal_settings_pass(run):
+    assert load(run)
+
+
+@pytest.mark.parametrize(("run", "parts"), rows(NOTED))
+def test_what_is_noted(run, parts):
+    (note,) = notes(*run)
+    says(note, *parts)
+
+
+@pytest.mark.parametrize("run", SILENT.splitlines()[1:])
+def test_what_has_no_notes(run):
+    assert notes(run) == []
 
 
 @pytest.mark.parametrize(
-    ("overrides", "parts"),
+    ("key", "values"),
     [
-        broken(f"{ROLLOUT}.n=1", also=["algorithm.adv_estimator=grpo", "rollout.n to 2"]),
-        broken("reward_model.enable=true", also=["reward_model.model.path=null"]),
-        broken("reward_model.model.path=./nowhere", also=["folder"], beside=["reward_model.enable=true"]),
-        broken(
-            "reward_model.model.path=builtin:none", also=["builtin:tiny-qwen3"], beside=["reward_model.enable=true"]
-        ),
-        broken("reward_model.max_length=100000", also=["max_position_embeddings"], beside=[*BUILTIN_SCORER]),
-        broken("reward_model.process.enable=true", also=["reward_model.enable=false"]),
-        broken(
-            also=["reward_model.process.good=+", "reward_model.process.bad=null"],
-            beside=[*BUILTIN_SCORER, "reward_model.process.enable=true", "reward_model.process.good='+'"],
-        ),
-        broken("custom_reward_function.path=grpo_dist.rewards.reward_model", also=["reward_model.enable=false"]),
-        broken(
-            also=["reward_model.enable=false", "grpo_dist.rewards.reward_model"],
-            beside=[
-                "custom_reward_function.path=grpo_dist.rewards.weighted",
-                "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}]}",
-            ],
-        ),
-        broken("critic.enable=true", also=["algorithm.adv_estimator=grpo", "gae"]),
-        broken("critic.model.path=./nowhere", also=["folder"], beside=["recipe=ppo"]),
-        broken(
-            also=["critic.model.path=builtin:tiny-qwen3", "100 positions", "critic.model.override_config"],
-            beside=["recipe=ppo", "+critic.model.override_config.max_position_embeddings=100"],
-        ),
-        broken(
-            "critic.ppo_mini_batch_size=5",
-            also=["data.train_batch_size=32", "ppo_mini_batch_size=4"],
-            beside=["recipe=ppo"],
-        ),
-        broken(
-            "cluster.critic_world_size=3",
-            also=["critic.ppo_mini_batch_size=32", "3 critic ranks"],
-            beside=["recipe=ppo"],
-        ),
-        broken(
-            "critic.model.fsdp_config.fsdp_size=3",
-            also=["cluster.critic_world_size=null", "2 critic ranks"],
-            beside=["recipe=ppo"],
-        ),
-        broken(
-            "critic.ppo_max_token_len_per_gpu=100",
-            also=["128"],
-            beside=[*DYNAMIC_CRITIC, "critic.forward_max_token_len_per_gpu=200"],
-        ),
-        broken("critic.forward_max_token_len_per_gpu=100", also=["128"], beside=[*DYNAMIC_CRITIC]),
-        broken(f"{ROLLOUT}.min_tokens=65", also=["data.max_response_length=64", "long"]),
-        broken(
-            f"{ROLLOUT}.val_kwargs.do_sample=true",
-            also=[f"{ROLLOUT}.val_kwargs.temperature=0.0", "do_sample=false"],
-            beside=[f"{ROLLOUT}.val_kwargs.temperature=0"],
-        ),
-        broken(
-            "trainer.resume_mode=resume_path",
-            also=["trainer.resume_from_path=null", "global_step_N", "resume_mode=auto"],
-        ),
+        ("correction.m2_threshold", ("0", "-0.1", "token")),
+        ("correction.off_policy_mask_threshold", ("0", "-0.1", "token")),
+        ("data.curriculum.decay", ("0", "1.5")),
+        ("data.curriculum.exploration", ("-0.1", "1.1")),
+        ("data.curriculum.max_pass_rate", ("0",)),
+        ("data.curriculum.enable", ("pools",)),
     ],
 )
-def test_each_rule(overrides, parts):
-    says(refused(*overrides), *parts)
+def test_values_out_of_bounds(key, values):
+    for value in values:
+        says(refused(f"{key}={value}"), *overrides(f"{key}={value}"))
 
 
+# --- files, code and packages ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "overrides",
+    ("setting", "what"),
     [
-        ["data.train_batch_size=64"],
-        ["cluster.actor_world_size=1"],
-        [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true"],
-        [f"{ROLLOUT}.max_model_len=128"],
-        [f"{ACTOR}.ppo_max_token_len_per_gpu=1"],
-        [f"{ACTOR}.fsdp_config.fsdp_size=1"],
-        [f"{ACTOR}.fsdp_config.fsdp_size=2"],
-        [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=128"],
-        [f"{ROLLOUT}.n=2"],
-        ["cluster=single_gpu"],
-        [*GPU8, "cluster.actor_world_size=4", "cluster.rollout_world_size=2", "cluster.ref_world_size=2"],
-        ["cluster=node8", "trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=false"],
-        ["algorithm.adv_estimator=my.module:single", f"{ROLLOUT}.n=1"],
-        ["data.prompt_template='{question}'", "data.prompt_key=prompt"],
-        [f"{ROLLOUT}.min_tokens=64", "data.max_response_length=64"],
-        ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=64", "data.max_response_length=64"],
-        [f"{ROLLOUT}.max_model_len=96", "data.max_prompt_length=32", "data.max_response_length=64"],
+        ("data.train_files=gone.jsonl", "file"),
+        ("data.val_files=gone.parquet", "file"),
+        ("model.path=./gone", "folder"),
+        ("model.path=a/b/gone", "folder"),
+        ("custom_reward_function.path=gone.py", "file"),
+        ("custom_reward_function.path=gone/reward.py", "file"),
+        ("data.train_files=gone", "folder"),
+        ("algorithm.adv_estimator=gone.py:mine", "file"),
+        ("actor.kl_loss_type=gone.py:mine", "file"),
     ],
 )
-def test_legal_settings_pass(overrides):
-    assert load(*overrides).trainer.total_training_steps == 25
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "what"),
-    [
-        ("data.train_files", "gone.jsonl", "file"),
-        ("data.val_files", "gone.parquet", "file"),
-        ("actor_rollout_ref.model.path", "./gone", "folder"),
-        ("actor_rollout_ref.model.path", "a/b/gone", "folder"),
-        ("custom_reward_function.path", "gone.py", "file"),
-        ("custom_reward_function.path", "gone/reward.py", "file"),
-        ("data.train_files", "gone", "folder"),
-        ("algorithm.adv_estimator", "gone.py:mine", "file"),
-        (f"{ACTOR}.kl_loss_type", "gone.py:mine", "file"),
-    ],
-)
-def test_missing_files_are_problems_in_a_run_and_notes_in_a_dry_run_of_the_config(key, value, what):
-    missing = f"{key}={value}", "data=arithmetic"
-    for run in ("trainer.dry_run=false", "trainer.dry_run=true"):
-        says(refused(*missing, run), f"{key}={value.partition(':')[0]}", what, Path.cwd())
-        says(notes(*missing, "trainer.dry_run=config"), f"{key}=", what)
+def test_missing_files_are_problems_in_a_run_and_notes_in_a_dry_run_of_the_config(setting, what):
+    (key,) = overrides(setting.partition(":")[0])
+    for dry_run in ("false", "true"):
+        says(refused(setting, "data=arithmetic", f"trainer.dry_run={dry_run}"), key, what, Path.cwd())
+    says(notes(setting, "data=arithmetic", "trainer.dry_run=config"), key, what)
 
 
 def test_a_dry_run_of_the_config_says_that_it_does_not_try_code(tmp_path):
     (tmp_path / "mine.py").touch()
+    plain, dry = "data=arithmetic", "data=arithmetic  trainer.dry_run=config"
     named = f"algorithm.adv_estimator={tmp_path}/mine.py:mine"
-    says(notes(named, "data=arithmetic", "trainer.dry_run=config"), named, "trainer.dry_run=true")
-    assert named not in notes(named, "data=arithmetic")
+    says(notes(named, dry), named, "trainer.dry_run=true")
     functions = [f"{tmp_path}/mine.py:{name}" for name in ("right", "short")]
-    listed = f"custom_reward_function.path=[{','.join(functions)}]"
-    says(notes(listed, "data=arithmetic", "trainer.dry_run=config"), *functions)
-    assert "trainer.dry_run=true" not in notes("data=arithmetic", "trainer.dry_run=config")
-    told = notes("cluster=multi_node", "data=arithmetic")
-    says(told, "trainer.nnodes=2", "trainer.default_local_dir=outputs/grpo_dist/run")
-    assert "default_local_dir" not in notes(
-        "cluster=multi_node", "data=arithmetic", f"trainer.default_local_dir={tmp_path}"
-    )
+    says(notes(f"custom_reward_function.path=[{','.join(functions)}]", dry), *functions)
+    assert "trainer.dry_run=true" not in "".join([*notes(named, plain), *notes(dry)])
+    two = f"cluster=multi_node  {plain}"
+    says(notes(two), "trainer.nnodes=2", "trainer.default_local_dir=outputs/grpo_dist/run")
+    assert "default_local_dir" not in "".join(notes(two, f"trainer.default_local_dir={tmp_path}"))
 
 
-def test_all_missing_files_of_a_list(tmp_path):
-    there = tmp_path / "a.jsonl"
-    there.write_text("")
-    with pytest.raises(ConfigError) as caught:
-        load(f"data.train_files=[{there},b.jsonl,c.jsonl]")
-    says(caught, "b.jsonl:", "c.jsonl:")
+def test_files_that_are_there(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    with refuses(ConfigError, "b.jsonl:", "c.jsonl:") as caught:
+        load(f"data.train_files=[{tmp_path}/a.jsonl,b.jsonl,c.jsonl]")
     assert "a.jsonl" not in str(caught.value)
-
-
-def test_data_of_an_unknown_kind():
-    told = refused("data.train_files=rows.csv", "data=arithmetic")
-    says(told, "data.train_files=rows.csv", ".parquet, .jsonl or .json")
-
-
-def test_a_sampler_has_a_path_and_a_name():
-    keys = "data.sampler.class_path", "data.sampler.class_name"
-    says(refused(f"{keys[0]}=my.module"), f"{keys[0]}=my.module", f"{keys[1]}=null")
-    says(refused(f"{keys[1]}=Mine"), f"{keys[0]}=null", f"{keys[1]}=Mine")
-    says(refused(f"{keys[0]}=gone.py", f"{keys[1]}=Mine"), f"{keys[0]}=gone.py:", "file")
-    load(f"{keys[0]}=pkg://my.module", f"{keys[1]}=Mine")
-    both = refused(f"{keys[0]}=my.module:Mine", "data.curriculum.enable=true")
-    says(both, f"{keys[0]}=my.module:Mine", "data.curriculum.enable=true", "null", "false")
-
-
-@pytest.mark.parametrize(
-    "setting", ["decay=0", "decay=1.5", "exploration=-0.1", "exploration=1.1", "max_pass_rate=0", "enable=pools"]
-)
-def test_shares_of_the_curriculum(setting):
-    says(refused(f"data.curriculum.{setting}"), f"data.curriculum.{setting}")
-
-
-def test_the_file_of_an_agent_loop_is_there(tmp_path):
-    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
-    says(refused(f"{key}=gone.py:Loop"), f"{key}=gone.py", "file")
-    says(refused(f"{key}=tool_agnt"), f"{key}=tool_agnt", "single_turn_agent", "tool_agent")
-    (tmp_path / "loop.py").write_text("")
-    load(f"{key}={tmp_path}/loop.py:Loop", "actor_rollout_ref.rollout.agent.agent_kwargs={depth: 2}")
-    plain = "data.apply_chat_template=false"
-    load(plain)
-    says(refused(f"{key}=external", plain), f"{key}=external", plain)
+    (tmp_path / "loop.py").touch()
+    load(f"loop={tmp_path}/loop.py:Loop  rollout.agent.agent_kwargs={{depth: 2}}")
+    load(f"trainer.resume_mode=resume_path  trainer.resume_from_path={tmp_path}")
+    says(refused(f"model.path={tmp_path}"), *overrides(f"model.path={tmp_path}"), "config.json")
 
 
 def test_hub_data_needs_the_library(monkeypatch):
-    overrides = "data.train_files=hf:openai/gsm8k/main:train", "data=arithmetic"
-    load(*overrides)
+    run = "data.train_files=hf:openai/gsm8k/main:train", "data=arithmetic"
+    load(*run)
     monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
-    says(refused(*overrides), overrides[0], "pip install -e '.[datasets]'")
+    says(refused(*run), run[0], "pip install -e '.[datasets]'")
 
 
-def test_a_folder_without_a_model(tmp_path):
-    says(refused(f"actor_rollout_ref.model.path={tmp_path}"), f"actor_rollout_ref.model.path={tmp_path}", "config.json")
-
-
-def test_an_unknown_builtin_model():
-    message = refused("actor_rollout_ref.model.path=builtin:huge")
-    assert message.startswith("actor_rollout_ref.model.path=builtin:huge")
-
-
-def test_resume_folder_must_exist(tmp_path):
-    told = refused("trainer.resume_mode=resume_path", "trainer.resume_from_path=gone")
-    says(told, "trainer.resume_from_path=gone", "folder")
-    load("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
-
-
-def test_hub_names_are_not_looked_up():
-    load("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B")
+def test_hub_names_are_no_folders():
     assert not looks_like_folder("Qwen/Qwen3-0.6B")
     assert not looks_like_folder("gpt2")
     assert all(looks_like_folder(path) for path in ("/models/x", "./x", "../x", "~/x", "outputs/run/hf"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "part"),
-    [
-        ([f"{ACTOR}.kl_loss_type=k1"], f"{ACTOR}.kl_loss_type=k1"),
-        ([f"{ACTOR}.kl_loss_type=kl"], f"{ACTOR}.kl_loss_type=kl"),
-        (["reward_model.model.path=some/model"], "reward_model.enable=false"),
-        (["recipe=ppo", "critic.enable=false"], "critic.enable=false"),
-        ([f"{ROLLOUT}.min_p=0.1"], f"{ROLLOUT}.min_p=0.1"),
-        ([f"{ROLLOUT}.min_tokens=5"], f"{ROLLOUT}.min_tokens=5"),
-        ([f"{ROLLOUT}.top_k=20"], f"{ROLLOUT}.top_k=20"),
-        (["trainer.resume_from_path=x"], "resume_mode=auto"),
-        (["cluster=single_gpu", f"{ROLLOUT}.gpu_memory_utilization=0.8"], "actor"),
-        (["trainer.max_staleness=2", "algorithm.rollout_correction.rollout_is=null"], "trainer.max_staleness=2"),
-        ([f"{ROLLOUT}.over_sample_rate=0.2"], "over_sample_rate=0.2"),
-    ],
-)
-def test_notes(overrides, part):
-    (note,) = notes(*overrides)
-    says(note, part)
-
-
-STALE = "trainer.max_staleness=2"
-
-
-def test_sampling_ahead_with_its_defaults_has_no_notes():
-    assert notes(STALE) == []
-    assert notes(STALE, f"{ROLLOUT}.partial_rollout=false", f"{ROLLOUT}.clear_kv_cache_on_update=false") == []
-
-
-def test_the_reference_does_not_move_under_groups_sampled_ahead():
-    told = refused(STALE, "actor_rollout_ref.ref.ref_model_sync_steps=2")
-    says(told, STALE, "actor_rollout_ref.ref.ref_model_sync_steps=2")
-
-
-def test_two_ways_to_sample_more_prompts_are_refused():
-    told = refused(f"{ROLLOUT}.over_sample_rate=0.5", "algorithm.filter_groups.enable=true")
-    says(told, f"{ROLLOUT}.over_sample_rate=0.5", "algorithm.filter_groups.enable=true")
-
-
-def test_the_default_run_has_no_notes():
-    assert notes() == []
-    assert notes(f"{ACTOR}.kl_loss_type=k1", f"{ACTOR}.use_kl_loss=false") == []
-
-
-def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("grpo_dist.plan.rules.find_spec", lambda name: None)
-    says(refused(), f"{ROLLOUT}.name=vllm", "pip install -e '.[cpu]'", "'.[gpu]'")
-    says(notes("trainer.dry_run=config"), "vLLM", "installed")
-    load("ray_kwargs.ray_init.address=10.0.0.1:6379")
-
-
-NEED_TORCHAO = [
-    f"{ACTOR}.optim.optimizer=AdamW8bit",
-    f"{ACTOR}.fsdp_config.model_dtype=bf16",
-    "critic.optim.optimizer=AdamW8bit",
-    "reward_model.retrain.model_dtype=bf16",
+NEEDED = [
+    ("rollout.name=vllm", "vllm", ["pip install -e '.[cpu]'", "'.[gpu]'"]),
+    *(
+        (setting, "torchao", ["torchao", "pip install 'torchao>=0.18,<0.19'"])
+        for setting in (
+            *("actor.optim.optimizer=AdamW8bit", "actor.fsdp_config.model_dtype=bf16"),
+            *("critic.optim.optimizer=AdamW8bit", "reward_model.retrain.model_dtype=bf16"),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize("setting", NEED_TORCHAO)
-def test_a_missing_torchao_is_told_before_anything_starts(setting, monkeypatch):
+@pytest.mark.parametrize(("setting", "package", "parts"), NEEDED, ids=[row[0] for row in NEEDED])
+def test_a_missing_package_is_told_before_anything_starts(setting, package, parts, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     load(setting)
-    monkeypatch.setattr("grpo_dist.plan.rules.find_spec", lambda name: None if name == "torchao" else name)
-    says(refused(setting), setting, "torchao", "pip install 'torchao>=0.18,<0.19'")
-    says(notes(setting, "trainer.dry_run=config"), setting, "torchao")
+    monkeypatch.setattr("grpo_dist.plan.rules.find_spec", lambda name: None if name == package else name)
+    says(refused(setting), *overrides(setting), *parts)
+    says(notes(setting, "trainer.dry_run=config"), *overrides(setting), *parts)
     load(setting, "ray_kwargs.ray_init.address=10.0.0.1:6379")
-    load()
+    if package == "torchao":
+        load()
 
 
-def test_a_group_trains_with_some_of_its_responses_and_with_two_where_they_are_compared():
-    key = "algorithm.min_group_size"
-    says(refused(f"{key}=9"), f"{key}=9", f"{ROLLOUT}.n=8", "8", "null")
-    says(refused(f"{key}=1"), f"{key}=1", "algorithm.adv_estimator=grpo", "2 or more")
-    for fitting in ((f"{key}=2",), (f"{key}=8",), (f"{key}=1", "algorithm.adv_estimator=remax")):
-        assert load(*fitting)
+# --- what a config asks for ------------------------------------------------------------------------------------------
+def test_bypass_mode_leaves_weights_to_the_ratio():
+    """As verl, whose scripts set rollout_is beside it; with reinforce the weights are the loss's."""
+    ours = "correction.bypass_mode=true  correction.rollout_is=token"
+    found = [load(ours, more).rollout_is for more in ("correction.rollout_is_batch_normalize=true",
+                                                      "correction.loss_type=reinforce")]  # fmt: skip
+    assert found == [None, "token"]
 
 
-def test_agents_have_credit_of_their_own_where_there_are_some_and_the_estimator_compares_them():
-    loop = f"{ROLLOUT}.agent.default_agent_loop=tool_agent", f"{ROLLOUT}.agent.agent_kwargs={{tools: [math:sqrt]}}"
-    key = "algorithm.credit=agent"
-    says(refused(key), key, "single_turn_agent", "episode")
-    says(refused(key, *loop, "algorithm.adv_estimator=remax"), key, "algorithm.adv_estimator=remax", "episode")
-    assert load(key, *loop, "algorithm.adv_estimator=grpo_process")
-    says(refused("algorithm.adv_estimator=gigpo"), "algorithm.adv_estimator=gigpo", "single_turn_agent", "grpo")
-    assert load("algorithm.adv_estimator=gigpo", *loop)
-
-
-def test_the_exact_kl_needs_an_output_layer_without_factors():
-    lora = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"
-    told = refused(*lora, f"{ACTOR}.kl_loss_type=full")
-    says(told, f"{ACTOR}.kl_loss_type=full", lora[1], "low_var_kl", "lm_head out")
-    load(*lora)
-    load(*lora, f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.exclude_modules=[lm_head]")
-
-
-def test_a_critic_comes_with_gae_and_gae_without_one():
-    assert load("recipe=ppo").needs_critic
-    assert load("algorithm.adv_estimator=gae").needs_critic
-    assert not load("algorithm.adv_estimator=gae", "critic.enable=false").needs_critic
-    assert not load().needs_critic
-
-
-def test_a_critic_follows_the_actor_where_its_own_keys_are_not_set():
-    critic = load("recipe=ppo", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true", "critic.ppo_epochs=3").critic
+def test_a_critic_comes_with_gae_and_follows_the_actor_where_its_own_keys_are_not_set():
+    asked = ("recipe=ppo", "algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae  critic.enable=false", "")
+    assert [load(run).needs_critic for run in asked] == [True, True, False, False]
+    critic = load("recipe=ppo  actor.ppo_epochs=2  actor.shuffle=true  critic.ppo_epochs=3").critic
     assert (critic.ppo_epochs, critic.shuffle, critic.model.path) == (3, True, "builtin:tiny-qwen3")
+
+
+def test_with_lora_a_teacher_is_a_reference_of_its_own():
+    """And what is wrong with it is not said of the policy without its factors. No ranks hold one that is elsewhere."""
+    lora = "model.lora_rank=2"
+    assert load(lora).actor_is_reference
+    taught = load(lora, "TEACHER")
+    assert (taught.actor_is_reference, taught.needs_reference_workers) == (False, True)
+    message = refused(lora, "TEACHER  ref.ref_model_sync_steps=2")
+    says(message, "actor_rollout_ref.ref.model.path")
+    assert "factors" not in message
+    for run in ("TAUGHT", f"TAUGHT  {lora}"):
+        config = load(run)
+        assert (config.needs_reference, config.actor_is_reference) == (True, False)
+        assert "ref" not in [row.name for row in roles_of(config)]
+
+
+def test_a_policy_that_teaches_itself_needs_no_other_teacher():
+    """Its reference may move while groups are sampled ahead, since it reads them afterwards; scores are asked for."""
+    config = load("recipe=sdpo  trainer.max_staleness=1")
+    assert config.algorithm.self_distillation.enable
+    assert config.needs_reference_workers
+    assert config.reward_function is None, "rows need a scorer"
+    said = "algorithm.self_distillation.success_threshold=null  algorithm.self_distillation.feedback_name=hint"
+    assert load("recipe=sdpo  rollout.n=1", said).reward_function == "grpo_dist.rewards.optional"
+    replays = "actor.router_replay.mode=R3"  # the experts are those of another prompt; beside it: there are none
+    with refuses(ConfigError, f"algorithm.self_distillation.enable=true, {overrides(replays)[0]}", "disabled"):
+        load("recipe=sdpo", replays)

@@ -16,49 +16,42 @@ from grpo_dist.plan.commands import REWARD_MODEL, SFT
 from tests.messages import refuses, says
 
 COMMANDS = pytest.mark.parametrize("command", [REWARD_MODEL, SFT], ids=["reward_model", "sft"])
-OWN = "model.path=Qwen/Qwen3-0.6B"
+GPUS = "model.path=Qwen/Qwen3-0.6B trainer.n_gpus_per_node=2 trainer.nnodes=2"
 
 
-def load(*overrides: str, command: Any = REWARD_MODEL) -> SupervisedConfig:
-    return load_command([*overrides], command)[0]
+def load(overrides: str, command: Any = REWARD_MODEL) -> SupervisedConfig:
+    return load_command(overrides.split(), command)[0]
 
 
-def notes(*overrides: str) -> list[str]:
-    return load_command([*overrides], REWARD_MODEL)[1]
+def notes(overrides: str = "", command: Any = REWARD_MODEL) -> list[str]:
+    return load_command(overrides.split(), command)[1]
 
 
-@COMMANDS
-def test_the_defaults_are_right_and_say_nothing(command: Any) -> None:
-    assert load_command([], command)[1] == []
-
-
-REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "validation of nothing": (
-        ["trainer.val_only=true", "data.val_files=null"], ["trainer.val_only=true", "data.val_files"]
-    ),
-    "a checkpoint without a path": (["trainer.resume_mode=resume_path"], ["trainer.resume_from_path=null"]),
-    "missing rows": (["data.train_files=gone.jsonl", "data.max_length=64"], ["data.train_files=gone.jsonl:"]),
-    "missing validation rows": (["data.val_files=gone.jsonl"], ["data.val_files=gone.jsonl:"]),
-    "a missing model": (["model.path=./gone"], ["model.path=./gone:", "folder"]),
-    "no model": (["model=hf"], ["model.path=Qwen/Qwen3-0.6B"]),
-    "no rows": (["data=files", "data.max_length=64"], ["data.train_files="]),
+REFUSED: dict[str, tuple[str, list[str]]] = {
+    "validation of nothing": ("trainer.val_only=true data.val_files=null", ["trainer.val_only=true", "data.val_files"]),
+    "a checkpoint without a path": ("trainer.resume_mode=resume_path", ["trainer.resume_from_path=null"]),
+    "missing rows": ("data.train_files=gone.jsonl data.max_length=64", ["data.train_files=gone.jsonl:"]),
+    "missing validation rows": ("data.val_files=gone.jsonl", ["data.val_files=gone.jsonl:"]),
+    "a missing model": ("model.path=./gone", ["model.path=./gone:", "folder"]),
+    "no model": ("model=hf", ["model.path=Qwen/Qwen3-0.6B"]),
+    "no rows": ("data=files data.max_length=64", ["data.train_files="]),
     "more ranks than GPUs": (
-        [OWN, "trainer.n_gpus_per_node=2", "trainer.nnodes=2", "cluster.world_size=5"],
+        f"{GPUS} cluster.world_size=5",
         ["cluster.world_size=5", "trainer.nnodes=2", "trainer.n_gpus_per_node=2", "there are 4", "null"],
     ),
     "copies that do not fill the ranks": (
-        ["engine.fsdp_size=2", "cluster.world_size=3"],
+        "engine.fsdp_size=2 cluster.world_size=3",
         ["engine.fsdp_size=2", "cluster.world_size=3", "divisor", "-1"],
     ),
     "a budget below a row": (
-        ["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=63", "data.max_length=64"],
+        "data.use_dynamic_bsz=true data.max_token_len_per_gpu=63 data.max_length=64",
         ["data.max_token_len_per_gpu=63", "data.max_length=64", "raise"],
     ),
     "rows beyond the positions": (
-        ["data.max_length=513"],
+        "data.max_length=513",
         ["data.max_length=513", "model.path=builtin:tiny-qwen3", "512 positions", "max_position_embeddings"],
     ),
-}  # fmt: skip
+}
 
 
 @COMMANDS
@@ -69,25 +62,24 @@ def test_what_does_not_fit_is_refused_with_keys_values_and_remedy(
     monkeypatch.chdir(tmp_path)
     overrides, parts = REFUSED[case]
     with refuses(ConfigError, *parts) as caught:
-        load(*overrides, command=command)
+        load(overrides, command)
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
     assert len(str(caught.value).splitlines()) == 2, str(caught.value)
 
 
 def test_what_just_fits_is_taken(tmp_path: Path) -> None:
-    load(OWN, "trainer.n_gpus_per_node=2", "trainer.nnodes=2", "cluster.world_size=4", "engine.fsdp_size=2")
-    load("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=64", "data.max_length=64")
-    load("data.max_token_len_per_gpu=63", "data.max_length=64")  # no effect
+    load(f"{GPUS} cluster.world_size=4 engine.fsdp_size=2")
+    load("data.use_dynamic_bsz=true data.max_token_len_per_gpu=64 data.max_length=64")
+    load("data.max_token_len_per_gpu=63 data.max_length=64")  # no effect
     load("data.max_length=512")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     assert load(f"data.train_files={tmp_path}/rows.jsonl").data.max_length == 512, "the positions of the built-in model"
-    load("data.max_length=513", "model.override_config={max_position_embeddings: 513}")
+    load("data.max_length=513 +model.override_config.max_position_embeddings=513")
 
 
 def test_everything_wrong_is_told_at_once() -> None:
-    wrong = ("trainer.sed=1", "optim.lr=x", "engine.fsdp_size=2", "cluster.world_size=3", "data.max_length=600")
     with refuses(ConfigError, 4, "trainer.seed", "optim.lr=x", "engine.fsdp_size=2", "data.max_length=600"):
-        load(*wrong)
+        load("trainer.sed=1 optim.lr=x engine.fsdp_size=2 cluster.world_size=3 data.max_length=600")
 
 
 @pytest.mark.parametrize(
@@ -104,23 +96,18 @@ def test_names_of_other_trainers_are_understood(written: str, meant: str) -> Non
         load(f"{written}=1")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (("trainer.resume_from_path=x",), "trainer.resume_from_path"),
-        (("trainer.keep_best_metric=val/reward_model/accuracy", "trainer.save_freq=7"), "trainer.keep_best_metric"),
-    ],
-)
-def test_keys_without_the_effect_that_they_name_are_told(overrides: tuple[str, ...], key: str) -> None:
-    (note,) = notes(*overrides)
-    assert note.startswith(key)
-    assert notes() == []
+def test_keys_without_the_effect_that_they_name_are_told() -> None:
+    assert notes() == notes(command=SFT) == []
+    (note,) = notes("trainer.resume_from_path=x")
+    assert note.startswith("trainer.resume_from_path")
+    (note,) = notes("trainer.keep_best_metric=val/reward_model/accuracy trainer.save_freq=7")
+    assert note.startswith("trainer.keep_best_metric")
 
 
 def test_your_own_model_and_rows_leave_the_built_in_settings_behind(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "3"}) + "\n")
-    config, told = load_command([OWN, f"data.train_files={rows}"], REWARD_MODEL)
+    config, told = load_command(["model.path=Qwen/Qwen3-0.6B", f"data.train_files={rows}"], REWARD_MODEL)
     says(told, "model=hf", "model.path")
     says(told, "data=files", "data.train_files")
     assert (config.optim.lr, config.data.max_length, config.data.val_files) == (1e-5, 2048, ())
@@ -128,18 +115,15 @@ def test_your_own_model_and_rows_leave_the_built_in_settings_behind(tmp_path: Pa
 
 
 @COMMANDS
-def test_help_names_the_files_with_all_keys(command: Any) -> None:
+def test_help_names_the_files_with_all_keys_and_its_examples_are_valid(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As dry runs of the config: models and files are elsewhere."""
     text = usage(command)
     assert text.count(f"grpo-dist {command.name}") == 1 + len(command.examples)
-    for file in command.files:
-        assert str(file) in text
+    assert all(str(file) in text for file in command.files)
     for group, options in command.group_options().items():
         assert all(f"{group}={option}" in text for option in options)
-
-
-@COMMANDS
-def test_the_examples_are_valid(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As dry runs of the config: models and files are elsewhere."""
     monkeypatch.chdir(tmp_path)
     for _, overrides in command.examples:
-        load(*overrides.split(), "trainer.dry_run=config", command=command)
+        load(f"{overrides} trainer.dry_run=config", command)

@@ -1,74 +1,52 @@
+"""Code by name: what is registered, what is in a module or a file, and functions that other processes load."""
+
 import ast
-import json.decoder
+import json
 import os
 import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.plugins import registry
+from grpo_dist.plugins.names import absolute, parse_code
 from grpo_dist.plugins.registry import Registry, function_name, load_attribute, write_function
-from tests.messages import refuses, says
+from tests.messages import refuses
 
 
 def shapes() -> Registry:
     registry: Registry = Registry("shape", "draw.shape")
-
-    @registry.register("circle", "disc")
-    def circle() -> str:
-        return "o"
-
-    @registry.register("square")
-    def square() -> str:
-        return "#"
-
+    registry.register("circle", "disc")(lambda: "o")
+    registry.register("square")(lambda: "#")
+    registry.register("polygon", needs=("corners",))(lambda: "P")
     return registry
 
 
-def test_names_and_functions() -> None:
+def test_a_function_says_what_it_needs(tmp_path: Path) -> None:
     registry = shapes()
-    assert registry.names() == ["circle", "disc", "square"]
-    assert registry.get("disc")() == "o"
-    assert registry.get("square")() == "#"
-    assert registry.get("circle") is registry.get("disc")
-
-
-def test_a_function_says_what_it_needs() -> None:
-    registry = shapes()
-
-    @registry.register("polygon", needs=("corners",))
-    def polygon() -> str:
-        return "P"
-
+    assert registry.names() == ["circle", "disc", "polygon", "square"]
+    assert (registry.get("disc")(), registry.get("square")()) == ("o", "#")
     assert registry.needs("polygon") == ("corners",)
     assert registry.needs("disc") == ()
     assert registry.needs("json:dumps") == ()
-    with refuses(ConfigError, "draw.shape=sqare"):
-        registry.needs("sqare")
-
-
-def test_a_function_of_ones_own_says_it_in_an_attribute(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def star(): ...\nstar.needs = ('corners', 'colour')\n")
-    assert shapes().needs(f"{mine}:star") == ("corners", "colour")
+    (mine := tmp_path / "mine.py").write_text("def star(): ...\nstar.needs = ('corners', 'colour')\n")
+    assert registry.needs(f"{mine}:star") == ("corners", "colour")
 
 
 def test_unknown_name_lists_the_names_and_the_nearest() -> None:
-    with refuses(ConfigError, "draw.shape=sqare", "'square'", "circle, disc, square"):
-        shapes().get("sqare")
-    with refuses(ConfigError, "draw.shape=zzz", "circle, disc, square") as caught:
+    for look_up in (shapes().get, shapes().needs):
+        with refuses(ConfigError, "draw.shape=sqare", "'square'", "circle, disc, polygon, square"):
+            look_up("sqare")
+    with refuses(ConfigError, "draw.shape=zzz", "circle, disc, polygon, square") as caught:
         shapes().get("zzz")
     assert "'" not in str(caught.value), "nothing is near"
-
-
-def test_a_name_can_be_taken_once() -> None:
-    registry = shapes()
     with refuses(ValueError, "shape", "'disc'", "twice"):
-        registry.register("disc")(lambda: "other")
+        shapes().register("disc")(lambda: "other")
 
 
 def test_custom_code_from_a_module_and_from_a_file(tmp_path: Path) -> None:
@@ -93,11 +71,8 @@ def test_files_of_one_name_stay_apart_also_in_another_process(tmp_path: Path) ->
     assert pickle.loads(content) == functions
     done = subprocess.run([sys.executable, "-c", READ], input=content, capture_output=True, timeout=120, check=True)
     assert ast.literal_eval(done.stdout.decode()) == list(folders)
-
-
-def test_other_names_below_the_module_of_files_are_none() -> None:
-    for name in ("relative%2Freward%2Epy", "%2Fno%2Fsuch%2Ffile%2Epy", "helper", "%2Ftmp/reward.py"):
-        assert registry.find_spec(f"{registry.__name__}.{name}") is None
+    for other in ("relative%2Freward%2Epy", "%2Fno%2Fsuch%2Ffile%2Epy", "helper", "%2Ftmp/reward.py"):
+        assert registry.find_spec(f"{registry.__name__}.{other}") is None
 
 
 def test_functions_of_one_file_share_its_module_until_it_is_edited(tmp_path: Path) -> None:
@@ -110,10 +85,8 @@ def test_functions_of_one_file_share_its_module_until_it_is_edited(tmp_path: Pat
 
 
 def test_mistakes_in_custom_code_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def compute_score():\n    return 1.0\n")
-    broken = tmp_path / "broken.py"
-    broken.write_text("import no_such_package_at_all\n")
+    (file := tmp_path / "mine.py").write_text("def compute_score(): ...\n")
+    (broken := tmp_path / "broken.py").write_text("import no_such_package_at_all\n")
     for spec, *parts in (
         ("no.such.module:f", "import", "ModuleNotFoundError"),
         (f"{tmp_path}/absent.py:f", "import", "absent.py: FileNotFoundError", Path.cwd()),
@@ -133,28 +106,22 @@ def triple(value: int) -> int:
     return FACTOR * value
 
 
+@dataclass
 class Adder:
-    """A callable object."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
     def __call__(self, value: int) -> int:
         return self.number + value
 
 
-def elsewhere(spec: str, value: int, folder: Path) -> str:
-    """What the function returns in a process that cannot import this module."""
-    code = f"from grpo_dist.plugins.registry import load_attribute; print(load_attribute({spec!r}, key='key')({value}))"
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=folder
-    ).stdout.strip()
-
-
 def test_functions_objects_and_lambdas_work_in_other_processes(tmp_path: Path) -> None:
-    for function, expected in ((triple, "12"), (Adder(5), "9"), (lambda value: value * value, "16")):
-        spec = write_function(function, function_name(function), tmp_path, "key")
-        assert elsewhere(spec, 4, tmp_path) == expected
+    """In one that cannot import this module."""
+    functions = (triple, Adder(5), lambda value: value * value)
+    specs = [write_function(each, function_name(each), tmp_path, "key") for each in functions]
+    load = "from grpo_dist.plugins.registry import load_attribute; "
+    command = [sys.executable, "-P", "-c", load + f"print([load_attribute(each, key='key')(4) for each in {specs!r}])"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert ast.literal_eval(done.stdout) == [12, 9, 16]
     assert {path.name for path in tmp_path.rglob("*.pkl")} == {"triple.pkl", "Adder.pkl", "function.pkl"}
 
 
@@ -176,45 +143,46 @@ def score(completions, *, weight=1):
 made = {"score": score, "part": functools.partial(score, weight=5), "Judge": Judge()}
 """
 WRITER = """
-import sys
+import json, sys
 from pathlib import Path
 from grpo_dist.plugins.registry import write_function
-code, line, folder = sys.argv[1:]
-exec(compile("\\n" * int(line) + code, f"/tmp/cell_{line}.py", "exec"))
-print([write_function(each, name, Path(folder), "key") for name, each in made.items()])
+for line, code in json.load(sys.stdin):
+    cell = {"__name__": "__main__"}
+    exec(compile("\\n" * line + code, f"/tmp/cell_{line}.py", "exec"), cell)
+    print([write_function(each, name, Path(sys.argv[1]), "key") for name, each in cell["made"].items()])
 """
+EDITS = (
+    ("again(n - 1)", "again(n - 2)", "score part Judge"),
+    ('"r"}', '"s"}', "score part Judge"),
+    ('"d"}', '"e"}', "score part Judge"),
+    ("FACTOR = 3", "FACTOR = 4", "score part Judge"),
+    ("weight=5", "weight=6", "part"),
+    ("self.weight = 4", "self.weight = 5", "Judge"),
+    ("self.weight * helper", "self.weight + helper", "Judge"),
+)
 
 
 def test_the_folder_tells_an_edited_function_from_one_that_another_kernel_has(tmp_path: Path) -> None:
     """Whatever the cell's file, its line and the order of its sets are."""
 
-    def written(code: str = CELL, line: int = 0) -> list[str]:
-        command = [sys.executable, "-c", WRITER, code, str(line), str(tmp_path)]
-        return ast.literal_eval(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    def written(*cells: tuple[int, str]) -> list[list[str]]:
+        command = [sys.executable, "-c", WRITER, str(tmp_path)]
+        done = subprocess.run(command, input=json.dumps(cells), capture_output=True, text=True, check=True)
+        return [ast.literal_eval(line) for line in done.stdout.splitlines()]
 
-    first = written()
-    assert written(line=7) == first
-    edits = (
-        ("again(n - 1)", "again(n - 2)", "score part Judge"),
-        ('"r"}', '"s"}', "score part Judge"),
-        ('"d"}', '"e"}', "score part Judge"),
-        ("FACTOR = 3", "FACTOR = 4", "score part Judge"),
-        ("weight=5", "weight=6", "part"),
-        ("self.weight = 4", "self.weight = 5", "Judge"),
-        ("self.weight * helper", "self.weight + helper", "Judge"),
-    )
-    for old, new, changed in edits:
-        assert old in CELL
-        now = written(CELL.replace(old, new))
+    (first,) = written((0, CELL))
+    assert all(old in CELL for old, _, _ in EDITS)
+    same, *edited = written((7, CELL), *((0, CELL.replace(old, new)) for old, new, _ in EDITS))
+    assert same == first
+    for now, (_, _, changed) in zip(edited, EDITS, strict=True):
         assert [spec.rpartition(":")[2] for spec, had in zip(now, first, strict=True) if spec != had] == changed.split()
     assert all(Path(spec.rpartition(":")[0]).is_file() for spec in first), "those of the run before stay"
 
 
 def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
-    with pytest.raises(ConfigError) as refused:
+    with refuses(ConfigError, "reward_funcs", "locked", "file.py:function"):
         write_function(lambda value: lock, "locked", Path("unused"), "reward_funcs")
-    says(refused, "reward_funcs", "locked", "file.py:function")
 
 
 def test_a_file_that_others_could_have_written_is_not_read(tmp_path: Path) -> None:
@@ -222,6 +190,30 @@ def test_a_file_that_others_could_have_written_is_not_read(tmp_path: Path) -> No
     path = Path(spec.rpartition(":")[0])
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o620)
-    with pytest.raises(ConfigError) as refused:
+    with refuses(ConfigError, f"custom_reward_function.path={spec}", "PermissionError"):
         load_attribute(spec, key="custom_reward_function.path")
-    says(refused, f"custom_reward_function.path={spec}", "PermissionError")
+
+
+# --- how code is named ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "source", "attribute"),
+    [
+        ("a/b.py:f", "a/b.py", "f"),
+        ("a/b.py", "a/b.py", "other"),
+        ("pkg.module:Class", "pkg.module", "Class"),
+        ("pkg.module", "pkg.module", "other"),
+        ("file:///a/b.py:f", "/a/b.py", "f"),
+        ("pkg://pkg.module", "pkg.module", "other"),
+        ("~/b.py:f", str(Path.home() / "b.py"), "f"),
+        ("b.py:not one", "b.py:not one", "other"),
+        (":f", ":f", "other"),
+    ],
+)
+def test_how_code_is_named(text: str, source: str, attribute: str) -> None:
+    assert parse_code(text, "other") == (source, attribute)
+
+
+def test_paths_of_files_become_absolute() -> None:
+    assert absolute("b.py:f") == absolute("file://b.py:f") == f"{Path.cwd()}/b.py:f"
+    assert absolute("b.py") == f"{Path.cwd()}/b.py"
+    assert (absolute("grpo"), absolute("pkg://pkg.module:f")) == ("grpo", "pkg.module:f")

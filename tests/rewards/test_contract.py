@@ -1,9 +1,11 @@
-"""Calling a reward function: what is accepted, and what every kind of failure says."""
+"""Calling a reward function of every form: what is accepted, and what every kind of failure says."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import pickle
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -13,23 +15,26 @@ import torch
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, RewardResult, score_response
+from grpo_dist.rewards.contract import Sample, form_of, score_group
+from grpo_dist.rewards.load import _row_needs
 from tests.messages import refuses, says
 
+MESSAGES = [{"role": "user", "content": "2 + 2?"}]
+SAMPLES = [Sample(text, "sums", "4", {"index": 7}, MESSAGES) for text in ("4", "five")]
 
-def call(
-    function: Any, text: str = "the response", extra_info: dict | None = None, **reward_kwargs: Any
-) -> RewardResult:
-    return score_response(
-        RewardFunction("mine.py:score", function, reward_kwargs),
-        data_source="my/data",
-        solution_str=text,
-        ground_truth="4",
-        extra_info=extra_info or {},
-    )
+
+def call(function: Any, text: str = "the response", extra_info: Any = None, **reward_kwargs: Any) -> RewardResult:
+    row: dict[str, Any] = {"data_source": "my/data", "ground_truth": "4", "extra_info": extra_info or {}}
+    return score_response(RewardFunction("mine.py:score", function, reward_kwargs), solution_str=text, **row)
 
 
 def returning(value: Any) -> Any:
     return lambda data_source, solution_str, ground_truth, extra_info: value
+
+
+def results(function: Any, samples: list[Sample] = SAMPLES, **reward_kwargs: Any) -> list[Any]:
+    is_async = asyncio.iscoroutinefunction(function)
+    return list(score_group(RewardFunction("mine", function, reward_kwargs, form_of(function), is_async), samples))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,6 @@ def returning(value: Any) -> Any:
         (-0.25, -0.25),
         (True, 1.0),
         (np.float32(0.5), 0.5),
-        (np.int64(3), 3.0),
         (np.bool_(True), 1.0),
         (np.array(2.0), 2.0),
         (torch.tensor(0.25), 0.25),
@@ -52,33 +56,18 @@ def test_numbers_of_every_kind(returned: Any, expected: float) -> None:
     assert type(result.score) is float
 
 
-def test_extra_numbers_are_kept_and_text_is_left_out() -> None:
-    returned = {"score": 0.5, "acc": True, "length": np.int64(7), "note": None, "steps": [1, 2]}
-    assert call(returning(returned)) == RewardResult(0.5, {"acc": 1.0, "length": 7.0})
-
-
-@pytest.mark.parametrize(
-    ("pred", "expected"),
-    [
-        ("12", "12"),
-        (12, "12"),
-        (0, "0"),
-        ("nan", "nan"),
-        (None, None),
-        ("", None),
-        (" \n", None),
-        (math.nan, None),
-        (np.float32("nan"), None),
-    ],
-)
-def test_the_answer_is_text_and_no_metric(pred: object, expected: str | None) -> None:
-    assert call(returning({"score": 0.5, "pred": pred})) == RewardResult(0.5, {}, None, expected)
-
-
-def test_texts_are_kept_beside_the_numbers() -> None:
+def test_numbers_and_texts_beside_the_score_are_kept() -> None:
     """But for the answer; what is neither is left out."""
-    result = call(returning({"score": 1, "feedback": "no unit", "pred": "4", "acc": 1, "steps": ["a"]}))
-    assert (result.texts, result.extra) == ({"feedback": "no unit"}, {"acc": 1.0})
+    returned = {"score": 0.5, "acc": True, "length": np.int64(7), "note": None, "steps": [1, 2], "feedback": "no unit"}
+    expected = RewardResult(0.5, {"acc": 1.0, "length": 7.0}, texts={"feedback": "no unit"}, pred="4")
+    assert call(returning({**returned, "pred": "4"})) == expected
+
+
+def test_the_answer_is_text_and_no_metric() -> None:
+    for pred, expected in ((12, "12"), (0, "0"), ("nan", "nan")):
+        assert call(returning({"score": 0.5, "pred": pred})) == RewardResult(0.5, {}, None, expected)
+    for none in (None, "", " \n", math.nan, np.float32("nan")):
+        assert call(returning({"score": 0.5, "pred": none})).pred is None
 
 
 def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -> None:
@@ -89,14 +78,9 @@ def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -
         extra_info["index"] = "changed"
         return weight
 
-    info = {"index": 3}
+    info, row = {"index": 3}, {"data_source": "my/data", "ground_truth": "4"}
     assert call(score, "réponse 両", info, weight=0.75).score == 0.75
-    assert seen == {
-        "data_source": "my/data",
-        "ground_truth": "4",
-        "solution_str": "réponse 両",
-        "extra_info": {"index": 3},
-    }
+    assert seen == {**row, "solution_str": "réponse 両", "extra_info": {"index": 3}}
     assert info == {"index": 3}
 
 
@@ -109,18 +93,14 @@ def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -
         (None, ["None (NoneType)"]),
         ("1.0", ["'1.0' (str)"]),
         ([1.0], ["[1.0] (list)"]),
-        ((1.0, {}), ["(tuple)"]),
         (1j, ["(complex)"]),
         (Decimal("1"), ["(Decimal)"]),
         (np.array([1.0]), ["(ndarray)"]),
         (torch.tensor([0.5, 0.5]), ["(Tensor)"]),
         (torch.tensor(math.nan), ["(Tensor)"]),
-        ({}, ["without 'score'"]),
         ({"reward": 1.0}, ["without 'score'", "{'reward': 1.0} (dict)"]),
         ({"score": "1"}, ["'score'", "finite", "'1' (str)"]),
-        ({"score": None}, ["'score'", "finite", "None"]),
         ({"score": math.nan}, ["'score'", "finite", "nan"]),
-        ({"score": {"score": 1}}, ["'score'", "finite"]),
         ({"score": 1.0, "acc": math.nan}, ["'acc'", "finite", "nan"]),
     ],
 )
@@ -137,53 +117,150 @@ def test_an_exception_shows_where_and_for_which_response() -> None:
     def score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
         return helper(solution_str)
 
-    with pytest.raises(RewardError) as error:
+    with refuses(RewardError, "mine.py:score", "data_source='my/data'", "ValueError:") as error:
         call(score, "x" * 150 + "y" * 150)
     message = str(error.value)
-    says(message, "mine.py:score", "data_source='my/data'", "ValueError:", f"'{'x' * 150}{'y' * 50}'...")
+    says(message, f"'{'x' * 150}{'y' * 50}'...")
     assert "in score\n    return helper(solution_str)" in message
     assert "in helper\n    return float(text)" in message
     assert "rewards/contract.py" not in message
-    assert isinstance(error.value.__cause__, ValueError)
     assert str(pickle.loads(pickle.dumps(error.value))) == message
 
 
-def test_deep_recursion_is_cut_short() -> None:
-    def score(**arguments: Any) -> float:
-        return score(**arguments)
+def test_exits_wrong_arguments_and_deep_recursion_are_errors_and_interrupts_are_none() -> None:
+    def deep(**arguments: Any) -> float:
+        return deep(**arguments)
+
+    def ending(*, by: BaseException, **arguments: Any) -> float:
+        raise by
 
     with refuses(RewardError, "mine.py:score", "RecursionError") as error:
-        call(score)
+        call(deep)
     assert len(str(error.value)) < 2000
-
-
-def test_exit_and_wrong_arguments_are_errors_too() -> None:
-    def leaving(**arguments: Any) -> float:
-        raise SystemExit(3)
-
     with refuses(RewardError, "SystemExit: 3"):
-        call(leaving)
+        call(ending, by=SystemExit(3))
     with refuses(RewardError, "TypeError:", "keyword argument"):
         call(lambda text: 1.0)
-
-
-def test_interrupts_and_own_errors_pass() -> None:
-    def raising(error: BaseException) -> Any:
-        def score(**arguments: Any) -> float:
-            raise error
-
-        return score
-
     with pytest.raises(KeyboardInterrupt):
-        call(raising(KeyboardInterrupt()))
-    with pytest.raises(ConfigError) as error:
-        call(raising(ConfigError("as it is")))
-    assert str(error.value) == "as it is"
+        call(ending, by=KeyboardInterrupt())
 
 
-def test_a_coroutine_is_refused() -> None:
-    async def score(**arguments: Any) -> float:
-        return 1.0
+def test_one_response_fails_alone() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict, bonus: int) -> float:
+        return bonus + int(solution_str)
 
-    with pytest.warns(RuntimeWarning, match="awaited"), pytest.raises(RewardError, match=r"\(coroutine\)"):
-        call(score)
+    first, second = results(compute_score, bonus=3)
+    assert first.score == 7
+    says(second.text, "mine", "data_source='sums'", "ValueError:", "'five'")
+
+
+def test_verls_batch_form() -> None:
+    def compute_score(data_sources: list, solution_strs: list, ground_truths: list, extra_infos: list) -> list:
+        return [{"score": s == g, "index": e["index"]} for s, g, e in zip(solution_strs, ground_truths, extra_infos)]  # noqa: B905
+
+    assert results(compute_score) == [RewardResult(1, {"index": 7}), RewardResult(0, {"index": 7})]
+
+
+def test_trls_form_gets_the_columns_that_it_takes() -> None:
+    """Those of the row, and of extra_info; not those whose name an argument of the config has."""
+    rows = [replace(sample, columns={"answer": "4", "level": 2, "question": "?"}) for sample in SAMPLES]
+
+    def correct(completions: list, answer: list, level: int, index: list) -> list[float]:
+        assert (level, index) == (3, [7, 7])
+        return [float(each[0]["content"] == right) for each, right in zip(completions, answer, strict=True)]
+
+    assert [result.score for result in results(correct, rows, level=3)] == [1, 0]
+
+    def columns(completions: list, **columns: Any) -> list[float]:
+        assert columns.pop("extra_info") == [{"index": 7}] * 2
+        row = {"answer": "4", "level": 2, "question": "?", "data_source": "sums", "ground_truth": "4", "index": 7}
+        assert columns == {name: [value] * 2 for name, value in {"prompts": MESSAGES, **row}.items()}
+        return [1.0, 1.0]
+
+    assert [result.score for result in results(columns, rows)] == [1, 1]
+
+
+def test_trls_form_gets_texts_where_the_prompt_is_a_text() -> None:
+    messages = [{"role": "system", "content": "Add."}, *MESSAGES]
+    rows = [replace(sample, messages=messages, is_text=True) for sample in SAMPLES]
+
+    async def reward(prompts: list, completions: list) -> list[float]:
+        assert prompts == ["2 + 2?", "2 + 2?"]
+        await asyncio.sleep(0)
+        return [float(len(completion)) for completion in completions]
+
+    assert [result.score for result in results(reward, rows)] == [1, 4]
+
+
+def test_what_trls_trainer_gives_where_a_function_names_it() -> None:
+    """By hand: the metric's two values have the mean 0.5; a score stands above what was logged under its name."""
+    rows = [replace(sample, token_ids=[5] * (i + 1), step=6, max_steps=10) for i, sample in enumerate(SAMPLES)]
+
+    def reward(completions: list, completion_ids: list, trainer_state: Any, log_extra: Any, log_metric: Any) -> list:
+        log_extra("found", ["four", None])
+        log_extra("size", [1, 2.5])
+        log_metric("share", 0.25)
+        log_metric("share", 0.75)
+        log_metric("score", 9)
+        progress = trainer_state.global_step / trainer_state.max_steps
+        return [progress + len(completion_ids[0]), {"score": len(completion_ids[1]), "own": 3}]
+
+    first, second = results(reward, rows)
+    assert (first.score, first.extra, first.texts) == (1.6, {"size": 1, "share": 0.5}, {"found": "four"})
+    assert (second.score, second.texts) == (2, {"found": "None"})
+    assert second.extra == {"size": 2.5, "share": 0.5, "own": 3}
+    assert _row_needs(reward, "trl", {}).needed == frozenset(), "they are no columns of the rows"
+
+
+def test_what_trls_trainer_gives_is_not_made_up() -> None:
+    """Who checks a text has no tokens, the run's length may be unknown, and too few values are told."""
+    for function, name in (
+        (lambda completions, trainer_state: [trainer_state.max_steps] * 2, "max_steps"),
+        (lambda completions, completion_ids: [0.0] * 2, "completion_ids"),
+        (lambda completions, log_extra: log_extra("found", ["four"]), "log_extra"),
+    ):
+        says(results(function)[0].text, name)
+
+
+def test_async_calls_overlap_and_fail_alone() -> None:
+    """The first call waits for the second one: one after the other they would wait for ever."""
+    second = asyncio.Event()
+
+    async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        if solution_str == "4":
+            await asyncio.wait_for(second.wait(), 10)
+            return 1.0
+        second.set()
+        raise SystemExit("enough")
+
+    first, failed = results(compute_score)
+    assert first.score == 1
+    says(failed.text, "SystemExit: enough")
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0], ["1 scores", "2 responses"]),
+        (None, ["list", "2 responses", "None"]),
+        ([float("nan"), 1.0], ["finite", "nan"]),
+        ([{"acc": 1}, 1.0], ["without 'score'"]),
+    ],
+)
+def test_a_batch_function_that_returns_nonsense(returned: Any, words: list[str]) -> None:
+    says(results(lambda prompts, completions, **columns: returned)[0].text, *words)
+
+
+def test_a_mistake_of_the_runs_is_no_failure_of_a_response() -> None:
+    """In every form: no response would ever be scored."""
+
+    def mistaken(**arguments: Any) -> Any:
+        raise ConfigError("no scorer")
+
+    async def awaited(**arguments: Any) -> Any:
+        raise ConfigError("no scorer")
+
+    functions = [RewardFunction("mine", mistaken, {}, form) for form in ("response", "batch", "trl")]
+    for function in (*functions, RewardFunction("mine", awaited, is_async=True)):
+        with refuses(ConfigError, "no scorer"):
+            list(score_group(function, SAMPLES))

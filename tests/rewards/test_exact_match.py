@@ -32,39 +32,21 @@ def test_every_minus_is_a_sign(minus: str) -> None:
         assert score(f"-{number}", f"{minus}{truth}") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("text", "truth", "expected"),
-    [
-        ("It costs 2.5 dollars", "5", 0.0),
-        ("It costs 2.5 dollars", "2", 0.0),
+@pytest.mark.parametrize("ignore_punctuation", [True, False])
+def test_a_number_is_found_as_a_whole_whatever_its_signs(ignore_punctuation: bool) -> None:
+    """The rules are those of `contains` (test_format.py)."""
+    for text, truth, expected in (
         ("It costs 2.5 dollars.", "2.5", 1.0),
-        ("about 1,000 people", "1", 0.0),
-        ("about 1,000,000 people", "1,000", 0.0),
+        ("It costs 2.5 dollars.", "5", 0.0),
         ("about 1,200 people", "200", 0.0),
-        ("about 1,200 people", "1,200", 1.0),
-        ("1/5 of it", "5", 0.0),
-        ("1/5 of it", "1/5", 1.0),
-        ("\u00bd of it", "2", 0.0),
         ("at 10:30", "30", 0.0),
-        ("2^5", "5", 0.0),
-        ("5e3", "5", 0.0),
-        ("5, and no more", "5", 1.0),
-        ("it is 5.", "5", 1.0),
-        ("3,5,7", "5", 1.0),
-        ("3, 200", "200", 1.0),
-        ("2+3=5", "5", 1.0),
-        ("5% of it", "5", 1.0),
+        ("\u00bd of it", "2", 0.0),
         ("\u22125", "5", 1.0),  # as -5: 5 stands in it as a word
         ("\u22125", "-5", 1.0),
         ("10\u22125", "-5", 0.0),
         ("\uff15\uff0e", "5", 1.0),  # full-width
-    ],
-)
-@pytest.mark.parametrize("ignore_punctuation", [True, False])
-def test_a_number_is_not_found_within_a_number(
-    text: str, truth: str, expected: float, ignore_punctuation: bool
-) -> None:
-    assert score(text, truth, mode="contains", ignore_punctuation=ignore_punctuation) == expected
+    ):
+        assert score(text, truth, mode="contains", ignore_punctuation=ignore_punctuation) == expected, (text, truth)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +75,6 @@ def test_several_accepted_answers_and_numbers() -> None:
     assert score("in New York, I think", ["NYC", "New York"], mode="contains") == 1.0
     assert score("4", 4) == 1.0
     assert score("314", "3.14") == 0.0
-    assert score("5", "-5") == 0.0
-    assert score("it is -5", 5, mode="contains") == 1.0  # 5 stands in it as a word
     assert score("15", 5, mode="contains") == 0.0
 
 

@@ -8,12 +8,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.format import accepted_answers, compute_score, contains, last_tag_content, tag_contents
 from tests.messages import refuses
-from tests.rewards.scoring import scored
-
-THINK = ("think", "answer")
 
 
 def score(text: str, truth: object = "4", **kwargs: object) -> dict[str, float]:
@@ -36,31 +32,25 @@ def test_right_format_and_answer(text: str) -> None:
 def test_right_format_wrong_answer_earns_the_format_score() -> None:
     text = "<think>4</think><answer>5</answer>"
     assert score(text) == {"score": 0.1, "format": 1.0, "acc": 0.0}
-    assert score(text, format_score=0.0)["score"] == 0.0
-    assert score(text, format_score=1.0)["score"] == 1.0
+    assert [score(text, format_score=each)["score"] for each in (0.0, 1.0)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "",
-        "4",
         "garbage <think> </answer>",
-        "<think>x</think>4",
         "<answer>4</answer>",
         "<answer>4</answer><think>x</think>",  # order
         "<think>x<answer>4</answer></think>",  # nested
         "<think>x</think><answer>4",  # not closed
-        "<think>x<answer>4</answer>",
         "x</think><answer>4</answer>",
         "<think></think><answer>4</answer>",  # empty
         "<think>x</think><answer> \n </answer>",
         "Sure! <think>x</think><answer>4</answer>",  # text around
-        "<think>x</think> so <answer>4</answer>",
         "<think>x</think><answer>4</answer> bye",
         "<think>x</think><answer>5</answer><answer>4</answer>",  # twice
         "<think>x</think><think>y</think><answer>4</answer>",
-        "<think>x <answer>4</answer></think><answer>4</answer>",
         "<Think>x</Think><Answer>4</Answer>",
         "<think >x</think><answer>4</answer>",
     ],
@@ -91,20 +81,10 @@ def test_the_tag_that_the_prompt_opened() -> None:
         score("4</answer>", opened="answer")
 
 
-def test_by_name_with_reward_kwargs() -> None:
-    function = load_reward_function(
-        "grpo_dist.rewards.format", "compute_score", {"tags": ["a", "b"], "format_score": 0.5}
-    )
-    result = scored("<a>1</a><b>2</b>", "3", function=function)
-    assert (result.score, result.extra) == (0.5, {"format": 1.0, "acc": 0.0})
-
-
-@pytest.mark.parametrize(
-    "text", ["<think>" * 50_000, "<think>a" + "</think>\n<answer> " * 20_000, "<think>x</think>" + " " * 300_000]
-)
-def test_repeated_tags_take_no_time(text: str) -> None:
+def test_repeated_tags_take_no_time() -> None:
     start = time.process_time()
-    assert tag_contents(text, THINK) is None
+    for text in ("<think>" * 50_000, "<think>a" + "</think>\n<answer> " * 20_000, "<think>x</think>" + " " * 300_000):
+        assert tag_contents(text, ("think", "answer")) is None
     assert time.process_time() - start < 10
 
 
@@ -114,33 +94,6 @@ def test_truths() -> None:
     with refuses(ValueError, "ground_truth {'target': 4}", "a text, a number, or a list"):
         score(text, {"target": 4})
     assert score(text, {"target": 4}, format_score=1)["score"] == 1.0, "the answer does not matter"
-
-
-@pytest.mark.parametrize(
-    ("text", "part", "expected"),
-    [
-        ("a cat", "cat", True),
-        ("cats", "cat", False),
-        ("2.5", "2.5", True),
-        ("12.5", "2.5", False),
-        ("2.51", "2.5", False),
-        ("1,000", "1,000", True),
-        ("1,000,000", "000", False),
-        ("v.5", "5", True),
-        ("x/5", "5", True),
-        ("(5)", "(5)", True),
-        ("5 apples", "5 apples", True),
-        ("2.5 apples", "5 apples", False),
-        ("5.", "5", True),
-        ("5...7", "5", True),
-        ("", "5", False),
-    ],
-)
-def test_contains(text: str, part: str, expected: bool) -> None:
-    assert contains(text, part) == expected
-
-
-def test_accepted_answers() -> None:
     assert accepted_answers(" 4 ") == ["4"]
     assert accepted_answers(10**400) == ["1" + "0" * 400]
     assert accepted_answers(["4", 5, 0.5, Decimal("0.10"), np.int64(3)]) == ["4", "5", "0.5", "0.10", "3"]
@@ -150,3 +103,39 @@ def test_accepted_answers() -> None:
 def test_what_is_no_answer_is_named(truth: object) -> None:
     with refuses(ValueError, f"ground_truth {truth!r}", "a text, a number, or a list"):
         accepted_answers(truth)
+
+
+def test_contains() -> None:
+    """Whole words and whole numbers."""
+    for text, part in (
+        ("a cat", "cat"),
+        ("2.5", "2.5"),
+        ("1,000", "1,000"),
+        ("3, 200", "200"),
+        ("3,5,7", "5"),
+        ("v.5", "5"),
+        ("x/5", "5"),
+        ("(5)", "(5)"),
+        ("5 apples", "5 apples"),
+        ("5, and no more", "5"),
+        ("it is 5.", "5"),
+        ("5...7", "5"),
+        ("2+3=5", "5"),
+        ("5% of it", "5"),
+    ):
+        assert contains(text, part), (text, part)
+    for text, part in (
+        ("cats", "cat"),
+        ("12.5", "2.5"),
+        ("2.51", "2.5"),
+        ("2.5 apples", "5 apples"),
+        ("1,000 people", "1"),
+        ("1,000,000", "1,000"),
+        ("1,000,000", "000"),
+        ("1/5 of it", "5"),
+        ("at 10:30", "30"),
+        ("2^5", "5"),
+        ("5e3", "5"),
+        ("", "5"),
+    ):
+        assert not contains(text, part), (text, part)

@@ -1,137 +1,142 @@
-"""Scores, retries, timeouts and headers, against a real server in a thread."""
+"""Scores, retries, timeouts and headers, against a real server in a thread; and a teacher behind an endpoint."""
 
 from __future__ import annotations
 
 import json
+import math
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from grpo_dist.config.schema_roles import TeacherEndpointConfig
 from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.protocol import Ragged
 from grpo_dist.rewards import http_reward, load_reward_function, score_response
 from grpo_dist.rewards.contract import Failure, Sample, score_group
 from grpo_dist.rewards.http_reward import compute_score, compute_score_batch, post_json
+from grpo_dist.rewards.teacher_endpoint import KEY, TeacherEndpoint
 from tests.messages import refuses
-from tests.rewards.http_service import Service
 
 PATH = "grpo_dist.rewards.http_reward"
 
 
-def score(service: Service, **options: Any) -> dict[str, Any]:
-    return compute_score("d", "text", {"n": 4}, {"index": 1}, url=service.url, backoff_s=0.01, **options)
+class Service(ThreadingHTTPServer):
+    """Answers each POST with the next of `answers` (status, body); keeps what it was sent."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/score"
+        self.answers: list[tuple[int, bytes]] = []
+        self.bodies: list[Any] = []
+        self.headers: list[dict[str, str]] = []
+        self.more_headers: dict[str, str] = {}
+        self.delay_s = 0.0
 
 
-def test_one_response(service: Service) -> None:
-    service.answers = [(200, b'{"score": 0.5, "fluency": 3}')]
-    function = load_reward_function(PATH, "compute_score", {"url": service.url})
-    result = score_response(function, data_source="d", solution_str="été", ground_truth="4", extra_info={"i": 1})
+class _Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.headers.append(dict(self.headers))
+        status, body = self.server.answers.pop(0)
+        time.sleep(self.server.delay_s)
+        redirect = {"Location": self.server.url} if status == 302 else {}
+        try:
+            self.send_response(status)
+            for name, value in {**self.server.more_headers, **redirect, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+        except OSError:  # the caller has gone
+            pass
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with Service() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(10)
+
+
+def post(service: Service, **options: Any) -> object:
+    return post_json(service.url, {"a": 1}, **{"backoff_s": 0.01, **options})
+
+
+def test_one_response_of_a_flaky_service(service: Service) -> None:
+    service.answers = [(500, b"oops"), (429, b"slow down"), (200, b'{"score": 0.5, "fluency": 3}')]
+    function = load_reward_function(PATH, "compute_score", {"url": service.url, "backoff_s": 0.01})
+    row: dict[str, Any] = {"data_source": "d", "solution_str": "été", "ground_truth": "4", "extra_info": {"i": 1}}
+    result = score_response(function, **row)
     assert (result.score, result.extra) == (0.5, {"fluency": 3.0})
-    assert service.bodies == [{"data_source": "d", "solution_str": "été", "ground_truth": "4", "extra_info": {"i": 1}}]
+    assert service.bodies == [row] * 3
 
 
 def test_a_batch_is_one_request(service: Service) -> None:
     service.answers = [(200, b'{"scores": [1, {"score": 0.5, "acc": 0}]}')]
-    function = load_reward_function(PATH, "compute_score", {"url": service.url})
-    scores = compute_score_batch(
-        data_sources=["a", "b"],
-        solution_strs=["x", "y"],
-        ground_truths=[np.int64(1), np.array([2, 3])],
-        extra_infos=[{}, {"i": 2}],
-        **function.reward_kwargs,
-    )
+    truths = [np.int64(1), np.array([2, 3])]
+    scores = compute_score_batch(["a", "b"], ["x", "y"], truths, [{}, {"i": 2}], url=service.url)
     assert scores == [{"score": 1}, {"score": 0.5, "acc": 0}]
-    assert service.bodies == [
-        {
-            "samples": [
-                {"data_source": "a", "solution_str": "x", "ground_truth": 1, "extra_info": {}},
-                {"data_source": "b", "solution_str": "y", "ground_truth": [2, 3], "extra_info": {"i": 2}},
-            ]
-        }
-    ]
+    first = {"data_source": "a", "solution_str": "x", "ground_truth": 1, "extra_info": {}}
+    second = {"data_source": "b", "solution_str": "y", "ground_truth": [2, 3], "extra_info": {"i": 2}}
+    assert service.bodies == [{"samples": [first, second]}]
 
 
-@pytest.mark.parametrize(
-    "answer", [b'{"scores": [1]}', b'{"scores": [1, 2, 3]}', b'{"score": 1}', b"[1, 2]", b'{"scores": [1, "x"]}']
-)
+@pytest.mark.parametrize("answer", [b'{"scores": [1]}', b'{"score": 1}', b"[1, 2]", b'{"scores": [1, "x"]}'])
 def test_a_batch_with_other_scores_is_an_error(service: Service, answer: bytes) -> None:
     service.answers = [(200, answer)]
     with refuses(RewardError, f"url={service.url}", "expected", "got"):
         compute_score_batch(["a"] * 2, ["x"] * 2, ["1"] * 2, [{}] * 2, url=service.url)
 
 
-@pytest.mark.parametrize(
-    "answer", [b"{}", b"[]", b"1", b'{"score": null}', b'{"score": "1"}', b'{"score": true}', b'{"score": NaN}']
-)
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b'{"score": "1"}', b'{"score": true}', b'{"score": NaN}'])
 def test_an_answer_without_a_score(service: Service, answer: bytes) -> None:
     service.answers = [(200, answer)]
     with refuses(RewardError, '{"score": number}'):
-        score(service)
-    assert len(service.bodies) == 1  # asking again would not help
-
-
-def test_a_flaky_service(service: Service) -> None:
-    service.answers = [(500, b"oops"), (429, b"slow down"), (200, b'{"score": 1}')]
-    assert score(service)["score"] == 1
-    assert len(service.bodies) == 3
-
-
-FAULTS = {
-    "an error": [(500, b"oops")] * 2,
-    "refused": [(403, b"no")],
-    "no JSON": [(200, b"<html>")],
-    "no score": [(200, b"{}")],
-    "null": [(200, b"null")],
-}
+        compute_score("d", "text", {"n": 4}, {"index": 1}, url=service.url)
+    assert len(service.bodies) == 1, "asking again would not help"
 
 
 @pytest.mark.parametrize("name", ["compute_score", "compute_score_batch"])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_service_is_a_failed_response_in_both_forms(service: Service, name: str, fault: str) -> None:
-    service.answers = FAULTS[fault] * 2
-    function = load_reward_function(PATH, name, {"url": service.url, "retries": 1, "backoff_s": 0.01})
-    results = list(score_group(function, [Sample(text, "d", "4", {}, []) for text in ("a", "b")]))
-    assert [isinstance(result, Failure) for result in results] == [True, True]
-    assert all(f"reward_kwargs.url={service.url}" in result.text for result in results)
-
-
-@pytest.mark.parametrize("name", ["compute_score", "compute_score_batch"])
-def test_a_service_that_is_down_or_late_is_a_failed_response_in_both_forms(service: Service, name: str) -> None:
-    service.delay_s, service.answers = 10.0, [(200, b"{}")] * 2
-    late = {"url": service.url, "retries": 0, "timeout_s": 0.1}
-    with socket.socket() as deaf:  # it has the port, and does not listen
-        deaf.bind(("127.0.0.1", 0))
-        down = {"url": f"http://127.0.0.1:{deaf.getsockname()[1]}/", "retries": 0}
-        for kwargs in (late, down):
-            function = load_reward_function(PATH, name, kwargs)
-            results = list(score_group(function, [Sample(text, "d", "4", {}, []) for text in ("a", "b")]))
-            assert [isinstance(result, Failure) for result in results] == [True, True]
-
-
-@pytest.mark.parametrize("name", ["compute_score", "compute_score_batch"])
-def test_a_mistake_in_the_config_stops_the_run_in_both_forms(
+def test_a_fault_of_the_service_fails_responses_and_one_of_the_config_the_run(
     service: Service, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment of the reward process lacks what the driver's had."""
+    """In both forms. The environment of the reward process may lack what the driver's had."""
     monkeypatch.setenv("SCORE_HEADERS", "{}")
+    service.answers = [(403, b"no")] * 2
+    samples = [Sample(text, "d", "4", {}, []) for text in ("a", "b")]
     function = load_reward_function(PATH, name, {"url": service.url, "headers_env": "SCORE_HEADERS"})
+    for result in score_group(function, samples):
+        assert isinstance(result, Failure)
+        assert f"reward_kwargs.url={service.url}" in result.text
     monkeypatch.delenv("SCORE_HEADERS")
     with refuses(ConfigError, "headers_env=SCORE_HEADERS"):
-        list(score_group(function, [Sample("a", "d", "4", {}, [])]))
+        list(score_group(function, samples))
 
 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"url": "ftp://x/y"}, ["url=", "http:// or https://"]),
-        ({"url": "http://"}, ["url=", "https://"]),
-        ({"url": "http://x:eighty/y"}, ["url=", "https://"]),
-        ({"url": "http://x:99999/y"}, ["url=", "https://"]),
-        ({"url": "http://[x/y"}, ["url=", "https://"]),
+        *(
+            ({"url": url}, ["url=", "http:// or https://"])
+            for url in ("ftp://x/y", "http://", "http://x:99999/y", "http://[x/y", "http://x/a b", "file:///etc/passwd")
+        ),
         ({"url": "http://me:secret@x:eighty/y"}, ["url=", "https://"]),
-        ({"url": "http://x/a b"}, ["url=", "https://"]),
-        ({"url": "file:///etc/passwd"}, ["url=", "https://"]),
         ({"url": "http://me:secret@x/y"}, ["credentials", "headers"]),
         ({}, ["missing", "'url'"]),
         ({"url": "http://x", "retires": 2}, ["'retires'", "url, headers_env, timeout_s, retries"]),
@@ -146,10 +151,6 @@ def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) ->
     assert "me:secret" not in str(error.value)
 
 
-def post(service: Service, **options: object) -> object:
-    return post_json(service.url, {"a": 1}, backoff_s=0.01, **options)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_waits_double_and_the_last_failure_is_told(
     service: Service, status: int, monkeypatch: pytest.MonkeyPatch
@@ -158,16 +159,9 @@ def test_waits_double_and_the_last_failure_is_told(
     monkeypatch.setattr(http_reward, "sleep", waits.append)
     service.answers = [(status, b"overloaded")] * 9
     with refuses(RewardError, status, "b'overloaded'", "5 times"):
-        post_json(service.url, {}, retries=4, backoff_s=10.0)
+        post(service, retries=4, backoff_s=10.0)
     assert waits == [10.0, 20.0, 30.0, 30.0]
     assert len(service.bodies) == 5
-
-
-def test_an_answer_that_cannot_be_unpacked(service: Service) -> None:
-    service.answers, service.more_headers = [(200, b"no gzip")] * 9, {"Content-Encoding": "gzip"}
-    with pytest.raises(RewardError, match="DecodingError"):
-        post(service)
-    assert len(service.bodies) == 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
@@ -178,27 +172,24 @@ def test_other_statuses_are_final(service: Service, status: int) -> None:
     assert len(service.bodies) == 1
 
 
-@pytest.mark.parametrize("answer", [b"", b"<html>", b"{", b"\xff", b"[" * 100_000])
-def test_no_json(service: Service, answer: bytes) -> None:
-    service.answers = [(200, answer)]
-    with refuses(RewardError, f"url={service.url}", "JSON"):
+def test_answers_that_cannot_be_read(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer in (b"", b"<html>", b"\xff", b"[" * 100_000):
+        service.answers = [(200, answer)]
+        with refuses(RewardError, f"url={service.url}", "JSON"):
+            post(service)
+    service.answers, service.more_headers = [(200, b"no gzip")], {"Content-Encoding": "gzip"}
+    with refuses(RewardError, "DecodingError"):
         post(service)
-
-
-def test_an_answer_too_large(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.answers, service.more_headers = [(200, b'"0123456789"')], {}
     monkeypatch.setattr(http_reward, "MOST_BYTES", 10)
-    service.answers = [(200, b'"0123456789"')]
     with refuses(RewardError, f"url={service.url}", "10 bytes"):
         post(service)
 
 
-def test_a_service_that_does_not_answer_in_time(service: Service) -> None:
+def test_a_service_that_is_late_or_away(service: Service) -> None:
     service.answers, service.delay_s = [(200, b"1")] * 2, 10.0
     with refuses(RewardError, f"url={service.url}", "ReadTimeout", "2 times"):
         post(service, timeout_s=0.1, retries=1)
-
-
-def test_nobody_there() -> None:
     with socket.socket() as deaf:  # it has the port, so that nobody else does, and does not listen
         deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/"
@@ -216,9 +207,7 @@ def test_headers_come_from_the_environment(service: Service, monkeypatch: pytest
     assert "hush" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "value", ["Bearer hush", '["hush"]', '{"Authorization": 4, "x": "hush"}', '{"Authorization": "Bearer\\nhush"}']
-)
+@pytest.mark.parametrize("value", ["Bearer hush", '["hush"]', '{"a": 4, "x": "hush"}', '{"a": "Bearer\\nhush"}'])
 def test_headers_of_another_form_are_not_shown(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("SCORE_HEADERS", value)
     with refuses(ConfigError, "headers_env=SCORE_HEADERS", "JSON object") as e:
@@ -229,3 +218,55 @@ def test_headers_of_another_form_are_not_shown(monkeypatch: pytest.MonkeyPatch, 
 def test_what_json_cannot_hold(service: Service) -> None:
     with refuses(TypeError, "set", "JSON"):
         post_json(service.url, {"extra_info": {1}})
+
+
+# --- a teacher behind an endpoint ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def teacher(service: Service, monkeypatch: pytest.MonkeyPatch) -> TeacherEndpoint:
+    monkeypatch.setenv("TEACHER_HEADERS", '{"Authorization": "Bearer secret"}')
+    monkeypatch.setattr("grpo_dist.rewards.teacher_endpoint.AT_ONCE", 1)  # so that answers come in order
+    base = service.url.removesuffix("/score") + "/v1/"
+    section = TeacherEndpointConfig(base_url=base, model="big", top_k=2, timeout_s=5.0, headers_env="TEACHER_HEADERS")
+    return TeacherEndpoint(section)
+
+
+def answer(*places: dict[int, float] | None) -> tuple[int, bytes]:
+    told = [place and {str(i): {"logprob": x, "rank": 1} for i, x in place.items()} for place in places]
+    return 200, json.dumps({"choices": [{"prompt_logprobs": told}]}).encode()
+
+
+PROMPTS, RESPONSES = (Ragged.from_rows(rows, torch.int32) for rows in ([[7], [7, 8]], [[4, 5], [6]]))
+HALF = math.log(0.5)
+
+
+def test_the_likeliest_tokens_of_each_place(service: Service, teacher: TeacherEndpoint) -> None:
+    """Besides its two likeliest tokens vLLM tells of the one that is there; equal ones come by their number."""
+    service.answers = [
+        answer(None, {4: -3.0, 1: -0.5, 2: -1.0}, {5: HALF, 3: HALF}),
+        answer(None, {8: -0.1, 9: -3.0}, {9: -2.0, 6: -0.25}),
+    ]
+    columns = teacher.columns(PROMPTS, RESPONSES)
+    ids, log_probs = columns["ref_top_ids"], columns["ref_top_log_probs"]
+    assert [row.tolist() for row in ids.rows()] == [[[1, 2], [3, 5]], [[6, 9]]]
+    assert ids.values.dtype == torch.int32
+    torch.testing.assert_close(log_probs.values, torch.tensor([[-0.5, -1.0], [HALF, HALF], [-0.25, -2.0]]))
+    assert service.bodies[1] == {"model": "big", "prompt": [7, 8, 6], "max_tokens": 1, "prompt_logprobs": 2}
+    assert service.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_a_server_that_answers_otherwise_or_refuses(service: Service, teacher: TeacherEndpoint) -> None:
+    for wrong in (
+        (200, b"{}"),
+        (200, b'{"choices": [{"prompt_logprobs": null}]}'),
+        answer(None, {4: -3.0, 1: -0.5}),
+        answer(None, {4: -3.0, 1: -0.5}, {5: -1.0}),
+        (200, b'{"choices": [{"prompt_logprobs": [null, {"x": {"logprob": 1}}, {"y": 2}]}]}'),
+    ):
+        service.answers = [wrong]
+        with refuses(RewardError, KEY, "prompt_logprobs with 2 tokens", "--max-logprobs"):
+            teacher.columns(PROMPTS[:1], RESPONSES[:1])
+    service.answers = [(404, b"big: unknown")]
+    with refuses(RewardError, KEY, "404", "big:"):
+        teacher.columns(PROMPTS[:1], RESPONSES[:1])

@@ -1,4 +1,4 @@
-"""Finding the reward function that the config names."""
+"""Finding the reward function that the config names, and the built-in ones."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function
-from grpo_dist.rewards.contract import RewardResult, RowNeeds, Sample, score_group
+from grpo_dist.errors import ConfigError
+from grpo_dist.plugins.names import OPTIONAL_FUNCTION, REWARD_MODEL_FUNCTION
+from grpo_dist.rewards import RewardResult, check_data_sources, load_reward_function
+from grpo_dist.rewards.contract import RowNeeds, Sample, score_group
 from grpo_dist.rewards.load import MOVED, SCORERS
 from tests.messages import refuses
 from tests.rewards.scoring import scored
 
+REPOSITORY = Path(__file__).parents[2]
 SOURCE = """
 import os
 LIMIT = 3
@@ -24,8 +26,6 @@ def anything(**arguments):
 def short(solution_str, ground_truth):
     return 1.0
 def needy(data_source, solution_str, ground_truth, extra_info, api_key):
-    return 1.0
-async def later(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 def group(prompts, completions):
     return [1.0 for _ in completions]
@@ -54,21 +54,14 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def score(function: RewardFunction, text: str, data_source: str = "mine") -> Any:
-    return scored(text, "4", data_source, function=function)
-
-
-@pytest.mark.parametrize("data_source", ["openai/gsm8k", "gsm8k", "arithmetic"])
-def test_no_path_gives_the_built_in_scorer_of_the_data_source(data_source: str) -> None:
-    function = load_reward_function(None, "compute_score", {})
-    assert score(function, "#### 4", data_source).score == 1.0
-    assert score(function, "4", data_source).score == 0.0
+def by(path: str, text: str, name: str = "compute_score", **reward_kwargs: Any) -> RewardResult:
+    return scored(text, "4", function=load_reward_function(path, name, reward_kwargs))
 
 
 @pytest.mark.parametrize("data_source", ["gsm9k", "os:system", "", "gsm8k/", "reasoning_gym"])
 def test_unknown_data_source_says_what_to_set(data_source: str) -> None:
     with refuses(ConfigError, repr(data_source), "set custom_reward_function.path") as error:
-        score(load_reward_function(None, "compute_score", {}), "#### 4", data_source)
+        scored("#### 4", "4", data_source)
     known = str(error.value).partition("Built-in: ")[2].split(", ")
     assert {"arithmetic", "countdown", "openai/gsm8k", "HuggingFaceH4/MATH-500", "math_dapo"} <= set(known)
 
@@ -87,24 +80,18 @@ def test_built_in_scorers_take_no_reward_kwargs() -> None:
         load_reward_function(None, "compute_score", {"x": 1, "api_key": "SECRET123"})
 
 
-def test_a_bad_ground_truth_is_an_error_not_a_zero() -> None:
-    with refuses(RewardError, "ground_truth 'four'", "number"):
-        scored("#### 4", "four", "gsm8k")
-
-
-@pytest.mark.parametrize("prefix", ["", "file://"])
-def test_a_file_with_and_without_reward_kwargs(file: str, prefix: str) -> None:
-    plain = load_reward_function(prefix + file, "compute_score", {})
-    assert (score(plain, "4").score, score(plain, "five").extra) == (1.0, {"length": 4.0})
-    assert plain.name == f"{prefix}{file}:compute_score"
-    assert score(load_reward_function(file, "compute_score", {"bonus": 0.5}), "4").score == 1.5
-    assert score(load_reward_function(file, "anything", {"any": 1}), "4").score == 0.5
-
-
-@pytest.mark.parametrize("path", ["grpo_dist.rewards.format", "pkg://grpo_dist.rewards.format"])
-def test_a_module(path: str) -> None:
-    function = load_reward_function(path, "compute_score", {})
-    assert score(function, "<think>x</think><answer>4</answer>").score == 1.0
+def test_files_modules_and_objects_by_every_way_of_naming_them(file: str) -> None:
+    assert by(f"file://{file}", "4").score == 1.0
+    assert by(file, "five").extra == {"length": 4.0}
+    assert by(file, "4", bonus=0.5).score == 1.5
+    assert by(f"file://{file}:anything", "4", any=1).score == 0.5, "the name behind the file is the function's"
+    assert by(f"{file}:judge", "4").score == 0.25
+    for path in ("grpo_dist.rewards.format", "pkg://grpo_dist.rewards.format"):
+        assert by(path, "<think>x</think><answer>4</answer>").score == 1.0
+    names = [load_reward_function(path, "compute_score", {}).name for path in (file, f"file://{file}:anything")]
+    assert names == [f"{file}:compute_score", f"file://{file}:anything"]
+    with refuses(ConfigError, f"{file}:compute_scores", "'compute_score'"):
+        load_reward_function(f"{file}:compute_scores", "compute_score", {})
 
 
 @pytest.mark.parametrize("name", sorted(MOVED))
@@ -113,7 +100,7 @@ def test_a_scorer_that_has_moved_says_where_it_is(name: str, monkeypatch: pytest
         load_reward_function(name, "compute_score", {})
     told, _, place = str(error.value).partition("; set custom_reward_function.path=")
     assert told.startswith(f"custom_reward_function.path={name}: ")
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(REPOSITORY)
     needed = {"budget": 1, "limit": 2} if name.endswith("length_penalty") else {}
     assert load_reward_function(place, "compute_score", needed).name == f"{place}:compute_score"
 
@@ -168,25 +155,10 @@ def test_files_that_cannot_be_imported(tmp_path: Path) -> None:
             load_reward_function(path, "compute_score", {})
 
 
-def test_an_object_that_can_be_called(file: str) -> None:
-    assert score(load_reward_function(f"{file}:judge", "compute_score", {}), "4").score == 0.25
-    later = load_reward_function(file, "later_judge", {})
-    assert (later.form, later.is_async) == ("response", True)
-    (result,) = score_group(later, [Sample("4", "mine", "4", {}, [])])
-    assert isinstance(result, RewardResult)
-    assert result.score == 0.75
-
-
-def test_the_name_behind_the_file_is_the_functions(file: str) -> None:
-    function = load_reward_function(f"file://{file}:anything", "compute_score", {})
-    assert (function.name, score(function, "4").score) == (f"file://{file}:anything", 0.5)
-    with refuses(ConfigError, f"{file}:compute_scores", "'compute_score'"):
-        load_reward_function(f"{file}:compute_scores", "compute_score", {})
-
-
 def test_the_form_is_found(file: str) -> None:
-    later, batch = (load_reward_function(file, name, {}) for name in ("later", "batch"))
+    later, batch = (load_reward_function(file, name, {}) for name in ("later_judge", "batch"))
     assert (later.form, later.is_async) == ("response", True)
+    assert list(score_group(later, [Sample("4", "mine", "4", {}, [])])) == [RewardResult(0.75, {})]
     assert (batch.form, batch.is_async) == ("batch", False)
     assert load_reward_function(file, "named", {}).form == "trl", "a and b may be entries of extra_info"
 
@@ -199,7 +171,6 @@ def test_the_form_is_found(file: str) -> None:
         ("optional", {}, RowNeeds(ground_truth=False)),
         ("anything", {}, RowNeeds(ground_truth=False)),
         ("group", {}, RowNeeds(ground_truth=False)),
-        ("named", {}, RowNeeds(needed=frozenset("ab"), taken=None)),
         ("named", {"b": 1}, RowNeeds(needed=frozenset("a"), taken=None)),
         ("few", {"scale": 1}, RowNeeds(False, frozenset({"answer"}), frozenset({"answer", "level"}))),
     ],
@@ -208,10 +179,62 @@ def test_what_a_function_reads_of_a_row(file: str, name: str, reward_kwargs: dic
     assert load_reward_function(file, name, reward_kwargs).needs == needs
 
 
-@pytest.mark.parametrize("data_source", sorted(SCORERS.keys() - {"reasoning_gym/"}))  # tasks/test_reasoning_gym.py
-def test_every_built_in_scorer_says_whether_the_answer_is_right(data_source: str) -> None:
-    """What dynamic sampling (recipe dapo) and validation go by, whatever the scale of the scores."""
-    number = ("4", r"\boxed{4} #### 4", r"\boxed{5} #### 5")
-    special = {"countdown": ({"target": 4, "numbers": [2, 2]}, "<answer>2 + 2</answer>", "<answer>2 - 2</answer>")}
-    truth, *answers = special.get(data_source, number)
-    assert [scored(answer, truth, data_source).extra["acc"] for answer in answers] == [1.0, 0.0]
+# --- the built-in ones -----------------------------------------------------------------------------------------------
+BOXED = ("4", r"\boxed{4} #### 4", r"\boxed{5} #### 5")
+LETTERS = ("B", "Answer: B", "Answer: C")
+COUNTDOWN = ({"target": 4, "numbers": [2, 2]}, "<answer>2 + 2</answer>", "<answer>2 - 2</answer>")
+
+
+@pytest.mark.parametrize(
+    ("data_source", "path"),
+    [
+        *((source, None) for source in sorted(SCORERS.keys() - {"reasoning_gym/"})),  # tasks/test_reasoning_gym.py
+        ("arithmetic", "grpo_dist.tasks.worked_sums"),
+        ("letters", "examples/rewards/multiple_choice.py"),
+    ],
+)
+def test_every_scorer_says_whether_the_answer_is_right_and_votes_for_none_without_one(
+    data_source: str, path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What dynamic sampling (recipe dapo), validation and maj@n go by, whatever the scale of the scores."""
+    monkeypatch.chdir(REPOSITORY)
+    truth, *answers = {"countdown": COUNTDOWN, "letters": LETTERS}.get(data_source, BOXED)
+    function = load_reward_function(path, "compute_score", {})
+    results = [scored(text, truth, data_source, function=function) for text in (*answers, "I am thinking ...")]
+    assert [result.extra["acc"] for result in results] == [1.0, 0.0, 0.0]
+    assert results[2].pred is None
+
+
+@pytest.mark.parametrize(
+    ("data_source", "ground_truth", "score"),
+    [("arithmetic", "3", 1.0), ("arithmetic", "4", 0.0), ("arithmetic", None, 0.0), ("another", "3", 0.0)],
+)
+def test_the_optional_one_scores_what_can_be_scored(data_source: str, ground_truth: str | None, score: float) -> None:
+    function = load_reward_function(OPTIONAL_FUNCTION, "compute_score", {})
+    result = scored("#### 3", ground_truth, data_source, function=function)
+    assert result.score == score
+    assert ("acc" in result.extra) == (data_source == "arithmetic" and ground_truth is not None)
+
+
+def test_the_score_of_a_reward_model_alone_and_beside_a_rule() -> None:
+    """2 * (-1.25) + 0.5 * 1. For steps the rule judges the whole response, which counts at its last: 2 * s + 0.5."""
+    parts = [{"path": REWARD_MODEL_FUNCTION, "weight": 2.0}, {"path": None, "weight": 0.5, "label": "rule"}]
+    alone = load_reward_function(REWARD_MODEL_FUNCTION, "compute_score", {})
+    weighted = load_reward_function("grpo_dist.rewards.weighted", "compute_score", {"functions": parts})
+
+    def by(function: Any, **extra_info: Any) -> RewardResult:
+        return scored("#### 3", "3", "arithmetic", extra_info, function)
+
+    assert by(alone, rm_score=-1.25).score == -1.25
+    found = by(weighted, rm_score=-1.25)
+    assert found.score == pytest.approx(-2.0)
+    assert (found.extra["reward_model"], found.extra["rule"]) == (-1.25, 1.0)
+    steps = {"rm_score": 0.25, "rm_step_scores": [0.5, 0.25]}
+    found = by(alone, **steps)
+    assert (found.score, found.step_scores, found.judged_steps) == (0.25, (0.5, 0.25), {})
+    found = by(weighted, **steps)
+    assert (found.score, found.step_scores) == (1.0, (1.0, 1.0))
+    assert found.judged_steps == {"reward_model": (0.5, 0.25)}
+    assert by(alone, rm_score=0.5, rm_step_scores=[]).step_scores == ()
+    with refuses(ConfigError, "reward_model.enable=true"):
+        by(alone)

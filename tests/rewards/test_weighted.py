@@ -1,5 +1,8 @@
+"""The weighted sum of several functions, and the components that gdpo compares."""
+
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,42 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
 GRADED, XML_TAGS = (str(EXAMPLES / name) for name in ("graded.py", "xml_tags.py"))
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]
 TEXT = "<think>2 + 2</think><answer>4.0</answer>"
+MIXED = """
+import asyncio
+def right(data_source, solution_str, ground_truth, extra_info):
+    found = float(solution_str == ground_truth)
+    return {"score": found, "acc": found, "feedback": "too long"}
+def short(data_sources, solution_strs, ground_truths, extra_infos):
+    return [-len(text) / 10 for text in solution_strs]
+def polite(completions, level, **columns):
+    return [None if text.isdigit() else float(each) for text, each in zip(completions, level)]
+async def asked(data_source, solution_str, ground_truth, extra_info, bonus=2.0):
+    await asyncio.sleep(0)
+    return bonus
+def none(completions):
+    return [None for _ in completions]
+def broken(completions):
+    return [1.0]
+def fails(data_source, solution_str, ground_truth, extra_info):
+    return 1 / (solution_str != "4")
+def returns(data_source, solution_str, ground_truth, extra_info, **values):
+    return {"score": 1.0, **values}
+class Judge:
+    def __call__(self, completions, **columns):
+        return [0.5 for _ in completions]
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Callable[..., dict]:
+    """An entry for a function of the file."""
+    (tmp_path / "mixed.py").write_text(MIXED)
+
+    def entry(name: str, weight: float = 1.0, **more: Any) -> dict:
+        return {"path": f"{tmp_path}/mixed.py:{name}".removesuffix(":"), "weight": weight, **more}
+
+    return entry
 
 
 def load(functions: list) -> RewardFunction:
@@ -25,33 +64,24 @@ def score(functions: list, text: str = TEXT) -> dict:
     return reward.function("d", text, "4", {}, **reward.reward_kwargs)
 
 
-def test_the_sum_and_its_parts(tmp_path: Path) -> None:
-    """Graded 1.5 * 2, four tags at 0.2 * 0.5, 10 at 0.1."""
-    (tmp_path / "own.py").write_text(
-        "def length(data_source, solution_str, ground_truth, extra_info):\n    return 10\n"
-    )
-    result = score(
-        [
-            {"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}},
-            {"path": XML_TAGS, "weight": 0.5},
-            {"path": str(tmp_path / "own.py"), "name": "length", "weight": 0.1, "label": "long"},
-        ]
-    )
-    assert result == pytest.approx(
+def group(*functions: dict) -> list:
+    """Scores the responses "4" and "please" to a prompt."""
+    samples = [Sample(text, "d", "4", {}, MESSAGES, {"level": 3}, is_text=True) for text in ("4", "please")]
+    return list(score_group(load(list(functions)), samples))
+
+
+def test_the_sum_and_its_parts(mixed: Callable[..., dict]) -> None:
+    """Graded 1.5 * 2, four tags at 0.2 * 0.5, 10 at 0.1; the components are the scores, not graded's `acc`."""
+    functions = [
+        {"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}},
+        {"path": XML_TAGS, "weight": 0.5},
+        {**mixed("", 0.1), "name": "returns", "label": "long", "reward_kwargs": {"score": 10}},
+    ]
+    assert score(functions) == pytest.approx(
         {"score": 3.0 + 0.4 + 1.0, "acc": 1.0, "graded": 1.5, "graded.acc": 1.0, "xml_tags": 0.8, "long": 10.0}
     )
-
-
-def test_a_text_of_a_function_has_its_label(tmp_path: Path) -> None:
-    (tmp_path / "judge.py").write_text(
-        "def judge(data_source, solution_str, ground_truth, extra_info):\n"
-        "    return {'score': 1, 'feedback': 'too long'}\n"
-    )
-    (result,) = score_group(
-        load([{"path": str(tmp_path / "judge.py"), "name": "judge"}]), [Sample(TEXT, "d", "4", {}, MESSAGES)]
-    )
-    assert not isinstance(result, Failure)
-    assert result.texts == {"judge.feedback": "too long"}
+    assert load(functions).components == {"graded": 2.0, "xml_tags": 0.5, "long": 0.1}
+    assert load_reward_function(GRADED, "compute_score", {}).components == {}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +93,7 @@ def test_a_text_of_a_function_has_its_label(tmp_path: Path) -> None:
         ([{"path": "nowhere.py"}], ["import", "nowhere.py"]),
         ([{"path": GRADED, "weight": "2"}], ["weight='2'", "number"]),
         ([{"path": GRADED}] * 2, ["second", "'graded'"]),
+        ([{"path": PATH, "reward_kwargs": {"functions": [{"path": GRADED}]}}], ["functions[0]", PATH]),
         *(
             ([{"path": GRADED, "label": label}], ["component", f"'{label}'"])
             for label in ("score", "pred", "step_scores", "overlong_penalty")
@@ -74,167 +105,89 @@ def test_mistakes_are_told_before_a_run(functions: list, parts: list[str]) -> No
         load(functions)
 
 
-MIXED = """
-import asyncio
-def right(data_source, solution_str, ground_truth, extra_info):
-    return {"score": float(solution_str == ground_truth), "acc": float(solution_str == ground_truth)}
-def short(data_sources, solution_strs, ground_truths, extra_infos):
-    return [-len(text) / 10 for text in solution_strs]
-def polite(completions, level, **columns):
-    return [None if text.isdigit() else float(each) for text, each in zip(completions, level)]
-async def asked(data_source, solution_str, ground_truth, extra_info, bonus):
-    await asyncio.sleep(0)
-    return bonus
-def none(completions):
-    return [None for _ in completions]
-def broken(completions):
-    return [1.0]
-def fails(data_source, solution_str, ground_truth, extra_info):
-    return 1 / (solution_str != "4")
-class Judge:
-    def __call__(self, completions, **columns):
-        return [0.5 for _ in completions]
-judge = Judge()
-"""
-
-
-@pytest.fixture
-def mixed(tmp_path: Path) -> Callable[..., list]:
-    """Scores the responses "4" and "please" to a prompt by functions of the file, with their weights."""
-    (tmp_path / "mixed.py").write_text(MIXED)
-
-    def group(*names: str, **weights: float) -> list:
-        entries = [{"path": f"{tmp_path}/mixed.py:{name}", "weight": weights.get(name, 1.0)} for name in names]
-        for entry in entries:
-            if entry["path"].endswith(":asked"):
-                entry["reward_kwargs"] = {"bonus": 2.0}
-        samples = [Sample(text, "d", "4", {}, MESSAGES, {"level": 3}, is_text=True) for text in ("4", "please")]
-        return list(score_group(load(entries), samples))
-
-    return group
-
-
-def test_functions_of_all_forms_add_up(mixed: Callable[..., list]) -> None:
+def test_functions_of_all_forms_add_up(mixed: Callable[..., dict]) -> None:
     """ "4": 1 - 0.5 * 0.1 + 2 * 2 + 0.5, and polite does not apply; "please": 0 - 0.5 * 0.6 + 0.1 * 3 + 2 * 2 + 0.5."""
-    first, second = mixed("right", "short", "polite", "asked", "judge", short=0.5, polite=0.1, asked=2.0)
+    first, second = group(
+        mixed("right"), mixed("short", 0.5), mixed("polite", 0.1), mixed("asked", 2.0), mixed("judge")
+    )
     assert first.score == pytest.approx(1 - 0.05 + 4 + 0.5)
     assert first.extra == pytest.approx(
         {"right": 1.0, "right.acc": 1.0, "acc": 1.0, "short": -0.1, "asked": 2.0, "judge": 0.5}
     )
+    assert first.texts == {"right.feedback": "too long"}
     assert second.score == pytest.approx(0 - 0.3 + 0.3 + 4 + 0.5)
     assert second.extra["polite"] == 3.0
 
 
-def test_one_after_the_other_only_if_all_are(tmp_path: Path, mixed: Callable[..., list]) -> None:
-    file = f"{tmp_path}/mixed.py"
-    assert takes_one(load([{"path": f"{file}:right"}, {"path": f"{file}:fails"}]))
-    assert not takes_one(load([{"path": f"{file}:right"}, {"path": f"{file}:short"}]))
-    assert not takes_one(load([{"path": f"{file}:right"}, {"path": f"{file}:asked", "reward_kwargs": {"bonus": 1}}]))
+def test_what_its_functions_need_of_a_row_and_when_they_come_one_after_the_other(mixed: Callable[..., dict]) -> None:
+    assert load([mixed("none"), mixed("polite")]).needs == RowNeeds(False, frozenset({"level"}), None)
+    assert load([mixed("none"), mixed("right")]).needs == RowNeeds(True)
+    assert takes_one(load([mixed("right"), mixed("fails")]))
+    assert not takes_one(load([mixed("right"), mixed("short")]))
+    assert not takes_one(load([mixed("right"), mixed("asked")]))
 
 
-def test_a_response_to_which_no_function_applies_has_failed(mixed: Callable[..., list]) -> None:
-    first, second = mixed("polite", "none")
+def test_a_response_to_which_no_function_applies_has_failed(mixed: Callable[..., dict]) -> None:
+    first, second = group(mixed("polite"), mixed("none"))
     assert isinstance(first, Failure)
     says(first.text, "mixed.py:polite", "mixed.py:none", "None", "finite", "'4'")
     assert second.score == 3.0, "only the response that nothing applies to"
 
 
-def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., list]) -> None:
-    first, second = mixed("right", "fails")
+def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., dict]) -> None:
+    first, second = group(mixed("right"), mixed("fails"))
     says(first.text, "mixed.py:fails", "ZeroDivisionError")
     assert second.score == 1.0
-    first, second = mixed("right", "broken")
+    first, second = group(mixed("right"), mixed("broken"))
     says(first.text, "mixed.py:broken", "1 scores", "2 responses")
     assert first == second, "a function of a whole group fails on all of it"
+    with refuses(RewardError, "mixed.py:fails", "ZeroDivisionError"):
+        score([mixed("fails")], "4")
 
 
-def test_what_its_functions_need_of_a_row(tmp_path: Path, mixed: Callable[..., list]) -> None:
-    file = f"{tmp_path}/mixed.py"
-    needs = load([{"path": f"{file}:none"}, {"path": f"{file}:polite"}]).needs
-    assert needs == RowNeeds(False, frozenset({"level"}), None)
-    assert load([{"path": f"{file}:none"}, {"path": f"{file}:right"}]).needs == RowNeeds(True)
-
-
-def test_a_sum_in_a_sum_is_refused() -> None:
-    with refuses(ConfigError, "functions[0]", PATH):
-        load([{"path": PATH, "reward_kwargs": {"functions": [{"path": GRADED}]}}])
-
-
-def test_its_functions_are_the_components() -> None:
-    """Not the values beside their scores: graded's `acc` is none."""
-    functions = [{"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}}, {"path": XML_TAGS, "label": "tags"}]
-    assert load(functions).components == {"graded": 2.0, "tags": 1.0}
-    assert load_reward_function(GRADED, "compute_score", {}).components == {}
-
-
-def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return None\n")
-    with refuses(RewardError, "own.py:f", "finite"):
-        score([{"path": str(tmp_path / "own.py"), "name": "f"}])
-
-
-def test_the_first_answer_found_is_passed_on() -> None:
-    functions = [{"path": XML_TAGS}, {"path": "grpo_dist.tasks.gsm8k"}]
-    assert score(functions, "#### 5")["pred"] == "5"
-    assert "pred" not in score(functions, "none")
-
-
-def test_no_answer_hides_none_of_a_later_function(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "def f(data_source, solution_str, ground_truth, extra_info, pred):\n    return {'score': 0.0, 'pred': pred}\n"
-    )
-    without = {"path": str(tmp_path / "own.py"), "name": "f", "reward_kwargs": {"pred": ""}}
-    assert score([without, {"path": "grpo_dist.tasks.gsm8k"}], "#### 5")["pred"] == "5"
-    assert "pred" not in score([without, {"path": "grpo_dist.tasks.competition_math"}], "none")
-
-
-def test_the_first_accuracy_is_the_whole_ones() -> None:
-    """gsm8k finds no number, graded the right one."""
-    graded = {"path": GRADED, "reward_kwargs": {"tag": "answer"}}
-    strict, tags = {"path": "grpo_dist.tasks.gsm8k"}, {"path": XML_TAGS}
+def test_the_first_answer_and_the_first_accuracy_are_passed_on(mixed: Callable[..., dict]) -> None:
+    """gsm8k finds no number in TEXT, graded the right one."""
+    graded, tags = {"path": GRADED, "reward_kwargs": {"tag": "answer"}}, {"path": XML_TAGS}
+    strict = {"path": "grpo_dist.tasks.gsm8k"}
+    without = mixed("returns", reward_kwargs={"pred": ""})
+    assert score([tags, without, strict], "#### 5")["pred"] == "5"
+    assert "pred" not in score([tags, without, strict], "none")
     assert score([tags, graded, strict])["acc"] == 1.0
     assert score([tags, strict, graded])["acc"] == 0.0
     assert score([strict, {**graded, "label": "acc"}])["acc"] == 1.5, "a label of that name is the accuracy"
     assert "acc" not in score([tags])
 
 
-def test_steps_are_weighed_and_must_be_as_many(tmp_path: Path) -> None:
-    text = "def f(data_source, solution_str, ground_truth, extra_info, steps):\n"
-    text += "    return {'score': 1.0, 'step_scores': steps}\n"
-    (tmp_path / "own.py").write_text(text)
-
+def test_steps_are_weighed_and_must_be_as_many(mixed: Callable[..., dict]) -> None:
     def judge(label: str, weight: float, steps: list[float]) -> dict:
-        path = str(tmp_path / "own.py")
-        return {"path": path, "name": "f", "label": label, "weight": weight, "reward_kwargs": {"steps": steps}}
+        return mixed("returns", weight, label=label, reward_kwargs={"step_scores": steps})
 
-    function = load([judge("a", 1.0, [1.0, 0.0]), judge("b", 0.0, [0.0, 1.0])])
-    arguments = {"data_source": "x", "solution_str": "", "ground_truth": "", "extra_info": {}}
-    found = score_response(function, **arguments)
+    row: dict[str, Any] = {"data_source": "x", "solution_str": "", "ground_truth": "", "extra_info": {}}
+    found = score_response(load([judge("a", 1.0, [1.0, 0.0]), judge("b", 0.0, [0.0, 1.0])]), **row)
     assert (found.score, found.step_scores) == (1.0, (1.0, 0.0))
     assert found.judged_steps == {"a": (1.0, 0.0), "b": (0.0, 1.0)}
     with refuses(RewardError, "a 1", "b 2"):
-        score_response(load([judge("a", 1.0, [1.0]), judge("b", 1.0, [1.0, 2.0])]), **arguments)
+        score_response(load([judge("a", 1.0, [1.0]), judge("b", 1.0, [1.0, 2.0])]), **row)
 
 
 DECLARED = {"right": 1.0, "short": 0.5}
 
 
-def test_gdpo_compares_those_declared_with_their_weights() -> None:
-    assert chosen_components(None, None, declared=DECLARED, overlong_penalty=False) == DECLARED
-    assert chosen_components(None, [2.0, 3.0], declared=DECLARED, overlong_penalty=False) == {"right": 2, "short": 3}
-
-
-def test_the_overlong_penalty_is_one_more_component() -> None:
-    found = chosen_components(None, None, declared=DECLARED, overlong_penalty=True)
-    assert found == {"right": 1, "short": 0.5, "overlong_penalty": 1}
-
-
-def test_gdpo_compares_those_named() -> None:
+@pytest.mark.parametrize(
+    ("keys", "weights", "declared", "expected"),
+    [
+        (None, None, DECLARED, {**DECLARED, "overlong_penalty": 1}),
+        (None, [2.0, 3.0, 4.0], DECLARED, {"right": 2, "short": 3, "overlong_penalty": 4}),
+        (["short", "right.acc"], None, DECLARED, {"short": 0.5, "right.acc": 1}),
+        (["style", "overlong_penalty"], None, {}, {"style": 1, "overlong_penalty": 1}),
+    ],
+)
+def test_gdpo_compares_those_named_or_all_that_are_declared(
+    keys: Any, weights: Any, declared: dict, expected: dict
+) -> None:
     """A weight that is not set is the declared one, and 1 for a value that is no component of its own."""
-    keys = ["short", "right.acc"]
-    assert chosen_components(keys, None, declared=DECLARED, overlong_penalty=False) == {"short": 0.5, "right.acc": 1}
-    keys = ["style", "overlong_penalty"]
-    assert chosen_components(keys, None, declared={}, overlong_penalty=True) == {"style": 1, "overlong_penalty": 1}
+    assert chosen_components(keys, weights, declared=declared, overlong_penalty=True) == expected
+    assert chosen_components(None, None, declared=DECLARED, overlong_penalty=False) == DECLARED
 
 
 @pytest.mark.parametrize(
@@ -249,7 +202,6 @@ def test_gdpo_compares_those_named() -> None:
 def test_mistakes_in_what_gdpo_compares_are_named(arguments: tuple, parts: tuple[str, ...]) -> None:
     """The values that a function returns are told, and not taken: a length is a diagnostic."""
     keys, weights, declared = arguments
+    returned = ["style", "overlong_penalty", "length"]
     with refuses(ConfigError, *parts):
-        chosen_components(
-            keys, weights, declared=declared, overlong_penalty=False, returned=["style", "overlong_penalty", "length"]
-        )
+        chosen_components(keys, weights, declared=declared, overlong_penalty=False, returned=returned)

@@ -1,18 +1,16 @@
-"""The built-in task: exact answers, a truly held-out validation split, the same rows everywhere."""
+"""The built-in task: exact answers, a truly held-out validation split, the same rows everywhere; and its scorer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from grpo_dist.tasks import arithmetic
-from grpo_dist.tasks.gsm8k import compute_score
+from grpo_dist.tasks.worked_sums import compute_score
 from tests.messages import refuses
 
 
@@ -21,13 +19,9 @@ def operands(row: dict[str, Any]) -> tuple[int, int]:
     return int(a), int(b)
 
 
-@pytest.fixture(scope="module")
-def splits() -> dict[str, list[dict[str, Any]]]:
-    return {split: arithmetic.rows(split) for split in ("train", "validation")}
-
-
-def test_rows_follow_verls_schema(splits: dict[str, list[dict[str, Any]]]) -> None:
-    assert {split: len(rows) for split, rows in splits.items()} == {"train": 8000, "validation": 200}
+def test_rows_follow_verls_schema_and_no_question_comes_twice_not_even_swapped() -> None:
+    splits = {split: arithmetic.rows(split) for split in ("train", "validation")}
+    questions = set()
     for split, rows in splits.items():
         for index, row in enumerate(rows):
             a, b = operands(row)
@@ -40,13 +34,15 @@ def test_rows_follow_verls_schema(splits: dict[str, list[dict[str, Any]]]) -> No
             }
             assert 100 <= a <= 999
             assert 100 <= b <= 999
-
-
-def test_no_question_comes_twice_not_even_swapped(splits: dict[str, list[dict[str, Any]]]) -> None:
-    train, validation = ({tuple(sorted(operands(row))) for row in splits[split]} for split in splits)
-    assert len(train) == 8000
-    assert len(validation) == 200
-    assert not train & validation
+            questions.add(tuple(sorted((a, b))))
+    assert {split: len(rows) for split, rows in splits.items()} == {"train": 8000, "validation": 200}
+    assert len(questions) == 8200
+    # The shipped model was trained with these questions held out; other rows would leak.
+    rows_as_json = json.dumps(splits, sort_keys=True).encode()
+    known = "98af87689990ecb2514e315afc6036aa6c016a725f2ba0cded67fc297e19b845"
+    assert hashlib.sha256(rows_as_json).hexdigest() == known
+    other = {operands(row) for row in arithmetic.rows("validation", seed=1)}
+    assert len(other & {operands(row) for row in splits["validation"]}) < 5
 
 
 def test_the_swapped_question_of_a_drawn_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,33 +52,11 @@ def test_the_swapped_question_of_a_drawn_one_is_refused(monkeypatch: pytest.Monk
     assert [operands(row) for row in arithmetic.rows("train")] == [(789, 789), (100, 200)]
 
 
-def test_the_rows_are_fixed(splits: dict[str, list[dict[str, Any]]]) -> None:
-    """The shipped model was trained with these questions held out; other rows would leak."""
-    text = json.dumps(splits, sort_keys=True)
-    assert (
-        hashlib.sha256(text.encode()).hexdigest() == "98af87689990ecb2514e315afc6036aa6c016a725f2ba0cded67fc297e19b845"
-    )
-    assert [operands(row) for row in splits["validation"][:2]] == [(964, 494), (876, 530)]
-    assert arithmetic.rows("validation") == splits["validation"]
-
-
-def test_another_seed_makes_other_questions(splits: dict[str, list[dict[str, Any]]]) -> None:
-    other = {operands(row) for row in arithmetic.rows("validation", seed=1)}
-    assert len(other & {operands(row) for row in splits["validation"]}) < 5
-
-
 def test_carries_decide_the_direct_answer() -> None:
     """About 30 % of the questions need no carry: (0.55)^2, since a digit pair stays below 10 in 55 of 100."""
     drawn = [arithmetic.draw_question(random.Random(i)) for i in range(4000)]
     no_carry = sum(a % 10 + b % 10 < 10 and a // 10 % 10 + b // 10 % 10 < 10 for a, b in drawn)
     assert no_carry / len(drawn) == pytest.approx(0.3025, abs=0.03)
-
-
-def test_the_scorer_understands_the_answer_format(splits: dict[str, list[dict[str, Any]]]) -> None:
-    row = splits["train"][0]
-    truth = row["reward_model"]["ground_truth"]
-    assert compute_score("arithmetic", f"1+2=3 #### {truth}", truth, row["extra_info"])["score"] == 1.0
-    assert compute_score("arithmetic", f"#### {int(truth) + 10}", truth, row["extra_info"])["score"] == 0.0
 
 
 @pytest.mark.parametrize("split", ["test", "", "Train"])
@@ -91,12 +65,34 @@ def test_unknown_split(split: str) -> None:
         arithmetic.rows(split)
 
 
-def test_imports_nothing_heavy() -> None:
-    program = (
-        "import sys, importlib.util as u;"
-        f"s = u.spec_from_file_location('arithmetic', {arithmetic.__file__!r});"
-        "m = u.module_from_spec(s); s.loader.exec_module(m); m.rows('train');"
-        "print(sorted({'torch', 'transformers', 'numpy', 'ray'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+@pytest.mark.parametrize(
+    ("answer", "score", "steps"),
+    [
+        (arithmetic.worked_answer(289, 456), 1, [1, 1, 1, 1, 1]),  # 9+6=15 8+5+1=14 2+4+1=7 #### 745
+        ("9+6=15 8+5=13 2+4+1=7 #### 735", 0, [1, 0, 1, 1, 0]),  # a carry is forgotten
+        ("9+6=14 8+5+1=14 2+4+1=7 #### 745", 1, [0, 1, 1, 1, 1]),
+        ("#### 745", 1, [1, 1]),
+        ("745  #### x=", 0, [0, 1, 0]),
+        ("", 0, []),
+    ],
+)
+def test_steps_are_judged_by_the_digits_of_the_sum(answer: str, score: int, steps: list[int]) -> None:
+    found = compute_score("arithmetic", answer, "745", {})
+    assert (found["score"], found["step_scores"]) == (score, steps)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_labels_of_the_built_in_answers_are_the_scorers(split: str) -> None:
+    """Half of the answers have a mistake; a forgotten carry leaves a true equation with a wrong digit."""
+    plain, judged, whole = (getattr(arithmetic, name)(split) for name in ("rows", "steps", "outcomes"))
+    kinds = set()
+    for row, steps, outcome in zip(plain, judged, whole, strict=True):
+        text = " ".join(steps["completions"])
+        found = compute_score("arithmetic", text, row["reward_model"]["ground_truth"], {})
+        assert found["step_scores"] == [float(label) for label in steps["labels"]]
+        assert steps["prompt"] == outcome["prompt"] == row["prompt"]
+        assert outcome == {"prompt": row["prompt"], "completions": [text], "labels": [found["score"] == 1]}
+        kinds |= {i for i, label in enumerate(steps["labels"]) if not label}
+    assert kinds == {0, 1, 2, 4}
+    assert sum(each["labels"][0] for each in whole) / len(whole) == pytest.approx(0.5, abs=0.1)
+    assert arithmetic.steps(split) == judged

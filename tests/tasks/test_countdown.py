@@ -1,10 +1,18 @@
-from fractions import Fraction
+"""Countdown: exact scores, and generated problems that are solvable, different, the same for the same seed."""
 
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+
+import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.tasks.countdown import compute_score, evaluate, parse_expression
-from tests.messages import refuses
-from tests.rewards.scoring import scored
+from grpo_dist.errors import DataError
+from grpo_dist.tasks.countdown import compute_score, draw_problems, evaluate, parse_expression
+from grpo_dist.tasks.prepare import main
+from tests.messages import refuses, says
 
 TRUTH = {"target": 24, "numbers": [3, 3, 8, 8]}
 
@@ -42,31 +50,13 @@ def test_an_expression_that_is_no_solution(expression: str, numbers: float) -> N
 @pytest.mark.parametrize(
     "expression",
     [
-        "",
-        "twenty-four",
-        "8 ** 3",
-        "9**9**9**9",
-        "8 // 3",
-        "8 % 3",
-        "0x18",
-        "2.4e1",
-        "8, 3",
-        "(8",
-        "8 3",
-        "08 + 3",
-        "3 == 3",
-        "__import__('os')",
-        "8 if 3 else 8",
-        "(8)(3)",
-        "(" * 149 + "8" + ")" * 149,  # too deep for the parser, or fine: either way no error
-        "+" * 400 + "8",
+        *("", "twenty-four", "8 ** 3", "9**9**9**9", "8 // 3", "8 % 3", "0x18", "2.4e1", "8, 3", "(8", "8 3", "08 + 3"),
+        *("3 == 3", "__import__('os')", "8 if 3 else 8", "(8)(3)", "+" * 400 + "8"),
     ],
 )
 def test_what_is_no_expression(expression: str) -> None:
-    score, _, _, acc = answer(expression)
-    assert (score, acc) in ((0.0, 0.0), (0.1, 0.0))
-    if "(((" not in expression:
-        assert score == 0.0
+    assert answer(expression) == (0.0, 0.0, 0.0, 0.0)
+    assert answer("(" * 149 + "8" + ")" * 149)[3] == 0.0, "too deep for the parser, or fine: either way no error"
 
 
 def test_the_last_answer_counts_and_outside_of_tags_none_does() -> None:
@@ -96,6 +86,75 @@ def test_values_are_exact() -> None:
         assert evaluate(tree) == value
 
 
-def test_built_in() -> None:
-    for target, earned in ((24, 1.0), (25, 0.1)):
-        assert scored("<answer>8/(3-8/3)</answer>", TRUTH | {"target": target}, "countdown").score == earned
+# --- the problems ----------------------------------------------------------------------------------------------------
+
+
+def solvable(values: tuple[Fraction, ...], target: int) -> bool:
+    """By trying everything."""
+    if len(values) == 1:
+        return values[0] == target
+    for i, j in combinations(range(len(values)), 2):
+        a, b = values[i], values[j]
+        rest = tuple(value for k, value in enumerate(values) if k not in (i, j))
+        results = {a + b, a - b, b - a, a * b, *([a / b] if b else []), *([b / a] if a else [])}
+        if any(solvable((*rest, result), target) for result in results):
+            return True
+    return False
+
+
+def test_every_problem_has_a_solution() -> None:
+    assert solvable((Fraction(8), Fraction(8), Fraction(3), Fraction(3)), 24)  # 8 / (3 - 8 / 3)
+    assert not solvable((Fraction(1), Fraction(1), Fraction(1)), 24)
+    problems = draw_problems(60, [2, 3, 4], seed=1)
+    assert {len(numbers) for numbers, _ in problems} == {2, 3, 4}
+    for numbers, target in problems:
+        assert solvable(tuple(map(Fraction, numbers)), target)
+        assert 10 <= target <= 100
+        assert all(1 <= number <= 99 for number in numbers)
+
+
+def test_files(tmp_path: Path) -> None:
+    def prepare(name: str, *options: str) -> tuple[bytes, bytes]:
+        out = tmp_path / name
+        assert main(["countdown", "--local_save_dir", str(out), "--train_size=300", "--test_size=50", *options]) == 0
+        return (out / "train.parquet").read_bytes(), (out / "test.parquet").read_bytes()
+
+    def problems(file: str) -> list[tuple[tuple[int, ...], int]]:
+        truths = [row["reward_model"]["ground_truth"] for row in pq.read_table(tmp_path / file).to_pylist()]
+        return [(tuple(sorted(truth["numbers"])), truth["target"]) for truth in truths]
+
+    assert prepare("a") == prepare("b")
+    train, test = problems("a/train.parquet"), problems("a/test.parquet")
+    assert (len(train), len(test)) == (300, 50)
+    assert len({*train, *test}) == 350  # no problem twice, not across the files either
+    prepare("c", "--seed=1", "--num_numbers", "2")
+    other = problems("c/train.parquet")
+    assert not {*other} & {*train}
+    for row in pq.read_table(tmp_path / "c/train.parquet").to_pylist()[:20]:
+        truth = row["reward_model"]["ground_truth"]
+        (a, b), target = truth["numbers"], truth["target"]
+        assert str(target) in row["prompt"][0]["content"]
+        expressions = (f"{a}+{b}", f"{a}-{b}", f"{b}-{a}", f"{a}*{b}", f"{a}/{b}", f"{b}/{a}")
+        scores = [answer(expression, truth)[0] for expression in expressions]
+        assert (max(scores), min(scores)) == (1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--train_size=0"], ["--train_size=0", "1"]),
+        (["--test_size=-1"], ["--test_size=-1", "least 1"]),
+        (["--num_numbers", "1"], ["--num_numbers=1", "2"]),
+        (["--num_numbers", "3", "11"], ["--num_numbers=3, 11", "10"]),
+    ],
+)
+def test_impossible_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list, words: list) -> None:
+    assert main(["countdown", "--local_save_dir", str(tmp_path), *options]) == 2
+    says(capsys.readouterr().err, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_problems_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_dist.tasks.countdown.NUMBERS", range(5, 7))
+    with refuses(DataError, "100", "[2]", "6"):
+        draw_problems(100, [2], seed=0)

@@ -73,6 +73,11 @@ class Lazy(Doubles):
         raise IndexError(self.config.largest)
 
 
+class Objects(Doubles):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"question": "?", "answer": "1", "metadata": object()}
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A package of the real one's form, with three tasks."""
@@ -80,15 +85,12 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     top.__spec__ = ModuleSpec("reasoning_gym", None)
     factory.DATASETS = {"doubles": (Doubles, Config), "halves": (Halves, Config), "countdown": (Doubles, Config)}
     factory.DATASETS |= {"composite": (Broken, Config), "broken": (Broken, Config), "lazy": (Lazy, Config)}
+    factory.DATASETS |= {"objects": (Objects, Config)}
     factory.create_dataset = lambda name, **settings: factory.DATASETS[name][0](Config(**settings))
     monkeypatch.setitem(sys.modules, "reasoning_gym", top)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
-    forget()
+    reasoning_gym._dataset.cache_clear()
     yield factory
-    forget()
-
-
-def forget() -> None:
     reasoning_gym._dataset.cache_clear()
 
 
@@ -98,7 +100,7 @@ def make(folder: Path, *arguments: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def scored(row: dict[str, Any], response: str) -> RewardResult:
-    forget()
+    reasoning_gym._dataset.cache_clear()
     extra_info = json.loads(json.dumps(row["extra_info"]))
     return built_in_scored(response, row["reward_model"]["ground_truth"], row["data_source"], extra_info)
 
@@ -114,14 +116,13 @@ def test_rows(package: ModuleType, tmp_path: Path) -> None:
     rows = make(tmp_path, "--task", "doubles", "--train_size=4", "--test_size=2", "--seed=7", "--instruction=Go.")
     assert rows["test"][1]["prompt"] == [{"role": "user", "content": "2*8\n\nGo."}]
     assert rows["test"][1]["data_source"] == "reasoning_gym/doubles"
-    assert [row["reward_model"]["ground_truth"] for row in rows["train"]] == ["18", "20", "22", "24"], (
-        "none of the test"
-    )
-    again = make(
-        tmp_path / "again", "--task", "doubles", "--train_size=4", "--test_size=2", "--seed=7", "--instruction="
-    )
+    truths = [row["reward_model"]["ground_truth"] for row in rows["train"]]
+    assert truths == ["18", "20", "22", "24"], "none of the test"
+    again = make(tmp_path, "--task", "doubles", "--train_size=4", "--test_size=2", "--seed=7", "--instruction=")
     assert [row["extra_info"] for row in again["train"]] == [row["extra_info"] for row in rows["train"]]
     assert again["train"][0]["prompt"] == [{"role": "user", "content": "2*9"}]
+    rows = make(tmp_path, "--task", "countdown", "--allow_eval", "--train_size=2", "--test_size=1")
+    assert [row["data_source"] for row in rows["train"]] == ["reasoning_gym/countdown"] * 2
 
 
 def test_a_mixture(package: ModuleType, tmp_path: Path) -> None:
@@ -160,16 +161,6 @@ def test_the_answer_is_scored_and_nothing_else(
         assert (result.score, result.extra, result.pred) == (score, {"acc": acc, "unreadable": unreadable}, pred)
 
 
-def test_an_entry_that_cannot_be_written_is_refused(
-    package: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        Halves, "__getitem__", lambda self, index: {"question": "?", "answer": "1", "metadata": object()}
-    )
-    assert main(["reasoning_gym", "--local_save_dir", str(tmp_path), "--task", "halves"]) == 2
-    says(capsys.readouterr().err, "--task halves", "entry 0")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -179,6 +170,7 @@ def test_an_entry_that_cannot_be_written_is_refused(
         (["--task", "{composite: {datasets: [{name: doubles, weight: 1}]}}"], ["--task composite", "{weight: 2}"]),
         (["--task", "{broken: {}}"], ["--task broken", "'name'"]),
         (["--task", "{lazy: {largest: 3}}"], ["--task lazy", '"largest": 3', "entry 0", "IndexError"]),
+        (["--task", "objects"], ["--task objects", "entry 0"]),
         (["--task", "{doubles: {weight: 0}}"], ["--task {doubles: {weight: 0}}", "weight"]),
         (["--task", "{doubles: {weight: much}}"], ["NAME", "weight: 2"]),
         (["--task", "{doubles: {}, halves: {}}"], ["NAME"]),
@@ -196,17 +188,10 @@ def test_what_cannot_be_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_evaluating_scorer_if_it_is_wanted(package: ModuleType, tmp_path: Path) -> None:
-    rows = make(tmp_path, "--task", "countdown", "--allow_eval", "--train_size=2", "--test_size=1")
-    assert [row["data_source"] for row in rows["train"]] == ["reasoning_gym/countdown"] * 2
-
-
-def test_without_the_package(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package(package: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     """Neither rows are made nor does a run start with rows that are there."""
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    forget()
+    reasoning_gym._dataset.cache_clear()
     assert main(["reasoning_gym", "--local_save_dir", str(tmp_path), "--task", "chain_sum"]) == 2
     says(capsys.readouterr().err, "grpo_dist[reasoning-gym]")
     with refuses(ConfigError, "grpo_dist[reasoning-gym]"):

@@ -117,12 +117,16 @@ MIXED, EQUAL = [1.0, 0, 0, 0], [1.0, 1, 1, 1]
 FILTER = "algorithm.filter_groups.enable=true"
 
 
-def resumed_sampler(before: TrainingSampler, scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
-    """A sampler that goes on where `before` is."""
+def resumed_sampler(
+    before: TrainingSampler, scores: dict[int, list[float]], *overrides: str, with_groups: bool = False
+) -> TrainingSampler:
+    """A sampler that goes on where `before` is, with the groups that were finished there or without."""
     ledger, order = json.loads(json.dumps([before.state_dict(), before.order.state_dict()]))
     after = make_sampler(scores, *overrides)
     after.order.load_state_dict(order)
     after.load_state_dict(ledger)
+    if with_groups:
+        after.restored = {uid: pair for each in before.finished_groups() for uid, pair in each.groups.items()}
     return after
 
 

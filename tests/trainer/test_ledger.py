@@ -11,7 +11,6 @@ import pytest
 
 from grpo_dist.errors import AgentError
 from grpo_dist.runtime.event_loop import blocking, run
-from grpo_dist.trainer.checkpoint.saver import FinishedGroups
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from tests.trainer.instant_pump import (
@@ -53,9 +52,7 @@ def test_what_a_filter_dropped_is_not_sampled_again_after_a_resume() -> None:
     ledger = before.state_dict()
     assert ledger["open"] == {"1": [[1], [], [4]]}
     assert (ledger["num_filtered"], ledger["num_surplus"]) == ({"1": 3}, {"1": 1})
-    finished = before.finished_groups()
-    after = resumed_sampler(before, scores, FILTER)
-    after.restored = {uid: pair for each in finished for uid, pair in each.groups.items()}
+    after = resumed_sampler(before, scores, FILTER, with_groups=True)
     after.order.update = lambda scores: pytest.fail("it was told")  # type: ignore[method-assign]
     result = run(after.rollout(1))
     assert after.pump.requests == []
@@ -68,8 +65,7 @@ def test_batches_that_a_checkpoint_holds_follow_one_another_without_a_worker() -
     scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: EQUAL}
     before = make_sampler(scores, FILTER)
     sampled = run(before.rollout(1))
-    after = resumed_sampler(before, scores, FILTER)
-    after.restored = {uid: pair for each in before.finished_groups() for uid, pair in each.groups.items()}
+    after = resumed_sampler(before, scores, FILTER, with_groups=True)
     # any question to engines or reward processes would fail
     nobody: Any = SimpleNamespace(restarts=SimpleNamespace(machines_lost=0))
     after.pump = RolloutPump(nobody, nobody, {}, reward_timeout_s=1.0)
@@ -108,8 +104,7 @@ def test_finished_groups_of_open_steps_are_not_sampled_again(short: list[float])
     finished = before.finished_groups()
     assert [each.name for each in finished] == ["step2-try1", "step3-try1", "step4-try1"]
     assert list(finished[2].groups) == ["step4-prompt6"]
-    after = resumed_sampler(before, scores)
-    after.restored = {uid: (group, score) for each in finished for uid, (group, score) in each.groups.items()}
+    after = resumed_sampler(before, scores, with_groups=True)
     kept = after.restored["step3-prompt5"]
     results = [run(after.rollout(step)) for step in (2, 3, 4)]
     assert [request.uid for request in after.pump.requests] == ["step4-prompt7"]
@@ -118,12 +113,7 @@ def test_finished_groups_of_open_steps_are_not_sampled_again(short: list[float])
     assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(2, 8)]
     assert kept[0].small["uid"].tolist() == results[1].batch["uid"][len(short) :].tolist()
     assert [len(result.batch) for result in results] == [2 * N, len(short) + N, 2 * N]
-    rows = {uid: count for each in finished for uid, count in zip(each.groups, sizes_of(each), strict=True)}
-    assert rows["step3-prompt4"] == len(short), "as a checkpoint describes it"
-
-
-def sizes_of(finished: FinishedGroups) -> list[int]:
-    return list(finished.describe()["rows"].values())
+    assert finished[1].describe()["rows"]["step3-prompt4"] == len(short), "as a checkpoint describes it"
 
 
 def test_a_batch_that_is_there_and_has_not_trained_is_in_the_ledger() -> None:
@@ -131,9 +121,7 @@ def test_a_batch_that_is_there_and_has_not_trained_is_in_the_ledger() -> None:
     scores = dict.fromkeys(range(8), MIXED)
     before = make_sampler(scores)
     sampled = run(before.rollout(1))
-    finished = before.finished_groups()
-    after = resumed_sampler(before, scores)
-    after.restored = {uid: pair for each in finished for uid, pair in each.groups.items()}
+    after = resumed_sampler(before, scores, with_groups=True)
     assert [r.uid for r in run(after.rollout(1)).requests] == [r.uid for r in sampled.requests]
     assert after.pump.requests == []
     after.close(1)
@@ -151,8 +139,7 @@ def test_what_failed_of_finished_groups_is_told_after_a_resume_too() -> None:
     job.unscored = {0: ["it raised"]}
     before.pump.num_episodes, before.pump.num_failed_episodes = 4 * N, 5
     assert before.state_dict()["num_episodes"] == [3 * N, 4], "those of the other group begin anew"
-    after = resumed_sampler(before, scores)
-    after.restored = {uid: pair for each in before.finished_groups() for uid, pair in each.groups.items()}
+    after = resumed_sampler(before, scores, with_groups=True)
     result = run(after.rollout(2))
     assert (after.pump.num_episodes, after.pump.num_failed_episodes) == (3 * N, 4)
     assert result.failures == ["it raised"]
@@ -189,19 +176,6 @@ def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> No
         again.close(step)
     told = [list(each) for each in again.order.told]
     assert told == [[4], [5, 6, 7], [8, 2, 3]], "2 and 3 again once the order has chosen them again"
-
-
-def test_an_order_learns_from_each_batch_once() -> None:
-    """Step 2's batch was complete and told when the run stopped; its groups come again."""
-    scores = dict.fromkeys(range(8), MIXED)
-    before = after_step_1(scores, 2)
-    assert before.state_dict()["num_learned"] == {"2": 1}
-    after = resumed_sampler(before, scores)
-    after.order = RecordingOrder()  # type: ignore[assignment]
-    run(after.rollout(2))
-    assert after.order.told == []
-    assert run(after.rollout(3)) is not None
-    assert len(after.order.told) == 1
 
 
 def test_over_sampling_is_in_the_ledger_once() -> None:

@@ -61,25 +61,15 @@ class Loop:
         raise RewardError("bad")
 
 
-def test_times_and_passes_through() -> None:
+def test_a_stage_is_timed_and_what_it_lacks_is_named() -> None:
+    """A missing column with its maker, a broken promise, and the step of an error."""
     loop = Loop()
     assert "token_level_scores" in loop.score(batch("responses")).columns
     assert loop.timings["score"] >= 0
-    assert Loop.score.stage == ("score", ("responses",), ("token_level_scores",))
-
-
-def test_a_missing_column_names_stage_and_maker() -> None:
     with refuses(BatchError, "'score'", "'responses'", "rollout", "prompts"):
-        Loop().score(batch("prompts"))
-
-
-def test_a_broken_promise_is_named() -> None:
+        loop.score(batch("prompts"))
     with refuses(BatchError, "forgetful", "'advantages'", "responses"):
-        Loop().forgetful()
-
-
-def test_errors_carry_stage_and_step() -> None:
+        loop.forgetful()
     with pytest.raises(RewardError) as caught:
-        Loop().failing()
-    (note,) = caught.value.__notes__
-    says(note, "'failing'", "step 5")
+        loop.failing()
+    says(caught.value.__notes__, "'failing'", "step 5")

@@ -63,14 +63,11 @@ def test_names_that_verls_boards_show() -> None:
     assert (metrics["response_length/min"], metrics["response_length_non_aborted/min"]) == (0, 4)
     assert (metrics["response_length_non_aborted/clip_ratio"], metrics["tool_call_counts/mean"]) == (1, 3)
     assert metrics["training/num_turns/max"] == 1
-    assert not [name for name in batch_metrics(scored([1])) if name.startswith("tool_call_counts")]
-
-
-def test_the_share_of_tokens_without_recorded_experts() -> None:
-    """3 of two rows of 2 tokens each; nothing where nothing is recorded."""
     batch = scored([1, 2])
-    assert not [name for name in batch_metrics(batch) if "router_replay" in name]
-    batch.small["unknown_routes"] = np.array([1, 2])
+    assert not [
+        name for name in batch_metrics(batch) if name.startswith(("tool_call_counts", "training/router_replay"))
+    ]
+    batch.small["unknown_routes"] = np.array([1, 2])  # 3 tokens of two rows of 2 have no recorded experts
     assert batch_metrics(batch)["training/router_replay/unknown"] == 0.75
 
 
@@ -177,12 +174,7 @@ def test_throughput_by_hand() -> None:
 def test_the_page_explains_every_metric_of_the_code() -> None:
     """`_spread` takes the name of a family; the trainer's own tests compare the page with what a run reports."""
     names = metrics_in_code()
-    assert {
-        "actor/kl_loss",
-        "train/num_gen_batches",
-        "rollout_corr/rollout_rs_masked_fraction",
-        "staleness/spanning",
-    } <= names
+    assert {"actor/kl_loss", "rollout_corr/rollout_rs_masked_fraction", "staleness/spanning"} <= names
     families = {f"critic/{name}" for name in ("score", "rewards", "advantages", "returns", "values")}
     families.add("training/num_turns")
     expected = (names - families) | {f"{name}/mean" for name in families}
@@ -220,17 +212,11 @@ def test_engines_that_have_joined_are_devices_too() -> None:
 
 
 def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
-    batch = DataProtoRef(
-        small={"weight_version": np.array([3, 5]), "last_weight_version": np.array([4, 5])}, num_rows=2
-    )
-    assert staleness_metrics(batch, 5, 2) == {
-        "staleness/mean": 1,
-        "staleness/max": 2,
-        "staleness/share/0": 0.5,
-        "staleness/share/1": 0,
-        "staleness/share/2": 0.5,
-        "staleness/spanning": 0.5,
-    }
+    versions = {"weight_version": np.array([3, 5]), "last_weight_version": np.array([4, 5])}
+    batch = DataProtoRef(small=versions, num_rows=2)
+    names = ("mean", "max", "share/0", "share/1", "share/2", "spanning")
+    by_hand = dict(zip((f"staleness/{name}" for name in names), (1, 2, 0.5, 0, 0.5, 0.5), strict=True))
+    assert staleness_metrics(batch, 5, 2) == by_hand
     with pytest.raises(GrpoDistError, match=r"0 to 2 updates old, and at most 1"):
         staleness_metrics(batch, 5, 1)
     with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):

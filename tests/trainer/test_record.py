@@ -41,17 +41,14 @@ def load(tmp_path: Path, *overrides: str) -> JobConfig:
     )[0]
 
 
-@pytest.mark.parametrize("loggers", ["[console]", "[]", "jsonl", "[tensorboard,jsonl]"])
 def test_messages_are_shown_unless_the_console_is_turned_off(
-    loggers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever else records the metrics."""
-    say(load(tmp_path, f"trainer.logger={loggers}"), "hello")
-    say(load(tmp_path, f"trainer.logger={loggers}", "trainer.console=false"), "nobody")
-    assert capsys.readouterr() == ("", "hello\n")
-
-
-def test_the_plan_says_where_metrics_go(tmp_path: Path) -> None:
+    for loggers in ("[console]", "[]", "jsonl", "[tensorboard,jsonl]"):
+        say(load(tmp_path, f"trainer.logger={loggers}"), "hello")
+        say(load(tmp_path, f"trainer.logger={loggers}", "trainer.console=false"), "nobody")
+        assert capsys.readouterr() == ("", "hello\n")
     assert load(tmp_path, "trainer.logger=wandb").trainer.records == ("jsonl", "console", "wandb")
     silent = load(tmp_path, "trainer.logger=[console,tensorboard]", "trainer.console=false")
     assert silent.trainer.records == ("jsonl", "tensorboard")
@@ -61,14 +58,6 @@ def test_the_run_directory_and_that_of_validation_alone(tmp_path: Path) -> None:
     assert make_run_dir(load(tmp_path)) == tmp_path / "run"
     assert make_run_dir(load(tmp_path)).is_dir(), "also where it is there"
     assert make_run_dir(load(tmp_path, "trainer.val_only=true")) == tmp_path / "run/val_only"
-
-
-def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file")
-    with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/run"):
-        make_run_dir(load(tmp_path))
-    with refuses(ConfigError, "trainer.default_local_dir=/proc/mine", "/proc "):
-        check_run_dir(Path("/proc/mine"))
 
 
 def test_the_config_is_written_whole_with_the_types_that_are_used(tmp_path: Path) -> None:
@@ -86,20 +75,17 @@ def opened(config: JobConfig, resumed: Resumed | None, steps: int = 9) -> None:
         trackers.log({"a": 1.0}, 5)
 
 
-def test_a_new_run_says_where_its_metrics_go_unless_there_is_no_console(
+def test_a_run_says_where_its_metrics_go_and_from_where_it_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    opened(load(tmp_path), None)
+    """Its record goes on behind the checkpoint: rows after it are dropped."""
+    opened(load(tmp_path, "trainer.console=false"), None)
+    assert capsys.readouterr() == ("", "")
+    config = load(tmp_path)
+    opened(config, None)
     told = capsys.readouterr().err
     says(told, f"{tmp_path}/run/metrics.jsonl")
     assert "resumed" not in told
-    opened(load(tmp_path, "trainer.console=false"), None)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_resumed_run_says_from_where_and_what_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And its record goes on behind the checkpoint: rows after it are dropped."""
-    config = load(tmp_path)
     (make_run_dir(config) / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "a": 0}}\n' for step in (3, 4, 6)))
     folder = tmp_path / "run/global_step_4"
     opened(config, Resumed(folder, run_state(4), ["optim.lr: 1 -> 2"]))
@@ -115,31 +101,14 @@ def test_a_run_with_nothing_to_train_says_what_to_raise(tmp_path: Path, capsys: 
     assert "total_training_steps" not in capsys.readouterr().err
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from grpo_dist.trainer.record import run_lock
-with run_lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_another_process_is_told_who_is_at_work_until_that_one_is_killed(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with refuses(ConfigError, "another run", f"process {other.pid}", f"trainer.default_local_dir={tmp_path}"):
-            with run_lock(tmp_path):
-                raise AssertionError("two at once")
-        other.kill()
-    with run_lock(tmp_path):
-        assert (tmp_path / FILE_NAME).read_text().startswith(f"process {os.getpid()} on ")
-
-
-def test_it_is_let_go_of_at_the_end_and_not_inherited_by_processes_that_outlive_the_run(tmp_path: Path) -> None:
+def test_who_is_at_work_is_told_and_the_lock_not_inherited_by_processes_that_outlive_the_run(tmp_path: Path) -> None:
+    """The kernel lets go of it with the file, also where the process is killed."""
     command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
     with run_lock(tmp_path):
+        assert (tmp_path / FILE_NAME).read_text().startswith(f"process {os.getpid()} on ")
+        with refuses(ConfigError, "another run", f"process {os.getpid()}", f"trainer.default_local_dir={tmp_path}"):
+            with run_lock(tmp_path):
+                raise AssertionError("two at once")
         child = subprocess.Popen(command, close_fds=False, stdout=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n", "its program runs: the kernel closes files only as that begins"
@@ -164,7 +133,12 @@ def test_a_file_system_without_locks_is_told(
     assert "no lock" in caplog.text
 
 
-def test_a_directory_that_must_not_be_entered_or_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_made_or_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").write_text("a file")
+    with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/run"):
+        make_run_dir(load(tmp_path))
+    with refuses(ConfigError, "trainer.default_local_dir=/proc/mine", "/proc "):
+        check_run_dir(Path("/proc/mine"))
     with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/none", "written"), run_lock(tmp_path / "none"):
         pass
 

@@ -43,18 +43,9 @@ def retraining(
     tmp_path: Path, *overrides: str, answers: Sequence[str] = tuple(f"#### {i}" for i in range(6)), model: str = MODEL
 ) -> tuple[Retraining, Ranks]:
     """Each step samples these answers to a question of its own, the even ones right; steps of one end in a |."""
-    config = load_config(
-        [
-            "recipe=deepseekmath_iterative",
-            f"reward_model.model.path={model}",
-            f"trainer.default_local_dir={tmp_path}",
-            f"{RETRAIN}.freq=2",
-            f"{RETRAIN}.train_batch_size=8",
-            "reward_model.replay_share=0.5",
-            *overrides,
-        ]
-    )[0]
-    ranks = Ranks()
+    keys = ("recipe=deepseekmath_iterative", f"reward_model.model.path={model}", "reward_model.replay_share=0.5")
+    often = (f"{RETRAIN}.freq=2", f"{RETRAIN}.train_batch_size=8", f"trainer.default_local_dir={tmp_path}")
+    config, ranks = load_config([*keys, *often, *overrides])[0], Ranks()
 
     async def write(batch: Any, path: str, conversations: dict[str, Any]) -> None:
         parts = [answer.split("|") for answer in answers]

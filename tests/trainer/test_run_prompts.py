@@ -26,17 +26,21 @@ from tests.models import policy_folder
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
 
 
+SIZES = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.max_prompt_length=64")
+
+
+def load_rows(file: Path, rows: list[dict], *overrides: str, **needs: RowNeeds) -> tuple[Prompts, list[str]]:
+    """Prompts of a file with these rows; batches of 2."""
+    file.write_text("\n".join(map(json.dumps, rows)))
+    keys = (f"data.train_files={file}", "data.val_files=null", "data.max_response_length=64", *SIZES)
+    config, _ = load_config([*keys, *overrides])
+    return load_run_prompts(config, policy_folder(config), **needs)
+
+
 def load(tmp_path: Path, *overrides: str, contents: list[str | list]) -> tuple[Prompts, list[str]]:
-    """Prompts of a file with one row per content, also as validation set; batches of 2."""
-    lines = [
-        json.dumps({"data_source": "arithmetic", "prompt": content, "reward_model": {"ground_truth": "2"}})
-        for content in contents
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    lengths = ("data.max_prompt_length=64", "data.max_response_length=64")
-    sizes = (*lengths, "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    config, _ = load_config([f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", *sizes, *overrides])
-    return load_run_prompts(config, policy_folder(config))
+    """Prompts of a file with one row per content."""
+    row = {"data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
+    return load_rows(tmp_path / "rows.jsonl", [row | {"prompt": content} for content in contents], *overrides)
 
 
 def test_overlong_prompts_that_are_left_out_are_counted_and_named(tmp_path: Path) -> None:
@@ -125,13 +129,9 @@ def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
 
 def own(tmp_path: Path, needs: RowNeeds, *overrides: str, rows: list[dict]) -> tuple[Prompts, list[str]]:
     """Prompts of rows with columns of one's own, for a reward function with these needs."""
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.val_files=null")
-    keys = (*sizes, "data.max_prompt_length=64", "data.max_response_length=64")
     (tmp_path / "mine.py").touch()
     reward = f"custom_reward_function.path={tmp_path}/mine.py"
-    config, _ = load_config([f"data.train_files={tmp_path}/own.jsonl", reward, *keys, *overrides])
-    return load_run_prompts(config, policy_folder(config), needs)
+    return load_rows(tmp_path / "own.jsonl", rows, reward, *overrides, needs=needs)
 
 
 SUMS = [{"question": f"{i}+1?", "answer": i + 1} for i in range(3)]
@@ -162,14 +162,12 @@ def test_a_template_and_the_needs_of_the_reward_function(tmp_path: Path) -> None
         own(tmp_path, RowNeeds(), template, rows=rows)
 
 
-def test_where_a_model_scores_rows_without_a_name_are_called_data(tmp_path: Path) -> None:
+def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
+    """Where a model scores, rows without a name are called "data"."""
     model = ("reward_model.enable=true", "reward_model.model.path=some/model")
     prompts, notes = own(tmp_path, RowNeeds(), *model, rows=[{"prompt": "1+1?"}, {"prompt": "2+2?"}])
     assert [(each.prompt.data_source, each.prompt.ground_truth) for each in prompts.train] == [("data", None)] * 2
     assert notes == []
-
-
-def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
     built_in = "custom_reward_function.path=null"
     with refuses(DataError, "own.jsonl, line 1", "'data_source'", "data.data_source=", "custom_reward_function.path"):
         own(tmp_path, RowNeeds(), built_in, rows=SUMS)
@@ -177,11 +175,6 @@ def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
     assert prompts.train[0].prompt.data_source == "gsm8k"
     with refuses(ConfigError, "'sums'", "custom_reward_function.path"):
         own(tmp_path, RowNeeds(), built_in, "data.data_source=sums", rows=SUMS)
-
-
-def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
-    with refuses(DataError, "data.train_batch_size=2", "1 rows", "at most 1"):
-        load(tmp_path, contents=["1+1=?"])
 
 
 def with_tools(tmp_path: Path, template: str = QWEN3) -> list[str]:
@@ -192,19 +185,16 @@ def with_tools(tmp_path: Path, template: str = QWEN3) -> list[str]:
     (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(TOOLS)
     agent = "actor_rollout_ref.rollout.agent"
-    return [
-        f"actor_rollout_ref.model.path={folder}",
-        f"{agent}.default_agent_loop=tool_agent",
-        f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:add'], tool_parser: hermes}}",
-        "data.max_prompt_length=1000",
-    ]
+    tools = f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:add'], tool_parser: hermes}}"
+    return [f"actor_rollout_ref.model.path={folder}", f"{agent}.default_agent_loop=tool_agent", tools]
 
 
 def test_prompts_tell_of_the_tools_and_are_as_long_as_that(tmp_path: Path) -> None:
-    overrides = [*with_tools(tmp_path), "data.apply_chat_template_kwargs={enable_thinking: false}"]
+    length = "data.max_prompt_length=1000"
+    overrides = [*with_tools(tmp_path), length, "data.apply_chat_template_kwargs={enable_thinking: false}"]
     prompts, (note,) = load(tmp_path, *overrides, contents=["1+1=?", "2+2=?", "1+" * 200])
     assert len(prompts.train) == 2
-    says(note, "1 of 3", "data.max_prompt_length=1000")
+    says(note, "1 of 3", length)
     tokenizer = load_tokenizer(str(tmp_path / "model"), trust_remote_code=False)
     text = tokenizer.decode(prompts.train[0].token_ids)
     schema = ToolAgent.template_kwargs({"tools": [f"{tmp_path}/mine.py:add"]})["tools"][0]
@@ -244,20 +234,13 @@ def session(elsewhere: None, capsys: pytest.CaptureFixture[str]) -> Callable[...
         rows = [{"question": f"{i}+{i}?", **{name: i for name in columns}} for i in (1, 2)]
         Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         Path("reward.py").write_text(code)
-        keys = ["data.train_files=sums.jsonl", "data.train_batch_size=2", "trainer.dry_run=true"]
-        keys += ["data.max_prompt_length=64", "data.max_response_length=64"]
-        status = main([*keys, "actor_rollout_ref.actor.ppo_mini_batch_size=2", *overrides])
+        keys = ("data.train_files=sums.jsonl", "data.max_response_length=64", "trainer.dry_run=true")
+        status = main([*keys, *SIZES, *overrides])
         shown = capsys.readouterr()
         assert "Traceback" not in shown.err
         return status, shown.out + shown.err
 
     return command
-
-
-def test_a_trl_function_with_column_arguments_and_a_template(session) -> None:
-    template = r"data.prompt_template='{question} (level {level})\n#### '"
-    columns = {"answer": "2", "level": 1}
-    assert session(f"{REWARD}=reward.py", "custom_reward_function.name=correct", template, **columns)[0] == 0
 
 
 def test_a_function_without_a_ground_truth_needs_no_answers(session) -> None:

@@ -21,12 +21,10 @@ from unittest.mock import patch
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.plan.commands import load_config
 from grpo_dist.plan.plan import make_plan
+from tests.plan.asked import load
 from tests.worker_settings import changed
 
-ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 EXPERTS = Path(__file__).with_name("experts")  # a config.json without weights
 PARTS = (  # of vLLM's config
     *("device_config.device_type", "use_v2_model_runner", "weight_transfer_config.backend"),
@@ -40,51 +38,44 @@ PARTS = (  # of vLLM's config
     *("parallel_config.distributed_timeout_seconds", "parallel_config.cpu_distributed_timeout_seconds"),
     "aux_output_config.enabled",  # experts are recorded
 )
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "original_max_position_embeddings": 512}
-R3 = "actor_rollout_ref.actor.router_replay.mode=R3"
+R3, FP8 = "actor.router_replay.mode=R3", "vllm.quantization=fp8"
+YARN = "{rope_type: yarn, rope_theta: 10000.0, factor: 64.0, original_max_position_embeddings: 512}"
 RUNS = {
-    "eight": ["cluster=node8"],
-    "one": ["cluster=single_gpu"],
-    "asleep": ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true"],
-    "unheeded": ["cluster=node8", f"{ROLLOUT}.free_cache_engine=true"],
-    "split": ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2", "actor_rollout_ref.nccl_timeout=77"],
-    "eager": ["cluster=node8", f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.max_num_seqs=32"],
-    "unchunked": [
-        *("cluster=node8", f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=64"),
-        *(f"{ROLLOUT}.max_num_seqs=64", f"{ROLLOUT}.kv_cache_memory_gib=1.5", f"{ROLLOUT}.dtype=fp16"),
-        f"{ROLLOUT}.gpu_memory_utilization=0.5",
-    ],
-    "long": [
-        *("cluster=node8", "data.max_response_length=30000", f"{ROLLOUT}.max_model_len=32768"),
-        *(f"{ROLLOUT}.enable_chunked_prefill=true", f"{ROLLOUT}.max_num_batched_tokens=2048"),
-        f"{MODEL}.head_dtype=fp32",
-        f"{MODEL}.override_config.max_position_embeddings=32768",
-        f"{MODEL}.override_config.rope_parameters={{{', '.join(f'{name}: {value}' for name, value in YARN.items())}}}",
-    ],
-    "own": ["cluster=node8", f"{VLLM}={{compilation_config: {{cudagraph_mode: PIECEWISE}}}}"],
-    "seeds": ["cluster=node8", f"{ROLLOUT}.deterministic=true"],
-    "drafts": ["cluster=node8", f"{VLLM}={{spec_method: ngram, spec_tokens: 4}}"],
-    "routes": ["cluster=node8", f"{MODEL}.path={EXPERTS}", R3],
-    "factors": ["cluster=single_gpu", f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=false"],
-    "fp8": ["cluster=node8", f"{VLLM}.quantization=fp8"],
+    "eight": "cluster=node8",
+    "one": "cluster=single_gpu",
+    "asleep": "cluster=single_gpu  rollout.free_cache_engine=true",
+    "unheeded": "cluster=node8  rollout.free_cache_engine=true",
+    "split": "cluster=node8  rollout.tensor_model_parallel_size=2  actor_rollout_ref.nccl_timeout=77",
+    "eager": "cluster=node8  rollout.enforce_eager=true  rollout.max_num_seqs=32",
+    "unchunked": "cluster=node8  rollout.enable_chunked_prefill=false  rollout.max_num_batched_tokens=64  "
+    "rollout.max_num_seqs=64  rollout.kv_cache_memory_gib=1.5  rollout.dtype=fp16  rollout.gpu_memory_utilization=0.5",
+    "long": "cluster=node8  data.max_response_length=30000  rollout.max_model_len=32768  model.head_dtype=fp32  "
+    "rollout.enable_chunked_prefill=true  rollout.max_num_batched_tokens=2048  "
+    f"model.override_config.max_position_embeddings=32768  model.override_config.rope_parameters={YARN}",
+    "own": "cluster=node8  vllm.compilation_config={cudagraph_mode: PIECEWISE}",
+    "seeds": "cluster=node8  rollout.deterministic=true",
+    "drafts": "cluster=node8  vllm.spec_method=ngram  vllm.spec_tokens=4",
+    "routes": f"cluster=node8  model.path={EXPERTS}  {R3}",
+    "factors": "cluster=single_gpu  model.lora_rank=8  model.lora.merge=false",
+    # at level 1: its weights stay
+    "factors_asleep": "cluster=single_gpu  model.lora_rank=8  model.lora.merge=false  rollout.free_cache_engine=true",
+    "fp8": f"cluster=node8  {FP8}",
 }
-RUNS["factors_asleep"] = [*RUNS["factors"], f"{ROLLOUT}.free_cache_engine=true"]  # at level 1: its weights stay
 # Rows for which vLLM asks its kernels for GPUs, so that its build for CPU cannot resolve them.
 BY_KERNELS = {"factors", "factors_asleep", "fp8", "float32 by fp8"}
 # What vLLM refuses: a run, changes of its engine's settings, and the override, or variable, that asks for them.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "routes uncached": ("routes", {"vllm": {"enable_prefix_caching": False}}, f"{VLLM}.enable_prefix_caching=false"),
+    "routes uncached": ("routes", {"vllm": {"enable_prefix_caching": False}}, "vllm.enable_prefix_caching=false"),
     "routes by the other runner": ("routes", {}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     "routes without experts": ("eight", {"records_routes": True}, R3),
-    "heads in eight parts": ("eight", {"tensor_model_parallel_size": 8}, f"{ROLLOUT}.tensor_model_parallel_size=8"),
-    "float32 by fp8": ("fp8", {"dtype": "float32"}, f"{ROLLOUT}.dtype=float32"),
+    "heads in eight parts": ("eight", {"tensor_model_parallel_size": 8}, "rollout.tensor_model_parallel_size=8"),
+    "float32 by fp8": ("fp8", {"dtype": "float32"}, "rollout.dtype=float32"),
 }
 
 
-def settings(overrides: list[str], **changes: Any) -> EngineSettings:
+def settings(run: str, **changes: Any) -> EngineSettings:
     """An engine's settings in a run, with changes that the run's rules may refuse."""
-    config, _ = load_config([f"{ROLLOUT}.kv_cache_memory_gib=null", *overrides])  # the built-in model names a size
-    found = make_plan(config).engine(0)
+    found = make_plan(load("rollout.kv_cache_memory_gib=null", run)).engine(0)  # the built-in model names a size
     return changed(found, path=resolve_model_path(found.model.path), **changes)
 
 
@@ -145,7 +136,7 @@ def look_at(model: str) -> None:
 
 def every_row() -> dict[str, tuple[EngineSettings, str]]:
     """By name: the settings of an engine, and a variable of its environment as NAME=VALUE, or ""."""
-    rows = {name: (settings(overrides), "") for name, overrides in RUNS.items()}
+    rows = {name: (settings(run), "") for name, run in RUNS.items()}
     for name, (run, changes, said) in REFUSED.items():
         rows[name] = (settings(RUNS[run], **changes), said if said.startswith("VLLM_") else "")
     return rows

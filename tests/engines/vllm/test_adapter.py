@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_roles import LoraSyncConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import adapter_args
-from grpo_dist.engines.weights.buckets import pack, unpack
+from grpo_dist.engines.weights.buckets import Bucket, pack, unpack
 from grpo_dist.errors import ConfigError, WeightSyncError
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
@@ -27,15 +26,17 @@ from tests.engines.vllm.split_rollout import SplitRolloutWorker
 from tests.engines.vllm.test_engine import (
     PROMPTS,
     assert_log_probs_equal,
+    damaged,
     generate,
-    hf_greedy,
-    hf_log_probs,
+    greedy,
+    hf_answers,
+    load,
+    of_folder,
     sampling,
+    started,
     submit,
-    tokens,
 )
 from tests.engines.vllm.test_tensor_parallel import split_settings
-from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.messages import refuses, says
 from tests.models import random_model
 from tests.processes import spawned, start_together
@@ -43,7 +44,6 @@ from tests.worker_settings import changed, engine_settings, lora, model_settings
 from tests.workers.test_weight_transport import TIMEOUT_S
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora": LoraSyncConfig(merge=False)}
-GREEDY = sampling(n=1, temperature=0.0, seed=None)
 
 
 def settings_of(path: str, **changes: Any) -> EngineSettings:
@@ -68,73 +68,56 @@ def test_only_layers_with_factors_get_room(random_models: dict[str, str], tmp_pa
 # --- real engines -------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def engine(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
-    with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as group:
-        group.call(0, "start", "start", settings_of(random_models["tied"]))
+    with started(settings_of(random_models["tied"])) as group:
         yield group
-        group.call_all("shutdown", "shutdown")
 
 
 @pytest.fixture(scope="module")
 def models(random_models: dict[str, str]) -> list[Any]:
     """The base model, and two with random factors."""
     import peft
-    import transformers
 
-    def base() -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-
-    found = [base()]
+    found = [of_folder(random_models["tied"])]
     for seed in (1, 2):
         torch.manual_seed(seed)
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-        found.append(peft.get_peft_model(base(), config).eval())
+        found.append(peft.get_peft_model(of_folder(random_models["tied"]), config).eval())
         for name, parameter in found[-1].named_parameters():
             if "lora_" in name:
                 parameter.data.normal_(std=0.3)
     return found
 
 
-def buckets(model: Any) -> list[Any]:
+def factors(model: Any) -> list[Bucket]:
     import peft
 
-    factors = peft.get_peft_model_state_dict(model)
-    found = list(pack(factors.items(), bucket_bytes=8000))
+    found = list(pack(peft.get_peft_model_state_dict(model).items(), bucket_bytes=8000))
     assert len(found) > 2
     return found
-
-
-def load(group: WorkerGroup, sent: list[Any], version: int, when_running: int | None = None) -> int:
-    stored = [ray.put(bucket) for bucket in sent]
-    if when_running is not None:
-        return group.call(0, "sync_weights", "load_weights_when_running", when_running, stored, version)
-    return group.call(0, "sync_weights", "load_weights", stored, version)
 
 
 @pytest.mark.deep
 @pytest.mark.ray
 def test_factors_take_the_place_of_those_before(engine: WorkerGroup, models: list[Any]) -> None:
     for version, model in enumerate(models, -1):
-        if version >= 0:
-            assert load(engine, buckets(model), version) == version
+        assert version < 0 or load(engine, 0, factors(model), version) == version
         found = generate(engine, 0, PROMPTS, sampling())
         assert set(found["weight_versions"].values.tolist()) == {version}
         assert_log_probs_equal(model, found)
-        assert tokens(generate(engine, 0, PROMPTS, GREEDY)) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
-    greedy = [[hf_greedy(model, prompt, 20) for prompt in PROMPTS] for model in models]
-    assert greedy[0] != greedy[1] != greedy[2], "the change shows"
+        assert greedy(engine) == hf_answers(model)
+    answers = [hf_answers(model) for model in models]
+    assert answers[0] != answers[1] != answers[2], "the change shows"
 
 
 @pytest.mark.deep
 @pytest.mark.ray
 def test_damaged_factors_leave_those_before_in_force(engine: WorkerGroup, models: list[Any]) -> None:
-    assert load(engine, buckets(models[1]), 10) == 10
-    sent = buckets(models[2])
-    data = sent[-1].data.copy()
-    data[-1] ^= 128
-    bad = [*sent[:-1], dataclasses.replace(sent[-1], data=data)]
-    for word, (some, version) in {"damaged": (bad, 11), "missing": (sent[:-1], 11), "after": (sent, 10)}.items():
+    assert load(engine, 0, factors(models[1]), 10) == 10
+    sent = factors(models[2])
+    refused = {"damaged": (damaged(sent), 11), "missing": (sent[:-1], 11), "after": (sent, 10)}
+    for word, (some, version) in refused.items():
         with refuses(WeightSyncError, word, "version 10"):
-            load(engine, some, version)
+            load(engine, 0, some, version)
         found = generate(engine, 0, PROMPTS, sampling())
         assert set(found["weight_version"].tolist()) == {10}
         assert_log_probs_equal(models[1], found)
@@ -145,29 +128,26 @@ def test_damaged_factors_leave_those_before_in_force(engine: WorkerGroup, models
 def test_requests_in_flight_go_on_and_the_kept_cache_serves_none_that_comes_later(
     engine: WorkerGroup, models: list[Any]
 ) -> None:
-    assert load(engine, buckets(models[1]), 20) == 20
+    """They had begun under the old factors."""
+    assert load(engine, 0, factors(models[1]), 20) == 20
     settings = sampling(n=4, max_tokens=55, ignore_eos=True)
     call = submit(engine, 0, PROMPTS[2], settings)
-    assert load(engine, buckets(models[2]), 21, when_running=4) == 21
+    assert load(engine, 0, factors(models[2]), 21, when_running=4) == 21
     _, data = engine.gather([call])[0]
-    assert set(data["weight_version"].tolist()) == {20}, "the request had begun under the old factors"
-    assert set(data["last_weight_version"].tolist()) == {21}, "and went on under the new ones"
-    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
-    for prompt, response, log_probs, versions in zip(*columns, strict=True):
-        expected = hf_log_probs(models[1], prompt, response)[versions == 20]
-        torch.testing.assert_close(log_probs[versions == 20], expected, atol=1e-4, rtol=0)
+    assert [set(data[name].tolist()) for name in ("weight_version", "last_weight_version")] == [{20}, {21}]
+    assert_log_probs_equal(models[1], data, 20)
     for _ in range(2):
         assert_log_probs_equal(models[2], generate(engine, 0, [PROMPTS[2]], settings))
 
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_factors_that_vllm_has_no_place_for(engine: WorkerGroup, models: list[Any]) -> None:
+def test_factors_that_vllm_has_no_place_for(engine: WorkerGroup) -> None:
     """The last test of the engine."""
     name = "base_model.model.model.layers.0.mlp.other_proj"
-    factors = {f"{name}.lora_A.weight": torch.zeros(4, 32), f"{name}.lora_B.weight": torch.zeros(32, 4)}
+    other = {f"{name}.lora_A.weight": torch.zeros(4, 32), f"{name}.lora_B.weight": torch.zeros(32, 4)}
     with refuses(ConfigError, "lora.merge=false", "model.layers.0.mlp.other_proj", "lora.merge=true"):
-        load(engine, list(pack(factors.items(), bucket_bytes=8000)), 30)
+        load(engine, 0, list(pack(other.items(), bucket_bytes=8000)), 30)
 
 
 def actor_class() -> type:
@@ -188,11 +168,9 @@ def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
     local_ray: None, random_models: dict[str, str]
 ) -> None:
     """By broadcast. A bucket that one process reads wrong costs nothing: the factors before stay in force in both."""
-    import transformers
-
     path = random_models["tied"]
     settings = policy_settings(model_settings(path, lora(), merge=False), weight_bucket_bytes=8000)
-    engine = changed(split_settings(path, "broadcast"), **LORA)
+    engine = changed(split_settings(path), **LORA)
     with (
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", SplitRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout,
@@ -200,25 +178,22 @@ def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
         start_together(Gang(actor).start(settings), rollout.ask(0, "start", "start", engine))
         transport = BroadcastTransport(2, TIMEOUT_S)
 
-        def answers() -> list[list[int]]:
-            return tokens(generate(rollout, 0, PROMPTS, GREEDY))
-
         def expected() -> list[list[int]]:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path)
+            model = of_folder(path)
             own = dict(model.named_parameters())
             for bucket in ray.get(actor.call_all("test", "export_parameters")[0]):
                 for name, tensor in unpack(bucket.data, bucket.entries):
                     own[name].data.copy_(tensor)
-            return [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+            return hf_answers(model)
 
-        assert answers() == expected()
+        assert greedy(rollout) == expected()
         for version in range(2):
-            before = answers()
+            before = greedy(rollout)
             actor.call_all("test", "perturb", version)
             sent = run(transport.sync(actor, rollout, [0], version=version, dtype="float32"))
             assert sent == {0: version}
-            assert answers() == expected() != before
-        before = answers()
+            assert greedy(rollout) == expected() != before
+        before = greedy(rollout)
         actor.call_all("test", "perturb", 2)
         rollout.call(0, "test", "damage", 1, 1)
         call = rollout.submit(0, "test", "receive_weights", 2)
@@ -226,5 +201,5 @@ def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
         error = run(outcomes({0: call}))[0]
         assert isinstance(error, WeightSyncError)
         says(error, "rank 1", "bucket 1", "version 1")
-        assert answers() == before
+        assert greedy(rollout) == before
         rollout.call_all("shutdown", "shutdown")

@@ -9,7 +9,6 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import clear_traces, engine_args, take_traces, tokenizer_args
 from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import EngineError
-from grpo_dist.plan.commands import load_config
 from grpo_dist.runtime.group import WorkerGroup
 from tests import golden
-from tests.config.refusals import refused
 from tests.engines.vllm.faked_gpu import BY_KERNELS, REFUSED, RUNS, every_row
 from tests.engines.vllm.test_engine import PROMPTS, generate, sampling
 from tests.messages import refuses, says
+from tests.plan.asked import load, overrides, refused
 from tests.worker_settings import changed, engine_settings
 
 FOLDER = Path(golden.__file__).parent
@@ -55,10 +53,10 @@ def test_the_build_for_cpu_told_of_gpus_says_what_theirs_has_said(tmp_path: Path
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_vllm_refuses_on_gpus_is_refused_before_it_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _, asked = REFUSED[name]
-    load_config(RUNS[run])
+    load(RUNS[run])
     if variable := asked.startswith("VLLM_"):
         monkeypatch.setenv(*asked.split("="))
-    says(refused(*RUNS[run], *[] if variable else [asked]), asked)
+    says(refused(RUNS[run], "" if variable else asked), *overrides(asked))
 
 
 def test_the_defaults_are_fast_and_the_log_probs_those_of_the_sampled_distribution() -> None:
@@ -85,23 +83,18 @@ def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TEXT = "She had 1234 and 100 apples;  it's 16-12.\n\tÉtienne's <|end|> Ⅳ ﬁ 両"
-SPECIAL = ["<|end|>", "<s>", "<unk>"]
 CORPUS = ["12 123 1234 16 100 1000 she had apples it's Étienne's"] * 50
+SPECIAL: dict[str, Any] = {"special_tokens": ["<|end|>", "<s>", "<unk>"], "show_progress": False}
 CLASSES = sorted({name for name in tokenization_auto.TOKENIZER_MAPPING_NAMES.values() if name} | {"LlamaTokenizerFast"})
 
 
 def byte_level() -> Tokenizer:
     """SmolLM2's form: digits apart."""
-    tokenizer = Tokenizer(models.BPE())
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = level
+    tokenizer, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = level, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, **SPECIAL))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
-    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
@@ -111,8 +104,7 @@ def sentence_pieces() -> Tokenizer:
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(CORPUS, trainers.UnigramTrainer(vocab_size=60, unk_token="<unk>", **SPECIAL))
     return tokenizer
 
 
@@ -143,16 +135,12 @@ def of_vllm(arguments: Any) -> Any:
     return get_tokenizer(arguments["tokenizer"], tokenizer_mode=arguments["tokenizer_mode"], trust_remote_code=False)
 
 
-def all_names() -> Iterator[tuple[str, str]]:
-    yield from (("llama", name) for name in CLASSES)
-    yield from ((model_type, "GPT2Tokenizer") for model_type in ("qwen2", "phi3", "deepseek_v3", "mistral", "gemma3"))
-
-
 @pytest.mark.deep
 def test_vllms_tokens_are_those_of_training(folder: Path, tmp_path: Path) -> None:
-    differing = 0
-    conversation = [{"role": "user", "content": TEXT}]
-    for number, (model_type, name) in enumerate(all_names()):
+    differing, conversation = 0, [{"role": "user", "content": TEXT}]
+    names = [("llama", name) for name in CLASSES]
+    names += [(kind, "GPT2Tokenizer") for kind in ("qwen2", "phi3", "deepseek_v3", "mistral", "gemma3")]
+    for number, (model_type, name) in enumerate(names):
         settings = called(folder, model_type, name)
         mine = load_tokenizer(str(folder), trust_remote_code=False)
         theirs = of_vllm(tokenizer_args(settings, str(tmp_path / str(number))))
@@ -187,9 +175,6 @@ def test_an_engine_without_texts_has_no_tokenizer_and_a_named_one_wins(folder: P
     assert engine_args(named, folder=str(tmp_path)).tokenizer == "another"
 
 
-SETTINGS = engine_settings(kv_cache_memory_gib=None)
-
-
 @pytest.mark.deep
 @pytest.mark.ray
 def test_a_profile_has_the_engines_steps_each_time(rollouts: WorkerGroup, tmp_path: Path) -> None:
@@ -206,43 +191,33 @@ def test_a_profile_has_the_engines_steps_each_time(rollouts: WorkerGroup, tmp_pa
         tokens = sum(int(found[1]) + int(found[2]) for found in counts if found)
         assert tokens == len(PROMPTS) * 2 * 4, "of all steps, whenever each prompt came"
         assert {"aten::embedding", "aten::linear"} & set(names)
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_an_engine_that_was_made_without_one_says_so(rollouts: WorkerGroup, tmp_path: Path) -> None:
-    with refuses(EngineError, "vLLM", "profiler-config"):
+    with refuses(EngineError, "vLLM", "profiler-config"):  # of an engine that was made without one
         rollouts.call(1, "profile", "start_profile")
 
 
 @pytest.mark.parametrize(
-    ("written", "taken"),
+    ("written", "ends"),
     [
-        (["rank0.177.pt.trace.json.gz"], {"rollout_rank3.json.gz": "rank0.177.pt.trace.json.gz"}),
-        (
-            ["rank1.177.pt.trace.json.gz", "rank0.178.pt.trace.json.gz", "rank10.177.pt.trace.json.gz"],
-            {
-                "rollout_rank3_worker0.json.gz": "rank0.178.pt.trace.json.gz",
-                "rollout_rank3_worker1.json.gz": "rank1.177.pt.trace.json.gz",
-                "rollout_rank3_worker2.json.gz": "rank10.177.pt.trace.json.gz",
-            },
-        ),
+        (["rank0.177"], [""]),
+        (["rank0.178", "rank1.177", "rank10.177"], ["_worker0", "_worker1", "_worker2"]),
+        ([], []),
     ],
 )
-def test_each_process_of_an_engine_has_a_file(tmp_path: Path, written: list[str], taken: dict[str, str]) -> None:
-    settings = replace(SETTINGS, profile_dir=str(tmp_path / ".rollout3"))
+def test_each_process_of_an_engine_has_a_file(tmp_path: Path, written: list[str], ends: list[str]) -> None:
+    """Without one the reason is named."""
     folder = tmp_path / ".rollout3"
+    settings = engine_settings(kv_cache_memory_gib=None, profile_dir=str(folder))
     folder.mkdir()
     (folder / "rank7.1.pt.trace.json.gz").write_text("of a step that was not ended")
     clear_traces(settings)
     folder.mkdir()
-    for name in [*written, "rank0.profiler_out.txt"]:
+    for name in [*(f"{each}.pt.trace.json.gz" for each in reversed(written)), "rank0.profiler_out.txt"]:
         (folder / name).write_text(name)
-    take_traces(settings, tmp_path / "rollout_rank3.json.gz")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == taken
-
-
-def test_without_a_trace_the_reason_is_named(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, profile_dir=str(tmp_path / ".rollout0"))
-    with refuses(EngineError, f"{tmp_path}/.rollout0", "actor_rollout_ref.rollout.engine_kwargs.vllm.profiler_config"):
-        take_traces(settings, tmp_path / "rollout_rank0.json.gz")
+    if written:
+        take_traces(settings, tmp_path / "rollout_rank3.json.gz")
+    else:
+        with refuses(EngineError, str(folder), "actor_rollout_ref.rollout.engine_kwargs.vllm.profiler_config"):
+            take_traces(settings, tmp_path / "rollout_rank3.json.gz")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    pairs = zip(ends, written, strict=True)
+    assert found == {f"rollout_rank3{end}.json.gz": f"{each}.pt.trace.json.gz" for end, each in pairs}

@@ -21,41 +21,35 @@ from tests.worker_settings import changed, engine_settings
 # 35 % of the GPU, as cluster=single_gpu has it.
 FIRST = engine_settings(device="cuda", gpu_memory_utilization=0.35, kv_cache_memory_gib=None)
 REPLACED = changed(FIRST, kv_cache_memory_gib=20.0, footprint_gib=26.5)
+GIVEN = changed(FIRST, kv_cache_memory_gib=4.0)
 
 
-@pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When it was looked, in seconds since the start: waits take no time."""
-    passed = [0.0]
+def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> tuple[list[float], float]:
+    """What is free when it has waited, and for how many seconds, which pass at once.
 
-    async def sleep(seconds: float) -> None:
-        passed.append(passed[-1] + seconds)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    return passed
-
-
-def wait(settings: EngineSettings, *free_gib: tuple[float, ...]) -> list[GPU]:
-    """With so much free on each GPU of 80 GiB, look after look; then it stays."""
-    seen = iter(free_gib)
-    last: list[tuple[float, ...]] = []
+    With so much free on each GPU of 80 GiB, look after look; then it stays.
+    """
+    seen, last, passed = iter(free_gib), free_gib[0], [0.0]
 
     def look(count: int) -> list[GPU]:
-        last.append(next(seen, last[-1] if last else ()))
-        assert len(last[-1]) == count
-        return [
-            GPU(f"GPU {i}", int(free * GIB), 80 * GIB, " (held by process 7: 60 GiB)")
-            for i, free in enumerate(last[-1])
-        ]
+        nonlocal last
+        last = next(seen, last)
+        assert len(last) == count
+        held = " (held by process 7: 60 GiB)"
+        return [GPU(f"GPU {i}", int(free * GIB), 80 * GIB, held) for i, free in enumerate(last)]
 
-    with mock.patch.object(starting, "gpus", look):
-        return asyncio.run(wait_until_free(settings))
+    async def sleep(seconds: float) -> None:
+        passed.append(seconds)
+
+    with mock.patch.object(starting, "gpus", look), mock.patch.object(asyncio, "sleep", sleep):
+        found = asyncio.run(wait_until_free(settings))
+    return [gpu.free / GIB for gpu in found], sum(passed)
 
 
 def test_what_an_engine_needs() -> None:
     assert needed_gib(FIRST, 80.0) == 28.0, "the share that vLLM asks for"
     assert needed_gib(REPLACED, 80.0) == 26.5, "what the one before took"
-    assert needed_gib(changed(FIRST, kv_cache_memory_gib=4.0), 80.0) == 0.0, "vLLM finds out"
+    assert needed_gib(GIVEN, 80.0) == 0.0, "vLLM finds out"
 
 
 @pytest.mark.parametrize(
@@ -66,33 +60,24 @@ def test_what_an_engine_needs() -> None:
         (REPLACED, [20.0, 27.9], 1.0),
         (REPLACED, [30.0, 25.0, 26.5], 1.5),  # another role lets go of what it had taken for a moment
         (FIRST, [30.0, 50.0, 79.0, 79.0], 1.5),  # a process that was killed still gives back
+        (REPLACED, [30.0 + i / 128 for i in range(240)], 120.0),  # it never settles, and suffices all the same
     ],
+    ids=["first", "share", "replaced", "moment", "killed", "never"],
 )
-def test_it_waits_until_that_is_free_and_no_more_is_given_back(settings, free, seconds, looks: list[float]) -> None:
-    found = wait(settings, *((each,) for each in free))
-    assert found[0].free == int(free[-1] * GIB)
-    assert looks[-1] == seconds
+def test_it_waits_until_that_is_free_and_stays_so(settings: Any, free: list[float], seconds: float) -> None:
+    found, waited = wait(settings, *((each,) for each in free))
+    assert (found, waited) == ([pytest.approx(free[-1])], seconds)
 
 
-def test_every_gpu_of_the_engine_counts(looks: list[float]) -> None:
+def test_memory_that_does_not_become_free_on_each_gpu_of_the_engine() -> None:
     two = changed(REPLACED, tensor_model_parallel_size=2)
-    assert [gpu.free // GIB for gpu in wait(two, (40.0, 10.0), (40.0, 27.0))] == [40, 27]
+    assert wait(two, (40.0, 10.0), (40.0, 27.0))[0] == [40, 27]
     with refuses(EngineError, "GPU 1", "10 of 80 GiB", "120 s"):
         wait(two, (40.0, 10.0))
-
-
-def test_memory_that_does_not_become_free(looks: list[float]) -> None:
     with refuses(EngineError, "GPU 0", "19.2 of 80 GiB", "120 s", "28", "process 7: 60 GiB") as caught:
         wait(FIRST, (19.25,))
     says(caught, "actor_rollout_ref.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.kv_cache_memory_gib")
     says(caught, "lower", "offload", "actor_rollout_ref.actor.fsdp_config")
-    assert looks[-1] == 120.0
-
-
-def test_memory_that_never_settles_is_enough_all_the_same(looks: list[float]) -> None:
-    found = wait(REPLACED, *((30.0 + i / 100,) for i in range(500)))
-    assert found[0].free > 30 * GIB
-    assert looks[-1] == 120.0
 
 
 def test_what_an_engine_took() -> None:
@@ -100,7 +85,7 @@ def test_what_an_engine_took() -> None:
     before = [GPU("GPU 0", 79 * GIB, 80 * GIB), GPU("GPU 1", 70 * GIB, 80 * GIB)]
     after = [GPU("GPU 0", 51 * GIB, 80 * GIB), GPU("GPU 1", 41 * GIB, 80 * GIB)]
     assert footprint(FIRST, before, after, 20 * GIB) == Footprint(29.0, 20.0)
-    assert footprint(changed(FIRST, kv_cache_memory_gib=4.0), before, after, None) == Footprint(29.0, 4.0)
+    assert footprint(GIVEN, before, after, None) == Footprint(29.0, 4.0)
     with pytest.raises(AssertionError):
         footprint(FIRST, before, after, None)
 
@@ -138,33 +123,36 @@ class NVML:
 HELD = " (held by process 11: 1.5 GiB, process 12: some)"
 
 
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> NVML:
+    found = NVML()
+    monkeypatch.setattr(starting, "nvml_bindings", lambda: found)
+    return found
+
+
 @pytest.mark.parametrize(
     ("visible", "found"),
     [
-        (None, [("GPU 0", 1, ""), ("GPU 1", 2, "")]),
+        ("", [("GPU 0", 1, ""), ("GPU 1", 2, "")]),
         ("2,0,1", [("GPU 2", 3, HELD), ("GPU 0", 1, "")]),
         ("GPU-ab,GPU-cd", [("GPU GPU-ab", 3, HELD), ("GPU GPU-cd", 1, "")]),
     ],
 )
-def test_the_gpus_of_an_engine_of_two_processes(visible, found, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_an_engine_of_two_processes(
+    visible: str, found: list[Any], nvml: NVML, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that Ray shows its worker, by number or by name."""
-    nvml = NVML()
-    monkeypatch.setattr(starting, "nvml_bindings", lambda: nvml)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus(2) == [GPU(name, free * GIB, 8 * GIB, held) for name, free, held in found]
     assert nvml.open == 0
 
 
-def test_a_driver_that_does_not_tell_who_holds_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_tell_who_holds_memory_is_enough(nvml: NVML, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that does not tell how much is free is not."""
-    nvml = NVML()
 
     def refuse(handle: int) -> None:
         raise NVML.NVMLError("Insufficient Permissions")
 
-    monkeypatch.setattr(starting, "nvml_bindings", lambda: nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
     assert gpus(1) == [GPU("GPU 2", 3 * GIB, 8 * GIB, "")]

@@ -17,6 +17,8 @@ from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.errors import EngineError
 from tests.messages import refuses
 
+FOR_EVER = 10**9
+
 
 class Scheduler:
     """Requests by id, and the tokens they still want."""
@@ -40,8 +42,7 @@ class Engine:
     """Has what LocalLLM uses of vLLM's LLMEngine."""
 
     def __init__(self) -> None:
-        self.vllm_config = "config"
-        self.scheduler = Scheduler()
+        self.vllm_config, self.scheduler = "config", Scheduler()
         core = SimpleNamespace(scheduler=self.scheduler, pause_scheduler=self.pause, resume_scheduler=self.resume)
         self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: self.calls.append("shutdown"))
         self.calls: list[Any] = []
@@ -65,20 +66,18 @@ class Engine:
             self.scheduler.waiting = {}
         if self.stands:
             return []
-        running = self.scheduler.running = {name: left - 1 for name, left in self.scheduler.running.items()}
-        done = [name for name, left in running.items() if left == 0]
-        self.scheduler.running = {name: left for name, left in running.items() if left}
-        return [SimpleNamespace(request_id=name, finished=name in done) for name in running]
+        left = {name: tokens - 1 for name, tokens in self.scheduler.running.items()}
+        self.scheduler.running = {name: tokens for name, tokens in left.items() if tokens}
+        return [SimpleNamespace(request_id=name, finished=tokens == 0) for name, tokens in left.items()]
 
     def pause(self, mode: str, clear_cache: bool) -> None:
-        self.calls.append((mode, clear_cache, dict(self.scheduler.running)))
+        self.calls.append((mode, clear_cache, list(self.scheduler.running)))
         self.scheduler.state = "all"
 
     def resume(self) -> None:
         self.scheduler.state = "unpaused"
 
     def collective_rpc(self, method: str, args: tuple, kwargs: Any) -> list[Any]:
-        self.calls.append((method, args, kwargs))
         return ["answer"]
 
 
@@ -95,6 +94,14 @@ async def final(llm: LocalLLM, name: str, tokens: int) -> list[Any]:
     return [output async for output in llm.generate({}, tokens, name)]
 
 
+async def asked(engine: Engine, llm: LocalLLM, *names: str, tokens: int = FOR_EVER) -> list[asyncio.Future[Any]]:
+    """Requests that run."""
+    requests = [asyncio.ensure_future(final(llm, name, tokens)) for name in names]
+    while len(engine.scheduler.running) < len(names):
+        await asyncio.sleep(0)
+    return requests
+
+
 async def test_final_outputs_reach_those_who_asked(engine: Engine) -> None:
     llm = LocalLLM(None)
     found = await asyncio.gather(*(final(llm, name, tokens) for name, tokens in (("a", 5), ("b", 1))))
@@ -109,9 +116,7 @@ async def test_final_outputs_reach_those_who_asked(engine: Engine) -> None:
 
 async def test_an_aborted_or_cancelled_request_leaves_the_engine(engine: Engine) -> None:
     llm = LocalLLM(None)
-    aborted, cancelled = (asyncio.ensure_future(final(llm, name, 10**9)) for name in ("a", "b"))
-    while len(engine.scheduler.running) < 2:
-        await asyncio.sleep(0)
+    aborted, cancelled = await asked(engine, llm, "a", "b")
     await llm.abort("a")
     assert await aborted == []
     cancelled.cancel()
@@ -125,37 +130,30 @@ async def test_an_aborted_or_cancelled_request_leaves_the_engine(engine: Engine)
 async def test_a_pause_holds_requests_or_lets_them_end(engine: Engine, mode: str) -> None:
     llm = LocalLLM(None)
     engine.stands = True
-    first = asyncio.ensure_future(final(llm, "first", 10**9 if mode == "keep" else 3))
-    while not engine.scheduler.running:
-        await asyncio.sleep(0)
+    (first,) = await asked(engine, llm, "first", tokens=FOR_EVER if mode == "keep" else 3)
     pause = asyncio.ensure_future(llm.pause_generation(mode=mode, clear_cache=True))
     await asyncio.sleep(0)
     engine.stands = False
     await pause
     late = asyncio.ensure_future(final(llm, "late", 1))
-    kind, clear, held = engine.calls[-1]
-    assert (kind, clear, list(held)) == ("keep", True, ["first"] if mode == "keep" else [])
+    assert engine.calls[-1] == ("keep", True, ["first"] if mode == "keep" else [])
     assert await llm.collective_rpc("load weights") == ["answer"], "the thread answers meanwhile"
     assert not late.done()
     await llm.resume_generation()
     assert len(await late) == 1
-    if mode == "wait":
-        assert len(await first) == 1
-    else:
+    if mode == "keep":
         await llm.abort("first")
-        assert await first == []
+    assert len(await first) == (mode == "wait")
     await llm.pause_generation(mode=mode, clear_cache=False)  # an idle engine pauses at once
     llm.shutdown()
 
 
 async def test_a_step_that_fails_ends_all_requests(engine: Engine) -> None:
     llm = LocalLLM(None)
-    asked = asyncio.ensure_future(final(llm, "a", 10**9))
-    while not engine.scheduler.running:
-        await asyncio.sleep(0)
+    (request,) = await asked(engine, llm, "a")
     engine.breaks = True
     with refuses(RuntimeError, "luck"):
-        await asked
+        await request
     assert llm.errored
     with refuses(RuntimeError, "failed before", "luck"):
         await final(llm, "b", 1)
@@ -178,12 +176,12 @@ async def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
     """At the end of a run the driver aborts groups and shuts engines down, in any order. What still waits is told."""
     monkeypatch.setattr(vllm_engine, "DEATH_POLL_S", 0.01)
     rollout = VLLMEngine(None, SimpleNamespace(cleanup=lambda: None))  # type: ignore[arg-type]
-    rollout._llm = LocalLLM(None)
-    asked = asyncio.ensure_future(rollout._call(final(rollout._llm, "a", 10**9), timeout_s=None))
+    llm = rollout._llm = LocalLLM(None)
+    request = asyncio.ensure_future(rollout._call(final(llm, "a", FOR_EVER), timeout_s=None))
     rollout._running = {"group": {"a", "b"}}
     while not engine.scheduler.running:
         await asyncio.sleep(0)
     rollout.shutdown()
     await rollout.abort("group")
     with refuses(EngineError, "shut down"):
-        await asked
+        await request

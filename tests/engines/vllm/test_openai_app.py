@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from grpo_dist.agents import ToolAgent
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage
-from grpo_dist.engines.base import Response, ToolCall
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm import openai_app
 from grpo_dist.engines.vllm.openai_app import server_arguments, vllm_parser
 from grpo_dist.engines.vllm.starting import quiet_environment
 from grpo_dist.errors import ConfigError
-from tests.agents.speaking import MESSAGES, TOOLS, Speaker, call, parts, play, tokenizer_of
+from tests.agents.speaking import MESSAGES, call, tokenizer_of
 from tests.engines.vllm.speaking_engine import OPTIONS, SpeakingEngine
 from tests.messages import refuses, says
 from tests.worker_settings import changed, engine_settings
@@ -48,16 +46,14 @@ def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
     assert not found.disable_log_stats, "/metrics has nothing without them"
 
 
-def test_a_responses_usual_length_is_one_that_fits() -> None:
-    assert arguments().front.usage.sampling == {"temperature": 0.0, "max_tokens": 96, "stop": ["###"]}
-    longer = replace(SETTINGS, max_model_len=400)
-    assert arguments(settings=longer).front.usage.sampling["max_tokens"] == 200
-
-
-def test_the_models_own_sampling_counts_where_there_is_no_run() -> None:
-    assert arguments().generation_config == "vllm"
-    assert arguments(usage=Usage()).generation_config == "auto"
-    assert arguments(usage=Usage()).default_chat_template_kwargs is None
+def test_what_the_run_says_counts_and_where_there_is_none_the_models_own_sampling() -> None:
+    """A response's usual length is one that fits."""
+    found, longer = arguments(), arguments(settings=replace(SETTINGS, max_model_len=400))
+    assert found.front.usage.sampling == {"temperature": 0.0, "max_tokens": 96, "stop": ["###"]}
+    assert longer.front.usage.sampling["max_tokens"] == 200
+    none = arguments(usage=Usage())
+    assert (found.generation_config, none.generation_config) == ("vllm", "auto")
+    assert none.default_chat_template_kwargs is None
 
 
 def test_options_of_vllm_win() -> None:
@@ -96,7 +92,8 @@ def test_an_engine_argument_that_vllm_does_not_have_is_refused() -> None:
 
 
 # --- requests of agents in training ---------------------------------------------------------------------------------
-ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+INTEGER = {"type": "integer"}
+ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}}
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 STRICT = {
     CHAT: {"messages": MESSAGES, "tools": [{"type": "function", "function": ADD | {"strict": True}}]},
@@ -197,33 +194,8 @@ async def test_options_that_training_does_not_heed_are_refused(engine: SpeakingE
 
 # --- parsers ----------------------------------------------------------------------------------------------------------
 KEY = "tool_parser"
-SCHEMAS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Add.",
-            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-        },
-    }
-]
-XML = """<tool_call>
-<function=add>
-<parameter=a>
-2
-</parameter>
-<parameter=b>
-3
-</parameter>
-</function>
-</tool_call>"""
-
-
-def parsed(name: str, text: str) -> list[tuple[str, Any]]:
-    tokenizer = tokenizer_of()
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # which Qwen's tokenizers have
-    found = vllm_parser(name, tokenizer, SCHEMAS, key=KEY)(text)
-    return [(each.name, json.loads(each.arguments)) for each in found]
+SCHEMAS: list[dict[str, Any]] = [{"type": "function", "function": ADD | {"description": "Add."}}]
+XML = "<tool_call>|<function=add>|<parameter=a>|2|</parameter>|<parameter=b>|3|</parameter>|</function>|</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -232,19 +204,18 @@ def parsed(name: str, text: str) -> list[tuple[str, Any]]:
         ("hermes", "It is 5.", []),
         ("hermes", "So:\n" + call("add", '{"a": 2, "b": 3}') * 2, [("add", {"a": 2, "b": 3})] * 2),
         ("hermes", "<tool_call>\nadd(2, 3)\n</tool_call>", []),
-        ("qwen3_xml", f"<think>\nI add.\n</think>\n\n{XML}", [("add", {"a": 2, "b": 3})]),
+        ("qwen3_xml", "<think>\nI add.\n</think>\n\n" + XML.replace("|", "\n"), [("add", {"a": 2, "b": 3})]),
         ("qwen3_xml", "It is 5.", []),
         ("pythonic", "[add(a=2, b=3), add(a=4, b=5)]", [("add", {"a": 2, "b": 3}), ("add", {"a": 4, "b": 5})]),
     ],
 )
 def test_calls_are_found(name: str, text: str, found: list[tuple[str, Any]]) -> None:
-    assert parsed(name, text) == found
-
-
-def test_a_parser_does_not_remember_the_turn_before() -> None:
-    parse = vllm_parser("hermes", tokenizer_of(), SCHEMAS, key=KEY)
+    """Twice: a parser does not remember the turn before."""
+    tokenizer = tokenizer_of()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # which Qwen's tokenizers have
+    parse = vllm_parser(name, tokenizer, SCHEMAS, key=KEY)
     for _ in range(2):
-        assert parse(call("add", '{"a": 2}')) == [ToolCall("add", '{"a": 2}')]
+        assert [(each.name, json.loads(each.arguments)) for each in parse(text)] == found
         assert list(parse("5")) == []
 
 
@@ -252,27 +223,3 @@ def test_a_parser_does_not_remember_the_turn_before() -> None:
 def test_a_parser_that_is_not_there_or_needs_other_tokens(name: str) -> None:
     with refuses(ConfigError, f"{KEY}={name}"):
         vllm_parser(name, tokenizer_of(), SCHEMAS, key=KEY)
-
-
-def test_an_episode_in_hermes_form_is_the_conversation_that_qwen3_renders(tmp_path: Path) -> None:
-    """Two calls at once, a call that cannot be read, one of a tool that is not there, and the answer."""
-    (tmp_path / "mine.py").write_text(TOOLS)
-    kwargs = {"tools": [f"{tmp_path}/mine.py:add", f"{tmp_path}/mine.py:divide"], "tool_parser": "hermes"}
-    two = [("add", {"a": 2, "b": 3}), ("divide", {"a": 1, "b": 0})]
-    said = ["\n".join(call(name, json.dumps(given)) for name, given in two), "<tool_call>\nadd\n</tool_call>"]
-    said += [call("sum", "{}"), "<think>\nSo it is.\n</think>\n\n5"]
-    tokenizer, variables = tokenizer_of(), dict(ToolAgent.template_kwargs(kwargs))
-    episode = play(ToolAgent(**kwargs), Speaker(tokenizer, *said), variables)
-    assert [text for mask, text in parts(episode) if mask] == [f"{text}<|im_end|>" for text in said]
-    told = [text for mask, text in parts(episode) if not mask]
-    errors = [each.split("\n<tool_response>\n")[-1].partition("\n</tool_response>")[0] for each in told]
-    assert [text.partition(":")[0] for text in errors] == ["Error"] * 3
-    assert episode.metrics == {"tool_calls": 4, "tool_errors": 3}
-    whole: list[dict[str, Any]] = [*MESSAGES]
-    functions = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in two]
-    whole += [{"role": "assistant", "content": "", "tool_calls": functions}]
-    whole += [{"role": "tool", "content": "5"}, {"role": "tool", "content": errors[0]}]
-    for text, error in zip(said[1:], [*errors[1:], None], strict=True):
-        whole += [{"role": "assistant", "content": text}, *([{"role": "tool", "content": error}] if error else [])]
-    rendered = tokenizer.apply_chat_template(whole, tokenize=False, **variables)
-    assert tokenizer.decode(episode.prompt_ids + episode.token_ids) + "\n" == rendered

@@ -8,64 +8,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from grpo_dist.config.schema_roles import LoraSyncConfig
 from grpo_dist.engines.vllm.backend import VLLMBackend
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
-from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import EngineError, WeightSyncError
 from grpo_dist.protocol import DataProto
-from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.group import WorkerGroup
 from tests.engines.vllm.test_engine import (
     PROMPTS,
     assert_log_probs_equal,
     generate,
     hf_log_probs,
+    load,
+    of_folder,
     perturbed,
     sampling,
+    send,
+    started,
     submit,
 )
-from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.messages import refuses
-from tests.processes import spawned
 from tests.worker_settings import engine_settings
 
 LIMIT_S = 0.05
 
 
-class SlowToPause:
-    """vLLM with long responses in flight."""
-
-    def __init__(self) -> None:
-        self.pauses: list[dict[str, Any]] = []
-
-    async def pause_generation(self, **options: Any) -> None:
-        await asyncio.sleep(4 * LIMIT_S)
-        self.pauses.append(options)
-
-
-async def call(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = LIMIT_S) -> Any:
-    """As the engine's."""
-    return await asyncio.wait_for(coroutine, timeout_s)
-
-
-@pytest.mark.parametrize(("partial", "mode"), [(False, "wait"), (True, "keep")])
-async def test_pausing_takes_as_long_as_responses_do_and_is_done_once(partial: bool, mode: str) -> None:
-    llm = SlowToPause()
-    weights = WeightUpdater(llm, call, settings=engine_settings(partial_rollout=partial))
-    await weights.pause()
-    await weights.pause()
-    assert llm.pauses == [{"mode": mode, "clear_cache": True}]
-
-
-class Sleeper:
-    """vLLM with weights that reach it; writes down what it is asked."""
+class Told:
+    """vLLM with weights that reach it; writes down what it is asked. To pause takes as long as responses do."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -76,6 +51,10 @@ class Sleeper:
             self.asked.append((method,))
         return [self.receipt]
 
+    async def pause_generation(self, **options: Any) -> None:
+        await asyncio.sleep(4 * LIMIT_S)
+        self.asked.append(("pause_generation", *options.values()))
+
     def __getattr__(self, name: str) -> Any:
         async def ask(*args: Any, **options: Any) -> None:
             plain = [arg for arg in args if isinstance(arg, (list, str))]
@@ -84,25 +63,40 @@ class Sleeper:
         return ask
 
 
-def asleep(**changes: Any) -> tuple[WeightUpdater, Sleeper]:
-    settings, llm = engine_settings(device="cuda", free_cache_engine=True, shares_gpu=True, **changes), Sleeper()
-    return WeightUpdater(llm, call, settings=settings), llm
+async def call(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = LIMIT_S) -> Any:
+    """As the engine's."""
+    return await asyncio.wait_for(coroutine, timeout_s)
+
+
+def told(**changes: Any) -> tuple[WeightUpdater, Told]:
+    llm = Told()
+    return WeightUpdater(llm, call, settings=engine_settings(**changes)), llm
+
+
+async def asleep(**changes: Any) -> tuple[WeightUpdater, Told]:
+    weights, llm = told(device="cuda", free_cache_engine=True, shares_gpu=True, **changes)
+    await weights.sleep()
+    return weights, llm
 
 
 # Whose weights no sync brings, or not all of them.
 DRAFTS = {"vllm": {"speculative_config": {"method": "draft_model", "model": "small"}}}
-
-
+DAMAGED = {"fault": "weight bucket 1 is damaged"}
 UPDATE = [("wake_up", ["weights"]), ("start_weight_update",), ("update_weights",), ("finish_weight_update",)]
-
-
 WOKEN = [("wake_up", ["kv_cache"]), ("resume_generation",)]
+
+
+@pytest.mark.parametrize(("partial", "mode"), [(False, "wait"), (True, "keep")])
+async def test_pausing_takes_as_long_as_responses_do_and_is_done_once(partial: bool, mode: str) -> None:
+    weights, llm = told(partial_rollout=partial)
+    await weights.pause()
+    await weights.pause()
+    assert llm.asked == [("pause_generation", mode, True)]
 
 
 async def test_an_engine_that_sleeps_has_its_cache_again_when_the_actor_has_left_its_memory() -> None:
     """Which a call of its own says. It is asked to pause no more: it has. The next sync finds it awake."""
-    weights, llm = asleep()
-    await weights.sleep()
+    weights, llm = await asleep()
     await weights.pause()
     await weights.receive(0)
     assert llm.asked == [("sleep", 2, "wait"), *UPDATE, ("update_weight_version", "0")]
@@ -112,39 +106,40 @@ async def test_an_engine_that_sleeps_has_its_cache_again_when_the_actor_has_left
     llm.asked.clear()
     await weights.receive(1)
     await weights.wake()
-    later = llm.asked
     awake = [("pause_generation", "keep", True), *UPDATE[1:], ("update_weight_version", "1"), ("resume_generation",)]
-    assert later == awake
+    assert llm.asked == awake
     assert weights.version == 1
 
 
 async def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
     """Of level 1, from which vLLM has brought them back from CPU memory before it was to load others."""
-    weights, llm = asleep(**DRAFTS)
-    llm.receipt = {"loaded": 0, "fault": "weight bucket 0 is damaged"}
-    with refuses(WeightSyncError, "bucket 0", "damaged", "version -1"):
-        await weights.sleep()
+    weights, llm = await asleep(**DRAFTS)
+    llm.receipt = DAMAGED | {"loaded": 0}
+    with refuses(WeightSyncError, "bucket 1", "damaged", "version -1"):
         await weights.receive(0)
     await weights.wake()
     assert llm.asked == [("sleep", 1, "wait"), *UPDATE, *WOKEN]
 
 
-async def test_an_engine_that_dropped_its_weights_samples_nothing_until_whole_ones_come() -> None:
-    """Not even where none were loaded: what it wakes up with is whatever was in that memory."""
-    weights, llm = asleep()
-    await weights.sleep()
+@pytest.mark.parametrize(("loaded", "held"), [(0, "dropped"), (1, "mixed")])
+async def test_an_engine_that_dropped_its_weights_sleeps_on_until_whole_ones_come(loaded: int, held: str) -> None:
+    """Even where none were loaded: what it would wake up with is whatever was in that memory."""
+    weights, llm = await asleep()
     weights.check_not_mixed()  # what is asked for meanwhile waits in vLLM
     with refuses(WeightSyncError, "version -1", "sleeps on"):
         await weights.receive(-1)
-    llm.receipt = {"loaded": 0, "fault": "weight bucket 0 is damaged"}
-    with refuses(WeightSyncError, "bucket 0", "dropped", "paused"):
+    llm.receipt = DAMAGED | {"loaded": loaded}
+    with refuses(WeightSyncError, "bucket 1", held, "paused"):
         await weights.receive(0)
+    await weights.wake()
     assert llm.asked == [("sleep", 2, "wait"), *UPDATE]
     with pytest.raises(EngineError):
         weights.check_not_mixed()
     llm.receipt = {"loaded": 3, "fault": ""}
     await weights.receive(1)
     weights.check_not_mixed()
+    await weights.wake()
+    assert llm.asked[1 + len(UPDATE) :] == [*UPDATE, ("update_weight_version", "1"), *WOKEN]
 
 
 @pytest.mark.parametrize(
@@ -164,54 +159,18 @@ def test_weights_that_no_sync_brings_wait_in_cpu_memory(changes: dict[str, Any],
     assert VLLMBackend().keeps_sleeping_weights(settings.rollout, settings.model) == keeps
 
 
-async def test_an_engine_that_slept_stays_paused_with_mixed_weights() -> None:
-    """vLLM's scheduler goes on by itself once the cache is there, so that sleeps on until a whole sync has come."""
-    weights, llm = asleep()
-    llm.receipt = {"loaded": 1, "fault": "weight bucket 1 is damaged"}
-    await weights.sleep()
-    with refuses(WeightSyncError, "bucket 1", "mixed", "paused"):
-        await weights.receive(0)
-    await weights.wake()
-    assert llm.asked == [("sleep", 2, "wait"), *UPDATE]
-    llm.receipt = {"loaded": 3, "fault": ""}
-    await weights.receive(1)
-    await weights.wake()
-    assert llm.asked[1 + len(UPDATE) :] == [*UPDATE, ("update_weight_version", "1"), *WOKEN]
-
-
-class Cache:
-    """The memory of vLLM's engine core."""
-
-    def __init__(self) -> None:
-        self.sleeping = {"weights", "kv_cache"}
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.sleeping -= set(tags)
-
-    @property
-    def is_sleeping(self) -> bool:
-        return bool(self.sleeping)
-
-
-class Core:
-    """What `EngineCore.wake_up` needs of an engine core."""
-
-    def __init__(self) -> None:
-        self.model_executor, self.goes_on = Cache(), False
-
-    def resume_scheduler(self) -> None:
-        self.goes_on = True
-
-
 async def test_vllm_goes_on_by_itself_once_its_cache_is_there() -> None:
     """Which is why the version is set before; and why a cache that sleeps keeps an engine from sampling."""
     from vllm.v1.engine.core import EngineCore
 
-    core: Any = Core()
+    went_on: list[bool] = []
+    memory = SimpleNamespace(is_sleeping=True, wake_up=lambda tags: None)
+    core: Any = SimpleNamespace(model_executor=memory, resume_scheduler=lambda: went_on.append(True))
     EngineCore.wake_up(core, ["weights"])
-    assert not core.goes_on
+    assert not went_on
+    memory.is_sleeping = False
     EngineCore.wake_up(core, ["kv_cache"])
-    assert core.goes_on
+    assert went_on
 
 
 # --- real engines -------------------------------------------------------------------------------------------------
@@ -219,57 +178,40 @@ KEPT, WHOLE = 0, 1  # ranks: one keeps the cache of what is in flight, one has i
 PROMPT = PROMPTS[2]  # longer than a block of the cache
 LONG = sampling(n=4, max_tokens=55, ignore_eos=True)
 VERSIONS = itertools.count()
+Models = tuple[Any, Any]  # with the old weights, and the new ones
 
 
 @pytest.fixture(scope="module")
 def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
     changes = ({"clear_kv_cache_on_update": False}, {"partial_rollout": False})
-    each = [engine_settings(random_models["tied"], **change) for change in changes]
-    with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
-        group.gather([group.submit(rank, "start", "start", each[rank]) for rank in (KEPT, WHOLE)])
+    with started(*(engine_settings(random_models["tied"], **change) for change in changes)) as group:
         yield group
-        group.call_all("shutdown", "shutdown")
 
 
 @pytest.fixture(scope="module")
-def models(random_models: dict[str, str]) -> tuple[Any, Any]:
-    """The old weights and the new ones."""
-    import transformers
-
-    old = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+def models(random_models: dict[str, str]) -> Models:
+    old = of_folder(random_models["tied"])
     return old, perturbed(old, 5)
 
 
-def send(group: WorkerGroup, rank: int, model: Any, version: int, when_running: int | None = None) -> Call:
-    weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=20_000)]
-    if when_running is not None:
-        return group.submit(rank, "sync_weights", "load_weights_when_running", when_running, buckets, version)
-    return group.submit(rank, "sync_weights", "load_weights", buckets, version)
-
-
-def updated_in_flight(group: WorkerGroup, rank: int, models: tuple[Any, Any]) -> tuple[DataProto, DataProto, int]:
+def updated_in_flight(group: WorkerGroup, rank: int, models: Models) -> tuple[DataProto, DataProto, int]:
     """A group that is in flight when the new weights come, one asked for right after that, and the old version."""
-    old = next(VERSIONS)
-    group.gather([send(group, rank, models[0], old)])
+    old = load(group, rank, models[0], next(VERSIONS))
     call = submit(group, rank, PROMPT, LONG)
     sync = send(group, rank, models[1], next(VERSIONS), when_running=LONG.n)
     after = submit(group, rank, PROMPT, LONG)
     (_, data), (_, later), version = group.gather([call, after, sync])
     assert version == old + 1
-    if rank == KEPT:
-        assert set(data["last_weight_version"].tolist()) == {version}
+    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
     return data, later, old
 
 
 @torch.no_grad()
-def log_probs_with_kept_cache(models: tuple[Any, Any], prompt: Any, response: Any, num_old: int) -> Any:
+def log_probs_with_kept_cache(models: Models, prompt: Any, response: Any, num_old: int) -> Any:
     """Of the tokens under the new weights: all that the old ones had read stays in the cache as it was."""
     old, new = models
     ids = torch.cat([prompt, response]).long().unsqueeze(0)
-    num_read = (
-        len(prompt) + num_old - 1
-    )  # the last one that the old weights sampled is the first that the new ones read
+    num_read = len(prompt) + num_old - 1  # the last that the old weights sampled is the first that the new ones read
     cache = old(input_ids=ids[:, :num_read], use_cache=True).past_key_values
     logits = new(input_ids=ids[:, num_read:-1], past_key_values=cache).logits[0] / LONG.temperature
     return torch.log_softmax(logits, -1).gather(-1, response[num_old:].long().unsqueeze(-1)).squeeze(-1)
@@ -277,37 +219,27 @@ def log_probs_with_kept_cache(models: tuple[Any, Any], prompt: Any, response: An
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, models: Models) -> None:
+    """And serves no request that comes later, whose prompt was computed under the old weights and is there."""
     data, _, old = updated_in_flight(engines, KEPT, models)
-    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
+    assert set(data["last_weight_version"].tolist()) == {old + 1}
+    assert_log_probs_equal(models[0], data, old)
     columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
     for prompt, response, log_probs, versions in zip(*columns, strict=True):
         num_old = int((versions == old).sum())
         assert versions.tolist() == [old] * num_old + [old + 1] * (LONG.max_tokens - num_old)
-        expected = hf_log_probs(models[0], prompt, response)[:num_old]
-        torch.testing.assert_close(log_probs[:num_old], expected, atol=1e-4, rtol=0)
         kept = log_probs_with_kept_cache(models, prompt, response, num_old)
         torch.testing.assert_close(log_probs[num_old:], kept, atol=1e-4, rtol=0)
         recomputed = hf_log_probs(models[1], prompt, response)[num_old:]
         assert (kept - recomputed).abs().max() > 1e-2, "the difference shows"
-
-
-@pytest.mark.deep
-@pytest.mark.ray
-def test_a_kept_cache_serves_no_request_that_comes_later(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
-    """Its prompt was computed under the old weights, and is there in the cache."""
-    updated_in_flight(engines, KEPT, models)
     for _ in range(2):
         assert_log_probs_equal(models[1], generate(engines, KEPT, [PROMPT], LONG))
 
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(
-    engines: WorkerGroup, models: tuple[Any, Any]
-) -> None:
-    old = next(VERSIONS)
-    engines.gather([send(engines, KEPT, models[0], old)])
+def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(engines: WorkerGroup, models: Models) -> None:
+    load(engines, KEPT, models[0], next(VERSIONS))
     assert_log_probs_equal(models[0], generate(engines, KEPT, [PROMPT], LONG))
     engines.call(KEPT, "sync_weights", "pause_for_weights")
     call = submit(engines, KEPT, PROMPT, LONG)
@@ -318,9 +250,8 @@ def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(
 
 @pytest.mark.deep
 @pytest.mark.ray
-def test_without_partial_rollouts_new_weights_wait_for_responses(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+def test_without_partial_rollouts_new_weights_wait_for_responses(engines: WorkerGroup, models: Models) -> None:
     data, later, old = updated_in_flight(engines, WHOLE, models)
-    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
     assert set(data["weight_versions"].values.tolist()) == {old}
     assert_log_probs_equal(models[0], data)
     (version,) = set(later["weight_versions"].values.tolist())

@@ -1,30 +1,37 @@
-"""Weight groups over gloo, between real processes that are in a default process group as well."""
+"""Weight groups over gloo, and buckets in shared memory, between real processes that are in a default group as well."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 
 from grpo_dist.engines.rendezvous import open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress
-from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, position_checksum, receive, send
-from grpo_dist.engines.weights.buckets import Header
+from grpo_dist.engines.weights import broadcast
+from grpo_dist.engines.weights.broadcast import CudaMemory, FileMemory, Receipt, WeightGroup, position_checksum, receive
+from grpo_dist.engines.weights.buckets import PREFIX, Header
 from grpo_dist.errors import WeightSyncError
 from tests.engines.train.plain import told
-from tests.messages import says
+from tests.messages import refuses, says
 from tests.ranks import run_ranks
 
 NAMES = tuple(f"layer.{i}" for i in range(6))
 BUCKET_BYTES = 3000  # each tensor of 50 * 20 numbers takes a bucket of its own in float32, two share one in bfloat16
-CPU = torch.device("cpu")
+ALL = Receipt(6)
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -42,16 +49,38 @@ class Peer:
         dist.broadcast_object_list(port, SENDER)
         self.port = port[0]
 
-    def join(self, generation: int, world_size: int, limit: float = 20.0, **options: Any) -> WeightGroup:
+    def join(
+        self, generation: int, world_size: int, limit: float = 20.0, places: tuple[str, ...] = (), **options: Any
+    ) -> WeightGroup:
+        """`places`: names of the ranks' devices, on which their memory is."""
+        make = FileMemory.__init__
+
+        def made(memory: FileMemory, device: torch.device) -> None:
+            make(memory, device)
+            memory.place = places[self.rank]
+
         address = GroupAddress("127.0.0.1", self.port, generation, world_size, limit, **options)
-        return WeightGroup(address, self.rank, CPU, self.store)
+        with mock.patch.object(FileMemory, "__init__", made):
+            return WeightGroup(address, self.rank, torch.device("cpu"), self.store)
 
     def sync(self, group: WeightGroup, tensors: Any, version: int, loaded: dict | None = None) -> Any:
         """The sender's error or "sent"; a receiver's receipt, with what it loaded put into `loaded`."""
         if self.rank >= group.address.num_senders:
             keep = {} if loaded is None else loaded
             return receive(group, version=version, load=lambda part: keep.update((n, t.clone()) for n, t in part))
-        return told(send, group, tensors, version=version, bucket_bytes=BUCKET_BYTES) or "sent"
+        return told(broadcast.send, group, tensors, version=version, bucket_bytes=BUCKET_BYTES) or "sent"
+
+
+def _peer(rank: int, world_size: int, work: Callable[..., Any], args: tuple, options: dict[str, Any]) -> Any:
+    peer = Peer(rank)
+    answer = work(peer, peer.join(1, world_size, **options), *args)
+    dist.barrier()  # the store must not go first
+    return answer
+
+
+def run_peers(world_size: int, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """`work(peer, group, *args)` on each rank of a group."""
+    return run_ranks(world_size, _peer, world_size, work, args, options)
 
 
 def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -77,15 +106,12 @@ def test_a_change_of_any_word_changes_the_checksum(dtype: torch.dtype) -> None:
     assert position_checksum(words.roll(1).view(torch.uint8)) != right
 
 
-def _round_trips(rank: int) -> Any:
-    peer = Peer(rank)
-    group = peer.join(1, 3)
+def _round_trips(peer: Peer, group: WeightGroup) -> Any:
     result = []
     for version, dtype in ((4, torch.float32), (5, torch.bfloat16)):
         loaded: dict[str, torch.Tensor] = {}
         answer = peer.sync(group, weights(version, dtype).items(), version, loaded)
-        right = rank == SENDER or equal(loaded, weights(version, dtype))
-        result.append((answer, right))
+        result.append((answer, peer.rank == SENDER or equal(loaded, weights(version, dtype))))
     default = torch.ones(1)
     dist.all_reduce(default)
     return result, default.item()
@@ -93,20 +119,18 @@ def _round_trips(rank: int) -> Any:
 
 def test_every_receiver_gets_every_tensor() -> None:
     """Twice over one group, in buckets smaller than the model; the default group goes on as before."""
-    sender, *receivers = run_ranks(3, _round_trips)
+    sender, *receivers = run_peers(3, _round_trips)
     assert sender == ([("sent", True)] * 2, 3.0)
-    assert receivers == [([(Receipt(6), True), (Receipt(6), True)], 3.0)] * 2
+    assert receivers == [([(ALL, True), (ALL, True)], 3.0)] * 2
 
 
-def _damaged_on_the_way(rank: int, bucket: int) -> Any:
-    peer = Peer(rank)
-    group = peer.join(1, 3)
-    broadcast, numbers = group.broadcast, count()
+def _damaged_on_the_way(peer: Peer, group: WeightGroup, bucket: int) -> Any:
+    plain, numbers = group.broadcast, count()
 
     def damaged(data: torch.Tensor) -> Any:
-        if next(numbers) == bucket and rank == SENDER:
+        if next(numbers) == bucket and peer.rank == SENDER:
             data[len(data) // 2] ^= 4
-        return broadcast(data)
+        return plain(data)
 
     with mock.patch.object(group, "broadcast", damaged):
         answer = peer.sync(group, weights(1).items(), 1)
@@ -115,37 +139,34 @@ def _damaged_on_the_way(rank: int, bucket: int) -> Any:
 
 @pytest.mark.parametrize("bucket", [0, 4])
 def test_a_flipped_bit_is_found_before_the_bucket_is_loaded(bucket: int) -> None:
-    sender, *receivers = run_ranks(3, _damaged_on_the_way, bucket)
+    sender, *receivers = run_peers(3, _damaged_on_the_way, bucket)
     assert sender == ("sent", "sent"), "the others are not held up"
     for first, second in receivers:
         assert first.loaded == bucket
         says(first.fault, f"bucket {bucket}", f"(layer.{bucket} to layer.{bucket})", "damaged", "checksum")
-        assert second == Receipt(6), "the group is good for the next sync"
+        assert second == ALL, "the group is good for the next sync"
 
 
-def _in_wrong_order(rank: int) -> Any:
-    peer = Peer(rank)
-    group = peer.join(1, 2)
+def _in_wrong_order(peer: Peer, group: WeightGroup) -> Any:
     publish = group.publish
 
-    def misnumber(version: int, number: int, header: Header | str) -> None:
-        assert isinstance(header, Header)
-        wrong = {1: 2, 2: 1}.get(number, number)
-        publish(version, number, dataclasses.replace(header, number=wrong))
+    def misnumber(version: int, number: int, header: Header) -> None:
+        publish(version, number, dataclasses.replace(header, number={1: 2, 2: 1}.get(number, number)))
 
     with mock.patch.object(group, "publish", misnumber):
         return peer.sync(group, weights(1).items(), 1)
 
 
 def test_buckets_in_wrong_order_are_refused() -> None:
-    receipt = run_ranks(2, _in_wrong_order)[1]
+    receipt = run_peers(2, _in_wrong_order)[1]
     assert receipt.loaded == 1
     says(receipt.fault, "bucket 2", "1")
 
 
-def _a_silent_receiver(rank: int, limit: float) -> Any:
-    peer = Peer(rank)
-    group = peer.join(1, 3, limit)
+LIMIT = 3.0
+
+
+def _a_silent_receiver(peer: Peer, group: WeightGroup) -> Any:
     gathered: list[str] = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,46 +175,36 @@ def _a_silent_receiver(rank: int, limit: float) -> Any:
             yield name, tensor
 
     started = time.monotonic()
-    if rank == 2:
-        receive(group, version=1, load=lambda part: time.sleep(3 * limit))
+    if peer.rank == 2:
+        receive(group, version=1, load=lambda part: time.sleep(3 * LIMIT))
         return None
     answer = peer.sync(group, tensors(), 1)
     took = time.monotonic() - started
-    again = peer.join(2, 2)
-    return answer, took, gathered, peer.sync(again, weights(2).items(), 1)
+    return answer, took, gathered, peer.sync(peer.join(2, 2), weights(2).items(), 1)
 
 
 @pytest.mark.deep
 def test_a_receiver_that_does_not_answer_is_given_up_in_time() -> None:
     """And the ranks that do answer form a group without it, in which the same sync can start anew."""
-    limit = 3.0
-    (sent, took, gathered, sent_again), (receipt, waited, _, received_again), _ = run_ranks(
-        3, _a_silent_receiver, limit
-    )
-    says(sent, "version 1", "group 1 of 3 ranks", "within 3 s")
-    assert took < 2.5 * limit
-    assert gathered == list(NAMES), "the other actor ranks would wait for the sender in every gather"
+    sender, receiver, _ = run_peers(3, _a_silent_receiver, limit=LIMIT)
+    says(sender[0], "version 1", "group 1 of 3 ranks", "within 3 s")
+    assert sender[2] == list(NAMES), "the other actor ranks would wait for the sender in every gather"
     # whoever's limit runs out first: the broadcast's, the sender's, or this receiver's own
-    assert "weight group 1" in receipt.fault or "sender" in receipt.fault
-    assert waited < 2.5 * limit
-    assert (sent_again, received_again) == ("sent", Receipt(6))
+    assert "weight group 1" in receiver[0].fault or "sender" in receiver[0].fault
+    assert max(sender[1], receiver[1]) < 2.5 * LIMIT
+    assert (sender[3], receiver[3]) == ("sent", ALL)
 
 
-def _a_gather_that_fails(rank: int) -> Any:
-    peer = Peer(rank)
-    group = peer.join(1, 2)
-
+def _a_gather_that_fails(peer: Peer, group: WeightGroup) -> Any:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(weights(1).items())[:3]
         raise RuntimeError("all-gather failed")
 
-    answer = peer.sync(group, tensors(), 1)
-    dist.barrier()  # the store must not go first
-    return answer
+    return peer.sync(group, tensors(), 1)
 
 
 def test_receivers_learn_at_once_that_the_sender_failed() -> None:
-    sender, receipt = run_ranks(2, _a_gather_that_fails)
+    sender, receipt = run_peers(2, _a_gather_that_fails)
     says(sender, "version 1", "2 weight buckets", "RuntimeError: all-gather failed")
     assert receipt.loaded == 2
     says(receipt.fault, "sender", "bucket 2", "RuntimeError: all-gather failed")
@@ -208,18 +219,149 @@ def test_a_receiver_leaves_the_group_in_which_it_failed() -> None:
     group.close.assert_called_once_with()
 
 
-def _a_rank_that_does_not_come(rank: int) -> str:
+def _refused(rank: int, generation: int, world_size: int, options: dict[str, Any]) -> str:
+    """What ranks are told that cannot join; both have come, however late one of them is."""
     peer = Peer(rank)
-    if peer.store is not None:  # both have come, however late one of them is
-        for here in (0, 1):
-            peer.store.set(f"weights/7/joined/{here}", "")
+    for here in (0, 1) if peer.store is not None else ():
+        peer.store.set(f"weights/{generation}/joined/{here}", "")
     dist.barrier()
-    with pytest.raises(WeightSyncError) as caught:
-        peer.join(7, 4, 4.0)
-    dist.barrier()  # the store must not go first
-    return str(caught.value)
+    message = told(peer.join, generation, world_size, **options)
+    dist.barrier()
+    return message
 
 
 def test_a_group_that_is_not_complete_names_who_is_missing() -> None:
-    expected = "weight group 7 of 4 ranks cannot be formed: rank 2, 3 did not come within 4 s"
-    assert run_ranks(2, _a_rank_that_does_not_come) == [expected] * 2
+    message = "weight group 7 of 4 ranks cannot be formed: rank 2, 3 did not come within 4 s"
+    assert run_ranks(2, _refused, 7, 4, {"limit": 4.0}) == [f"WeightSyncError: {message}"] * 2
+
+
+# --- in memory that ranks of a device share --------------------------------------------------------------------------
+def on(*places: str, senders: int = 1) -> dict[str, Any]:
+    """Options of a group; a wait that is not cut short fails the test by the time limit of the ranks."""
+    return {"limit": 200.0, "backend": "ipc", "places": places, "num_senders": senders}
+
+
+def own_files() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{PREFIX}-*-{os.getpid()}-*/*"))
+
+
+def _each_its_own(peer: Peer, group: WeightGroup) -> Any:
+    """Three actor ranks, of which two are on one GPU, and three workers; each rank would send other weights."""
+    found, receives = [], peer.rank >= 3
+    for version, dtype in ((4, torch.float32), (5, torch.bfloat16)):
+        loaded: dict[str, torch.Tensor] = {}
+        right = weights(10 * version + (0, 1, 2, 1, 0, 1)[peer.rank], dtype)
+        answer = peer.sync(group, right.items(), version, loaded) if group.sends or receives else None
+        found.append((answer, not receives or equal(loaded, right)))
+    dist.barrier()
+    left = len(own_files())
+    group.close()
+    return group.sends, found, left
+
+
+def test_the_first_actor_rank_of_a_device_sends_to_the_workers_on_it() -> None:
+    places = on("GPU a", "GPU b", "GPU b", "GPU b", "GPU a", "GPU b", senders=3)
+    first, second, third, *receivers = run_peers(6, _each_its_own, **places)
+    assert first == second == (True, [("sent", True)] * 2, 0), "and lets go of every bucket that all have taken"
+    assert third == (False, [(None, True)] * 2, 0)
+    assert receivers == [(False, [(ALL, True), (ALL, True)], 0)] * 3
+
+
+def _a_receiver_leaves(peer: Peer, group: WeightGroup) -> Any:
+    """Rank 2, on the first sender's GPU, cannot load its second bucket; rank 3 is on the other GPU."""
+    if peer.rank != 2:
+        return peer.sync(group, weights(1).items(), 1)
+    group.wait(group.broadcast(torch.empty(4032, dtype=torch.uint8)))  # the first bucket: 4,000 bytes, aligned
+    return group.close()
+
+
+def test_a_worker_that_leaves_is_noticed_at_once_and_only_on_its_own_device() -> None:
+    first, second, _, other = run_peers(4, _a_receiver_leaves, **on("GPU a", "GPU b", "GPU a", "GPU b", senders=2))
+    says(first, "version 1", "rank 2")
+    assert (second, other) == ("sent", ALL)
+
+
+def _a_receiver_is_killed(peer: Peer, group: WeightGroup) -> Any:
+    if peer.rank != SENDER:
+        return None
+    with mock.patch.object(broadcast, "is_alive", return_value=False):  # as of a process that was killed
+        return peer.sync(group, weights(1).items(), 1), len(own_files())
+
+
+def test_a_worker_that_is_killed_is_noticed_at_once() -> None:
+    answer, files = run_peers(2, _a_receiver_is_killed, **on("GPU", "GPU"))[0]
+    says(answer, "version 1", "1 weight buckets", "group 1 of 2 ranks", "rank 1")
+    assert files == 0, "the buckets go with the group"
+
+
+def test_an_engine_without_an_actor_rank_on_its_device_is_refused() -> None:
+    none, message = run_ranks(2, _refused, 1, 2, on("GPU a", "GPU b"))
+    assert none == ""
+    says(message, "WeightSyncError", "group 1 of 2 ranks", "rank 1", "(GPU b)", "checkpoint_engine.backend=ipc")
+
+
+# --- CUDA's handles -----------------------------------------------------------------------------------------------
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What torch says about a tensor of 192 bytes on a GPU, by the names of what it opens it with."""
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    said = dict.fromkeys(names) | {"tensor_cls": torch.Tensor, "storage_cls": torch.storage.TypedStorage}
+    said |= {"tensor_size": torch.Size([192]), "tensor_stride": (1,), "tensor_offset": 0, "dtype": torch.uint8}
+    said |= {"storage_device": 3, "storage_handle": b"\x00handle\xff", "storage_size_bytes": 512}
+    said |= {"storage_offset_bytes": 1024, "ref_counter_handle": b"/torch_7_8_9", "ref_counter_offset": 16}
+    said |= {"event_handle": b"\xfe" * 64, "event_sync_required": True, "requires_grad": False}
+    reduced = (reductions.rebuild_cuda_tensor, tuple(said[name] for name in names))
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: reduced)
+    properties = {0: SimpleNamespace(uuid="1f2e"), 1: SimpleNamespace(uuid="3d4c")}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+    return said
+
+
+def test_a_bucket_on_a_gpu_is_opened_as_torch_itself_would(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the number of the device, which is the receiver's own, and without unpickling anything."""
+    content, opened, order = torch.arange(192, dtype=torch.uint8), [], []
+
+    def rebuild(**arguments: Any) -> torch.Tensor:
+        opened.append(arguments)
+        return content
+
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append((device, target.tolist())))
+    told = json.loads(json.dumps(CudaMemory(torch.device("cuda")).share(content)))
+    target = torch.zeros(192, dtype=torch.uint8)
+    CudaMemory(torch.device("cuda", 1)).copy(told, target)
+    assert opened == [gpu | {"storage_device": 1}]
+    assert order == [(torch.device("cuda", 1), list(range(192)))], "the bytes are there before the sender hears so"
+
+
+def test_memory_that_cannot_be_opened_names_the_other_ways(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under WSL."""
+    denied = OSError(1, "pidfd_getfd: Operation not permitted")
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", mock.Mock(side_effect=denied))
+    shared = CudaMemory(torch.device("cuda")).share(torch.zeros(192, dtype=torch.uint8))
+    with refuses(RuntimeError, "pidfd_getfd", "GPU 1f2e", "checkpoint_engine.backend=object_store"):
+        CudaMemory(torch.device("cuda")).copy(shared, torch.zeros(192, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("expandable", [True, False])
+def test_no_bucket_is_shared_from_an_expandable_segment(
+    name: str, expandable: bool, gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers do not let another process open one; the allocator's other settings stay."""
+    settings: list[str] = []
+    monkeypatch.setenv(name, "max_split_size_mb:64" + ",expandable_segments:True" * expandable)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    shared, reduce = [], reductions.reduce_tensor
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda data: shared.append(data) or reduce(data))
+    content = torch.arange(192, dtype=torch.uint8)
+    CudaMemory(torch.device("cuda")).share(content)
+    asked = ["False", "True"] if expandable else []
+    assert settings == [f"max_split_size_mb:64,expandable_segments:{value}" for value in asked]
+    assert torch.equal(shared[0], content)
+    assert (shared[0] is content) == (not expandable), "copied while the setting was off"
+
+
+def test_gpus_are_told_apart_by_what_does_not_depend_on_the_process(gpu) -> None:
+    assert CudaMemory(torch.device("cuda")).place == CudaMemory(torch.device("cuda", 0)).place == "GPU 1f2e"
+    assert CudaMemory(torch.device("cuda", 1)).place == "GPU 3d4c"

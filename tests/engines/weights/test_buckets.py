@@ -1,4 +1,4 @@
-"""Buckets in shared memory: one at a time, and none that stays."""
+"""Buckets in shared memory: one at a time, and none that stays; buckets as differences to those before."""
 
 from __future__ import annotations
 
@@ -15,18 +15,7 @@ import pytest
 import torch
 
 from grpo_dist.engines.weights import buckets as module
-from grpo_dist.engines.weights.buckets import (
-    ALIGNMENT,
-    Bucket,
-    bucket_files,
-    check_buckets,
-    clear_left_behind,
-    crc32,
-    damage,
-    pack,
-    read_bucket,
-    unpack,
-)
+from grpo_dist.engines.weights.buckets import Bucket, Difference, Held, Sent, check_buckets, pack, unpack
 from grpo_dist.errors import WeightSyncError
 from tests.messages import refuses, says
 
@@ -59,8 +48,8 @@ def test_round_trip(bucket_bytes: int) -> None:
     for bucket in buckets:
         last = bucket.entries[-1]
         assert last.offset + last.num_bytes <= bucket_bytes or len(bucket.entries) == 1
-        assert len(bucket.data) <= -(-bucket_bytes // ALIGNMENT) * ALIGNMENT or len(bucket.entries) == 1
-        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
+        assert len(bucket.data) <= -(-bucket_bytes // module.ALIGNMENT) * module.ALIGNMENT or len(bucket.entries) == 1
+        assert all(entry.offset % module.ALIGNMENT == 0 for entry in bucket.entries)
         start = bucket.data.ctypes.data
         found = [tensor.data_ptr() for _, tensor in unpack(bucket.data, bucket.entries)]
         assert found == [start + entry.offset for entry in bucket.entries]
@@ -70,15 +59,11 @@ def test_round_trip(bucket_bytes: int) -> None:
 def test_buckets_by_hand() -> None:
     """Each tensor takes whole units of 64 bytes: 64 + 64 + 64 fit into 200; 64 + 128 do, 64 more do not."""
     buckets = list(pack(weights().items(), bucket_bytes=200))
-    assert [[entry.name for entry in b.entries] for b in buckets] == [
-        ["embed", "norm", "scale"],
-        ["steps", "head"],
-        ["turned"],
-    ]
-    assert [entry.offset for entry in buckets[0].entries] == [0, 64, 128]
-    assert [entry.num_bytes for entry in buckets[0].entries] == [30, 28, 4]
-    assert buckets[0].entries[0].dtype == "bfloat16"
-    assert buckets[0].entries[0].shape == (5, 3)
+    names = [[entry.name for entry in bucket.entries] for bucket in buckets]
+    assert names == [["embed", "norm", "scale"], ["steps", "head"], ["turned"]]
+    first = buckets[0].entries
+    assert [(entry.offset, entry.num_bytes) for entry in first] == [(0, 30), (64, 28), (128, 4)]
+    assert (first[0].dtype, first[0].shape) == ("bfloat16", (5, 3))
     larger = [("a", torch.zeros(4)), ("big", torch.arange(100.0)), ("b", torch.ones(4))]
     assert [[entry.name for entry in b.entries] for b in pack(larger, bucket_bytes=128)] == [["a"], ["big"], ["b"]]
     assert list(pack([], bucket_bytes=64)) == []
@@ -159,23 +144,23 @@ def test_one_bucket_is_there_at_a_time(memory: Path) -> None:
     buckets = list(pack(WEIGHTS.items(), bucket_bytes=256))
     assert len(buckets) == 3
     found = {}
-    for update in bucket_files(buckets):
+    for update in module.bucket_files(buckets):
         assert files_in(memory) == [Path(update["data"])]
-        bucket = read_bucket(update)
+        bucket = module.read_bucket(update)
         assert (bucket.number, bucket.last) == (len(found), len(found) == 2)
-        assert damage(bucket, crc32(bucket)) == ""
+        assert module.damage(bucket, module.crc32(bucket)) == ""
         found |= dict(unpack(bucket.data, bucket.entries))
     assert not list(memory.iterdir())
     assert {name: value.tolist() for name, value in found.items()} == {n: w.tolist() for n, w in WEIGHTS.items()}
 
 
 def test_damage_between_writing_and_reading_is_found(memory: Path) -> None:
-    files = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
+    files = module.bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
     update = next(files)
     with Path(update["data"]).open("r+b") as file:
         file.write(b"\x01")
-    bucket = read_bucket(update)
-    says(damage(bucket, crc32(bucket)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
+    bucket = module.read_bucket(update)
+    says(module.damage(bucket, module.crc32(bucket)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
     files.close()
     assert not list(memory.iterdir()), "a load that fails leaves nothing"
 
@@ -185,39 +170,138 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken note of it
     names = sorted("bucket" if len(path.name) == 32 else path.name for path in files_in(memory))
     assert names == ["bucket", "queue", module.SEGMENTS], "it was killed in the midst of a load"
-    outside = memory.parent / "outside"
-    outside.touch()
-    (memory / "queue of another").touch()
-    mine = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
+    outside, foreign, my_queue = memory.parent / "outside", memory / "queue of another", memory / "my queue"
+    for file in (outside, foreign, my_queue):
+        file.touch()
+    mine = module.bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
     in_use = Path(next(mine)["data"])
     assert f"-{os.getpid()}-" in in_use.parent.name
     elsewhere = memory / f"{module.PREFIX}-1-{2**30}-container"  # process ids of another namespace mean nothing here
     other = memory / f"{module.PREFIX}-notes"
     for folder in (elsewhere, other):
         folder.mkdir()
-    my_queue = memory / "my queue"
-    my_queue.touch()
     note = module.note_segments([my_queue.name])
-    clear_left_behind()
-    assert sorted(files_in(memory)) == sorted([in_use, my_queue, note / module.SEGMENTS, memory / "queue of another"])
+    module.clear_left_behind()
+    assert sorted(files_in(memory)) == sorted([in_use, my_queue, note / module.SEGMENTS, foreign])
     module.remove(note)
-    assert sorted(files_in(memory)) == sorted([in_use, memory / "queue of another"])
-    folders = [path for path in memory.iterdir() if path.is_dir()]
-    assert sorted(folders) == sorted([in_use.parent, elsewhere, other])
+    assert sorted(files_in(memory)) == sorted([in_use, foreign])
+    assert {path for path in memory.iterdir() if path.is_dir()} == {in_use.parent, elsewhere, other}
     assert outside.exists()
     mine.close()
     killed.wait()
+    assert not module.is_alive(killed.pid)
 
 
-def test_a_process_is_alive_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has ended, and that nobody has taken note of, holds no memory any more."""
-    process = subprocess.Popen(["sleep", "600"])
-    assert module.is_alive(process.pid)
-    assert module.is_alive(os.getpid())
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert not module.is_alive(process.pid)
-    process.wait()
-    assert not module.is_alive(process.pid)
+def test_a_process_of_which_nothing_may_be_known_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", mock.Mock(side_effect=PermissionError))
-    assert module.is_alive(1), "of which nothing may be known"
+    assert module.is_alive(1)
+
+
+# --- differences: what the sender has, to the bit --------------------------------------------------------------------
+SIZES = {"a": (40, 5), "b": (7,), "c": (300,)}
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.bfloat16) for name, shape in SIZES.items()}
+
+
+def packed(weights: dict[str, torch.Tensor]) -> list[Bucket]:
+    """Two buckets, as an engine gets them: read-only."""
+    found = list(pack(weights.items(), bucket_bytes=600))
+    assert [[entry.name for entry in bucket.entries] for bucket in found] == [["a", "b"], ["c"]]
+    for bucket in found:
+        bucket.data.flags.writeable = False
+    return found
+
+
+def assert_equal(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_only_what_has_changed_is_sent() -> None:
+    weights, sent, engine = model(), Sent(), Held(keeps=True)
+    first = list(sent.changes(packed(weights)))
+    assert all(isinstance(each, Bucket) for each in first)
+    assert sent.share == 1
+    engine.take(first)
+    weights["a"][3, 2], weights["b"][6] = 9.0, -9.0
+    second = list(sent.changes(packed(weights)))
+    assert [each.places.tolist() for each in second] == [[17, 224 + 6], []]
+    assert {each.words.dtype for each in second} == {np.dtype(np.uint16)}
+    assert sent.share == 2 * module.CHANGE_BYTES / sum(each.num_bytes for each in second)
+    assert_equal(unpacked(engine.take(second)), weights)
+
+
+def test_fifty_syncs_leave_the_senders_weights_to_the_bit() -> None:
+    weights, sent, engine = model(), Sent(), Held(keeps=True)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(50):
+        for value in weights.values():
+            changed = torch.rand(value.shape, generator=generator) < 0.05
+            value[changed] += torch.randn(value.shape, generator=generator, dtype=torch.bfloat16)[changed]
+        arrived = list(sent.changes(packed(weights)))
+        assert all(isinstance(each, Difference) for each in arrived) == (step > 0)
+        assert_equal(unpacked(engine.take(arrived)), weights)
+    weights["c"][0] = float("nan")
+    found = unpacked(engine.take(list(sent.changes(packed(weights)))))
+    assert found["c"][0].isnan()
+    assert [len(each.words) for each in sent.changes(packed(weights))] == [0, 0], "the same bits, though nan != nan"
+
+
+def test_a_bucket_of_which_much_has_changed_travels_whole() -> None:
+    """600 bytes are 300 words: 100 changes of 6 bytes are as long."""
+    weights, sent = model(), Sent()
+    list(sent.changes(packed(weights)))
+    weights["c"][:99] += 1
+    assert [type(each) for each in sent.changes(packed(weights))] == [Difference, Difference]
+    weights["c"][:107] += 1
+    assert [type(each) for each in sent.changes(packed(weights))] == [Difference, Bucket]
+    assert module.difference(packed(weights)[0], packed(weights)[1]) is None, "other tensors"
+    numbers = torch.arange(1.0, 65.0)  # of two words each
+    [before] = pack({"a": numbers}.items(), bucket_bytes=600)
+    numbers.view(torch.int32)[:8] += 1
+    [after] = pack({"a": numbers}.items(), bucket_bytes=600)
+    change = module.difference(before, after)
+    assert change is not None
+    assert change.places.tolist() == list(range(0, 16, 2)), "the low word of each"
+
+
+def test_a_receiver_that_lacks_the_last_sync_wants_the_whole() -> None:
+    weights, sent, late, new = model(), Sent(), Held(keeps=True), Held(keeps=True)
+    late.take(list(sent.changes(packed(weights))))
+    weights["a"][0] += 1
+    list(sent.changes(packed(weights)))
+    weights["a"][1] += 1
+    arrived = list(sent.changes(packed(weights)))
+    with refuses(WeightSyncError, "bucket 0", "damaged"):
+        late.take(arrived)
+    for engine in (late, new):
+        with refuses(WeightSyncError, "bucket 0", "not held"):
+            engine.take(arrived)
+    again = list(sent.changes(packed(weights), whole=True))
+    assert all(isinstance(each, Bucket) for each in again)
+    for engine in (late, new):
+        assert_equal(unpacked(engine.take(again)), weights)
+    weights["b"][0] += 1
+    arrived = list(sent.changes(packed(weights)))
+    assert_equal(unpacked(new.take(arrived)), weights)
+
+
+@pytest.mark.parametrize("fault", ["word", "place", "outside", "missing"])
+def test_a_damaged_difference_is_found_before_anything_is_loaded(fault: str) -> None:
+    weights, sent, engine = model(), Sent(), Held(keeps=True)
+    engine.take(list(sent.changes(packed(weights))))
+    weights["a"][0] += 1
+    first, *others = sent.changes(packed(weights))
+    changes = {
+        "word": {"words": first.words ^ 1},
+        "place": {"places": first.places + 1},
+        "outside": {"places": first.places + 1000},
+    }
+    others = others if fault != "missing" else []
+    with refuses(WeightSyncError, "missing" if fault == "missing" else "damaged"):
+        engine.take([dataclasses.replace(first, **changes.get(fault, {})), *others])
+    with refuses(WeightSyncError, "not held"):
+        engine.take(list(sent.changes(packed(weights))))

@@ -325,25 +325,7 @@ def gdpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
 
 
 NAMED = (
-    grpo,
-    grpo_passk,
-    rloo,
-    opo,
-    gpg,
-    maxrl,
-    lite_ppo,
-    scale_rl,
-    rl_zvp,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    distill,
-    gae,
-    grpo_process,
-    gdpo,
-    a2po,
-    rae,
-    optimal_token_baseline,
-    gigpo,
-)
+    grpo, grpo_passk, rloo, opo, gpg, maxrl, lite_ppo, scale_rl, rl_zvp, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, distill, gae, grpo_process, gdpo, a2po, rae, optimal_token_baseline, gigpo,
+)  # fmt: skip
 ESTIMATORS: dict[str, Estimator] = {estimator.__name__: estimator for estimator in NAMED}

@@ -76,12 +76,6 @@ def gspo(row: Row, options: Options) -> list[float]:
     return weighted(row, [ppo(r, a, options) for r, a in zip(ratios, row.advantages, strict=True)])
 
 
-def gspo_sequence(row: Row, options: Options) -> list[float]:
-    """GSPO (arXiv 2507.18071): PPO's clip of the whole response's s, differentiated through s; one A a response."""
-    s = math.exp(mean([n - o for n, o in zip(row.new, row.old, strict=True)]))
-    return [ppo(s, a, options) for a in row.advantages]
-
-
 def geo_mean(row: Row, options: Options) -> list[float]:
     """GMPO (arXiv 2507.20673): -A prod_t(min(ratio A, clip(ratio, e^-low, e^high) A) / A)^(1/|o|), one A a response.
 

@@ -85,20 +85,10 @@ def score_built_in(data_source: str, text: str) -> float:
     return scored(text, r"\frac{1}{2}", data_source).score
 
 
-@pytest.mark.parametrize(
-    ("data_source", "wrong"),
-    [
-        ("DigitalLearningGmbH/MATH-lighteval", 0.0),
-        ("lighteval/MATH", 0.0),
-        ("HuggingFaceH4/MATH-500", 0.0),
-        ("math_dapo", -1.0),
-        ("aime2024", -1.0),
-        ("HuggingFaceH4/aime_2024", -1.0),
-    ],
-)
-def test_built_in_for_verls_data_sources(data_source: str, wrong: float) -> None:
-    assert score_built_in(data_source, "Answer: 0.5") == 1.0
-    assert score_built_in(data_source, "Answer: 0.6") == wrong
+def test_dapos_scale_for_its_data_sources() -> None:
+    for data_source, wrong in (("lighteval/MATH", 0.0), ("math_dapo", -1.0), ("HuggingFaceH4/aime_2024", -1.0)):
+        assert score_built_in(data_source, "Answer: 0.5") == 1.0
+        assert score_built_in(data_source, "Answer: 0.6") == wrong
 
 
 def test_in_a_thread_that_is_not_the_main_one() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,9 +62,14 @@ def found(run_dir: Path) -> Path | None:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    for step in range(1, 5):
-        save(tmp_path, step)
+    before = os.umask(0)
+    try:
+        for step in range(1, 5):
+            save(tmp_path, step)
+    finally:
+        os.umask(before)
     assert steps(tmp_path) == [1, 2, 3, 4], "all are kept"
+    assert (tmp_path / "global_step_1").stat().st_mode & 0o777 == 0o700, "only the user may look into it"
     for step in (2, 4, 10):
         save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["global_step_10", "global_step_4", LATEST]
@@ -80,15 +83,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert manifest["step"] == 10
     assert manifest["versions"].keys() >= {"python", "torch", "ray", "transformers"}
     assert sorted(manifest["files"]) == sorted(set(FILES) - {"manifest.json"})
-
-
-def test_only_the_user_may_look_into_a_checkpoint(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        folder = save(tmp_path, 1)
-    finally:
-        os.umask(before)
-    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("harm", DAMAGE, ids=lambda harm: harm.__name__)
@@ -137,19 +131,15 @@ def test_without_a_pointer_the_newest_whole_one_is_found(
     says(caplog.text, LATEST, *said, "global_step_3: actor/__0_0.distcp", "damaged")
 
 
-def test_a_whole_checkpoint_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert found(tmp_path / "new") is None
+    assert found(tmp_path) is None
     save(tmp_path, 1)
     save(tmp_path, 2)
     assert found(tmp_path) == tmp_path / "global_step_2"
     (tmp_path / LATEST).write_text("1\n")  # by hand
     assert found(tmp_path) == tmp_path / "global_step_1"
-    assert caplog.text == ""
-
-
-def test_resume_modes(tmp_path: Path) -> None:
-    assert found(tmp_path / "new") is None
-    assert found(tmp_path) is None
-    save(tmp_path, 1)
+    assert caplog.text == "", "a whole one says nothing"
     assert find_checkpoint(tmp_path, "disable", None) is None
     assert find_checkpoint(tmp_path, "resume_path", str(tmp_path / "global_step_1")) == tmp_path / "global_step_1"
     with refuses(CheckpointError, f"trainer.resume_from_path={tmp_path}/nowhere", "folder"):
@@ -208,47 +198,29 @@ def test_a_file_that_a_worker_wrote_and_the_driver_does_not_see_is_an_error(tmp_
         publish_checkpoint(temporary, run_state(1), "", {"actor/__3_0.distcp": FileDigest(1, "")})
 
 
-SAVE = "import sys; from pathlib import Path; from tests.trainer.checkpoints import save; save(Path(sys.argv[1]), 2)"
-
-
-def test_a_disk_that_is_full_costs_only_the_new_checkpoint(tmp_path: Path) -> None:
-    """Shards fit, the manifest does not: the kernel refuses larger files, as it does on a full disk."""
-    save(tmp_path, 1)
-    largest = (tmp_path / "global_step_1/manifest.json").stat().st_size - 100
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        preexec_fn=limit,
-        cwd=Path(__file__).parents[3],
-        check=False,
-    )
-    says(done.stderr, "CheckpointError:", f"{tmp_path}/global_step_2", "too large", "disk space", "writable")
-    says(done.stderr, f"trainer.default_local_dir={tmp_path}")
-    assert names(tmp_path) == ["global_step_1", LATEST]
-    assert found(tmp_path) == tmp_path / "global_step_1"
-
-
-def test_a_disk_that_turns_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_or_turns_read_only_costs_only_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
 
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
+    key = f"trainer.default_local_dir={tmp_path}"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refused)
-        with refuses(CheckpointError, "write", "global_step_2.tmp", "Read-only", f"default_local_dir={tmp_path}"):
+        with refuses(CheckpointError, "write", "global_step_2.tmp", "Read-only", key):
             save(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(module, "flush_tree", refused)
-        with refuses(CheckpointError, "global_step_2", "Read-only"):
+        with refuses(CheckpointError, f"{tmp_path}/global_step_2", "Read-only", "disk space", "writable", key):
             save(tmp_path, 2)
     assert names(tmp_path) == ["global_step_1", LATEST]
+    assert found(tmp_path) == tmp_path / "global_step_1"
+    (tmp_path / "global_step_2.tmp").mkdir()
+    monkeypatch.setattr(module, "delete", refused)
+    with refuses(CheckpointError, key, tmp_path / "global_step_2.tmp"):
+        clear_leftovers(tmp_path)
 
 
 # --- keeping ---------------------------------------------------------------------------------------------------------
@@ -335,18 +307,6 @@ def test_what_is_in_the_place_of_a_checkpoint_hinders_nothing(tmp_path: Path, pu
     save(run_dir, 5)
     prune_checkpoints(run_dir, 1)
     assert found(run_dir) == run_dir / "global_step_5"
-
-
-def test_a_leftover_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    (tmp_path / "global_step_2.tmp").mkdir()
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(module, "delete", refuse)
-    with refuses(CheckpointError, f"trainer.default_local_dir={tmp_path}", tmp_path / "global_step_2.tmp"):
-        clear_leftovers(tmp_path)
 
 
 @pytest.mark.deep

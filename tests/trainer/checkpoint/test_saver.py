@@ -92,13 +92,10 @@ def test_the_next_save_waits_for_the_one_before_and_older_ones_go_only_when_it_i
     assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
     run(saver.finish())
     assert names(tmp_path) == ["global_step_2", LATEST]
-
-
-def test_without_async_save_it_is_waited_for(tmp_path: Path) -> None:
     saver, actor, ref = make_saver(tmp_path, "actor_rollout_ref.actor.checkpoint.async_save=false")
-    run(saver.begin(run_state(1)))
+    run(saver.begin(run_state(3)))
     run(saver.poll())
-    assert names(tmp_path) == ["global_step_1", LATEST]
+    assert "global_step_3" in names(tmp_path)
     assert (actor.waits, ref.begun) == (1, []), "a reference that has not moved is not saved"
 
 
@@ -136,13 +133,18 @@ def test_the_disk_is_asked_before_anything_is_written(tmp_path: Path) -> None:
 
 
 def test_what_was_begun_is_published_at_the_end(tmp_path: Path) -> None:
-    saver, _, _ = make_saver(tmp_path)
+    """And the first error is the one that shows."""
+    saver, actor, _ = make_saver(tmp_path)
     with saver.completing():
         run(saver.begin(run_state(1)))
     assert names(tmp_path) == ["global_step_1", LATEST]
     with pytest.raises(TrainingDiverged, match="nan"):
         saved_until(saver, 2, TrainingDiverged("nan"))
     assert "global_step_2" in names(tmp_path), "the weights before that step"
+    actor.error = CheckpointError("rank 0: no space")
+    with pytest.raises(TrainingDiverged, match="nan"):
+        saved_until(saver, 3, TrainingDiverged("nan"))
+    assert "global_step_3" not in names(tmp_path)
 
 
 def test_a_worker_that_dies_stays_what_it_is_and_one_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
@@ -173,14 +175,6 @@ def test_what_others_fail_at_meanwhile_costs_no_checkpoint(tmp_path: Path) -> No
     assert names(tmp_path) == ["global_step_1", "global_step_2", LATEST], "not all were asked for their part"
 
 
-def test_the_first_error_is_the_one_that_shows(tmp_path: Path) -> None:
-    saver, actor, _ = make_saver(tmp_path)
-    actor.error = CheckpointError("rank 0: no space")
-    with pytest.raises(TrainingDiverged, match="nan"):
-        saved_until(saver, 1, TrainingDiverged("nan"))
-    assert names(tmp_path) == []
-
-
 def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("grpo_dist.trainer.checkpoint.saver.time.monotonic", lambda: now)
@@ -197,18 +191,18 @@ def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pyt
 
 def test_a_checkpoint_knows_those_before_it_in_its_run(tmp_path: Path) -> None:
     """Also where the run goes on from one; not those of another run in the folder, or of steps that it has left."""
-    saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
-    for step in (1, 2, 3):
-        run(saver.begin(run_state(step)))
-        run(saver.finish())
+
+    def save(*steps: int, after: Path | None = None) -> None:
+        saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
+        if after is not None:
+            saver.resumed_from(after, read_state(after))
+        for step in steps:
+            run(saver.begin(run_state(step)))
+            run(saver.finish())
+
+    save(1, 2, 3)
     assert list(own_checkpoints(tmp_path)) == [1, 2, 3]
-    folder = tmp_path / "global_step_2"
-    saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
-    saver.resumed_from(folder, read_state(folder))
-    run(saver.begin(run_state(4)))
-    run(saver.finish())
+    save(4, after=tmp_path / "global_step_2")
     assert list(own_checkpoints(tmp_path)) == [1, 2, 4]
-    anew, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
-    run(anew.begin(run_state(1)))
-    run(anew.finish())
+    save(1)
     assert own_checkpoints(tmp_path) == {1: tmp_path / "global_step_1"}

@@ -24,6 +24,15 @@ def uids_of(result: Any) -> list[str]:
     return [request.uid for request in result.requests]
 
 
+def filtered(num_batches: int, share: float, num_groups: int) -> dict[str, float]:
+    """The metrics of filtering, of responses of 3 tokens."""
+    return {
+        "train/num_gen_batches": num_batches,
+        "train/filtered_groups": share,
+        "train/sampled_tokens": num_groups * N * 3,
+    }
+
+
 def test_without_filtering_one_batch_is_sampled() -> None:
     result = run(make_sampler({0: MIXED, 1: EQUAL}).rollout(1))
     assert uids_of(result) == ["step1-prompt0", "step1-prompt1"]
@@ -68,14 +77,12 @@ def test_with_spare_prompts_others_might_be_chosen_so_lost_data_are_told(monkeyp
 def test_groups_that_teach_nothing_are_replaced() -> None:
     """Prompts 0, 1: one is equal. 2, 3: both differ, of which one fills the batch and one is too many."""
     sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: MIXED}, FILTER)
+    order = sampler.order = RecordingOrder([0, 1], [2, 3])  # type: ignore[assignment]
     result = run(sampler.rollout(1))
     assert uids_of(result) == ["step1-prompt1", "step1-prompt2-try2"]
+    assert order.told == [{0: EQUAL, 1: MIXED}, {2: MIXED, 3: MIXED}], "of every group, dropped or not"
     assert result.batch["score"].tolist() == MIXED + MIXED
-    assert result.metrics == {
-        "train/num_gen_batches": 2,
-        "train/filtered_groups": 1 / 4,
-        "train/sampled_tokens": 4 * N * 3,
-    }
+    assert result.metrics == filtered(2, 1 / 4, 4)
     assert result.timings == {"gen": 2.0}
     assert len({request.sampling.seed for request in sampler.pump.requests}) == 4
     again = run(make_sampler({0: EQUAL, 1: MIXED}, FILTER).rollout(1))
@@ -84,20 +91,9 @@ def test_groups_that_teach_nothing_are_replaced() -> None:
 
 
 def test_the_search_for_groups_has_an_end() -> None:
-    sampler = make_sampler(
-        {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL}, FILTER, "algorithm.filter_groups.max_num_gen_batches=2"
-    )
     key = "algorithm.filter_groups.max_num_gen_batches=2"
     with refuses(GrpoDistError, key, "4 groups", "step 1", "1 of the 2", "score"):
-        run(sampler.rollout(1))
-
-
-def test_the_order_is_told_the_scores_of_every_group_dropped_or_not() -> None:
-    sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: EQUAL}, FILTER)
-    sampler.order = RecordingOrder()  # type: ignore[assignment]
-    result = run(sampler.rollout(1))
-    assert uids_of(result) == ["step1-prompt1", "step1-prompt2-try2"]
-    assert sampler.order.told == [{1: MIXED, 0: EQUAL}, {3: EQUAL, 2: MIXED}]
+        run(make_sampler({0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL}, FILTER, key).rollout(1))
 
 
 def test_dropped_groups_are_let_go_when_their_batch_of_prompts_is_complete() -> None:
@@ -116,11 +112,7 @@ def test_dropped_groups_are_let_go_when_their_batch_of_prompts_is_complete() -> 
     assert uids_of(result) == trains
     assert result.batch["uid"].tolist() == [trains[0]] * N + [trains[1]] * N
     assert (result.num_responses, result.timings) == (6 * N, {"gen": 3.0})
-    assert result.metrics == {
-        "train/num_gen_batches": 3,
-        "train/filtered_groups": 3 / 6,
-        "train/sampled_tokens": 6 * N * 3,
-    }
+    assert result.metrics == filtered(3, 3 / 6, 6)
     sampler.close(1)
     del result
     assert sampler.pump.held() == []
@@ -236,12 +228,6 @@ def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
     assert uids_of(result) == ["step1-prompt2-try2", "step1-prompt3-try2"]
 
 
-def test_dynamic_sampling_compares_the_scores_that_are_there() -> None:
-    nan = np.nan
-    scores = {0: [1.0, nan, 1, 1], 1: [-1.0, nan, -2, -2], 2: [nan, nan, nan, 1], 3: [nan, 0, 1, 1]}
-    assert uids_of(run(make_sampler(scores, FILTER).rollout(1))) == ["step1-prompt1", "step1-prompt3-try2"]
-
-
 def test_dapo_filters_by_right_and_wrong_not_by_the_punished_score() -> None:
     """Prompts 0 and 1: all right, of which some are too long. 2 and 3: mixed, and one response could not be scored."""
     right, mixed = [1.0, 0.5, 1.0, 0.2], [1.0, -0.5, 0.0, 0.0]
@@ -250,11 +236,7 @@ def test_dapo_filters_by_right_and_wrong_not_by_the_punished_score() -> None:
     sampler.pump.accuracies = accuracies
     result = run(sampler.rollout(1))
     assert uids_of(result) == ["step1-prompt2-try2", "step1-prompt3-try2"]
-    assert result.metrics == {
-        "train/num_gen_batches": 2,
-        "train/filtered_groups": 1 / 2,
-        "train/sampled_tokens": 4 * N * 3,
-    }
+    assert result.metrics == filtered(2, 1 / 2, 4)
 
 
 def test_smaller_batches_are_sampled_until_there_are_enough() -> None:

@@ -158,24 +158,21 @@ def terminate_in(
 
 
 def test_a_step_is_trained_validated_saved_and_reported_in_this_order(tmp_path: Path) -> None:
-    trainer, model, _ = make(tmp_path, "trainer.test_freq=2", "trainer.save_freq=2", "trainer.val_before_train=true")
+    """The last one also out of turn."""
+    twice = ("trainer.test_freq=2", "trainer.save_freq=2", "trainer.val_before_train=true")
+    trainer, model, _ = make(tmp_path / "a", *twice)
     trainer.fit()
     second, last = (
         [f"train {step}", f"validate {step}", f"save global_step_{step}.tmp", f"report {step}"] for step in (2, 4)
     )
     begin = ["validate 0", "report 0", "train 1", "report 1"]
     assert model.log == [*begin, *second, "train 3", "report 3", *last, "export huggingface fp32"]
-
-
-def test_the_last_step_is_validated_and_saved_also_out_of_turn(tmp_path: Path) -> None:
-    freq = ("trainer.test_freq=3", "trainer.save_freq=100", "trainer.export_hf_model=false")
-    trainer, model, _ = make(tmp_path, *freq)
-    trainer.fit()
-    asked = [each for each in model.log if each.startswith(("validate", "save"))]
-    assert asked == ["validate 3", "validate 4", "save global_step_4.tmp"]
-    assert model.log[-1] == "report 4", "nothing is exported"
     rows = sorted(row for batch in model.batches for row in batch)
     assert rows == sorted(f"rows.jsonl, line {number}" for number in range(NUM_ROWS)), "each once an epoch"
+    odd = ("trainer.test_freq=3", "trainer.save_freq=100", "trainer.export_hf_model=false")
+    trainer, model, _ = make(tmp_path / "b", *odd)
+    trainer.fit()
+    assert model.log[4:] == ["train 3", "validate 3", "report 3", *last], "nothing is exported"
 
 
 def test_metrics_of_a_step(tmp_path: Path) -> None:
@@ -196,9 +193,8 @@ def test_metrics_of_a_step(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_at_the_right_batch(tmp_path: Path) -> None:
     whole, undisturbed, _ = make(tmp_path / "whole", "trainer.total_epochs=2")
     whole.fit()
-    first, before, _ = make(
-        tmp_path / "run", "trainer.total_epochs=2", "trainer.save_freq=2", model=Model(fails_at=6)
-    )  # fmt: skip
+    saves = ("trainer.total_epochs=2", "trainer.save_freq=2")
+    first, before, _ = make(tmp_path / "run", *saves, model=Model(fails_at=6))
     with refuses(TrainingDiverged, "step 6") as caught:
         first.fit()
     says(caught.value.__notes__, "'train'", "step 6")
@@ -269,16 +265,15 @@ def test_what_is_reached_before_the_first_step_needs_none_and_what_is_not_reache
     assert "train 4" in model.log
 
 
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-
-
-@SIGNALS
-@pytest.mark.parametrize("method", ["train", "measure"])
+@pytest.mark.parametrize(
+    ("method", "step", "number"),
+    [("train", 1, signal.SIGTERM), ("train", 1, signal.SIGINT), ("measure", 2, signal.SIGTERM)],
+)
 def test_the_first_signal_in_a_step_lets_it_end_and_saves_it(
-    tmp_path: Path, method: str, number: signal.Signals
+    tmp_path: Path, method: str, step: int, number: signal.Signals
 ) -> None:
     trainer, model, told = make(tmp_path, "trainer.save_freq=100")
-    terminate_in(trainer, method, step=1 if method == "train" else 2, number=number)
+    terminate_in(trainer, method, step=step, number=number)
     assert told.rows[-1]["step"] == 2
     assert model.log[-2:] == ["report 2", "save global_step_2.tmp"]
     assert trainer.preemption.checkpoint == tmp_path / "global_step_2"
@@ -288,17 +283,13 @@ def test_the_first_signal_in_a_step_lets_it_end_and_saves_it(
     assert after.log[0] == "train 3", "the same command goes on from there"
 
 
-def test_sigterm_saves_nothing_twice(tmp_path: Path) -> None:
-    trainer, model, _ = make(tmp_path, "trainer.save_freq=2")
+def test_a_signal_saves_nothing_twice_and_the_second_one_leaves_at_once_without_a_checkpoint(tmp_path: Path) -> None:
+    trainer, model, _ = make(tmp_path / "one", "trainer.save_freq=2")
     terminate_in(trainer, "measure", step=2)
     assert [each for each in model.log if each.startswith("save")] == ["save global_step_2.tmp"]
-    assert (tmp_path / "global_step_2").is_dir()
-
-
-@SIGNALS
-def test_the_second_signal_leaves_at_once_without_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    trainer, model, _ = make(tmp_path, "trainer.save_freq=100")
-    terminate_in(trainer, "train", step=1, number=number, times=2)
+    assert (tmp_path / "one/global_step_2").is_dir()
+    trainer, model, _ = make(tmp_path / "two", "trainer.save_freq=100")
+    terminate_in(trainer, "train", step=1, number=signal.SIGINT, times=2)
     assert (trainer.preemption.checkpoint, model.log[-1]) == (None, "train 2")
 
 

@@ -1,7 +1,8 @@
-"""`grpo-dist eval`: the figures of models by hand, and which models are compared."""
+"""`grpo-dist generate` and `eval`: prompts from everywhere, asked as the run asked them, and the figures of models."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import Usage, check_model_folder, load_tokenizer
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.evaluate import Figures, compared, figures
+from grpo_dist.cli.generate import side_by_side
 from grpo_dist.cli.trained import Answers
 from grpo_dist.config.load import with_overrides
 from grpo_dist.data.prompts import Prompt
@@ -73,6 +75,17 @@ def test_a_difference_is_that_of_the_same_prompts() -> None:
     assert (second["prompts"], second["tokens"]) == (2, 4.0)
 
 
+def test_answers_are_shown_beside_each_other() -> None:
+    """In columns of the same width, which wrap; what has no room comes below, and one answer is shown as it is."""
+    assert list(side_by_side(["a  b\n\nc"], 20)) == ["a  b\n\nc"]
+    lines = list(side_by_side(["one two", "x\n\ny"], 52))
+    assert lines == ["[1]                       [2]", "one two                   x", "", "                          y"]
+    wide = list(side_by_side(["w " * 20, "z"], 52))
+    assert wide[1:3] == ["w w w w w w w w w w w w   z", "w w w w w w w w"]
+    below = list(side_by_side(["a", "b", "c"], 55))
+    assert below == ["[1]                        [2]", "a                          b", "[3]", "c"]
+
+
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A model that is right once, and one that is always; rows and a reward function in the present folder."""
@@ -82,7 +95,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     ]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("reward.py").write_text(FUNCTION)
-    base = scripted_model(tmp_path / "base", {"1+1": ["2"], "2+2": ["5"]})
+    base = scripted_model(tmp_path / "base", {"1+1": ["2", "3"], "2+2": ["5", "4"], "": ["hm", "well"]})
     return base, scripted_model(tmp_path / "trained", {"1+1": ["2"], "2+2": ["4"]})
 
 
@@ -94,60 +107,115 @@ def test_two_models_in_one_table(models: tuple[Path, Path], capsys: pytest.Captu
     first, second = json.loads(capsys.readouterr().out)
     assert (first["source"], first["model"], first["prompts"]) == ("mine", base, 2)
     assert first["acc mean@1"] == pytest.approx([0.5, 0.0945, 0.9055], abs=1e-4)  # Wilson's, of 1 in 2
-    assert second["acc mean@1"][0] == 1.0
-    assert second["mean@1 - first"][0] == 0.5
+    assert (second["acc mean@1"][0], second["mean@1 - first"][0]) == (1.0, 0.5)
     assert all("Be brief." in each["prompt"] and each["max_tokens"] == 9 for path in models for each in seen(path))
     written = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    assert [(row["model"], row["scores"]) for row in written] == [
-        (base, [2.0]), (base, [0.0]), (trained, [2.0]), (trained, [2.0]),
-    ]  # fmt: skip
+    scores = [(row["model"], *row["scores"]) for row in written]
+    assert scores == [(base, 2.0), (base, 0.0), (trained, 2.0), (trained, 2.0)]
 
     assert main(["eval", *told, "--limit", "1"]) == 0
     says(capsys.readouterr().out, "1 rows", "greedy", base, trained, "acc mean@1", "1.000")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["{base}", "--base"], ["--base", "{base}"]),
-        (["{base}", "--all-steps"], ["--all-steps", "{base}"]),
-        (["custom_reward_function.path=reward.py"], ["trainer.default_local_dir"]),
-        (["{base}", "--data", "gone.jsonl"], ["--data", "gone.jsonl"]),
-        (["{base}", "--data", "rows.jsonl"], ["'mine'", "custom_reward_function.path"]),
-        (["{base}", "data.val_files=[]"], ["data.val_files", "--data"]),
-        (["{base}", "custom_reward_function.path=reward.py:gone"], ["custom_reward_function.path", "reward.py:gone"]),
-        (["{base}", "--output", "rows.jsonl"], ["--output rows.jsonl"]),
-    ],
-)
-def test_mistakes(
-    arguments: list[str], parts: list[str], models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def filled(text: Any) -> str:
-        return str(text).format(base=models[0])
+@pytest.fixture
+def model(models: tuple[Path, Path]) -> Path:
+    return models[0]
 
-    assert main(["eval", *map(filled, arguments), ENGINE]) == 2
+
+def test_texts_are_answered_one_after_another(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(model), ENGINE, "--prompts", "2+2=?", "--prompts", "1+1=?", "--n", "2"]) == 0
+    assert capsys.readouterr().out == "5\n4\n2\n3\n"
+    first, second = seen(model)
+    assert (first["n"], first["temperature"]) == (2, 1.0), "greedy ones would be the same"
+    assert ("2+2" in first["prompt"], "1+1" in second["prompt"]) == (True, True)
+
+
+def test_as_the_run_asked(model: Path) -> None:
+    Usage(5, "Be brief.", {}, {"temperature": 0.5, "max_tokens": 3, "stop": ["end"]}).write(model)
+    for given in ([], ["--temperature", "0", "--max-tokens", "1"]):
+        assert main(["generate", str(model), ENGINE, "--prompts", "1+1=?", *given]) == 0
+    usual, asked = seen(model)
+    assert "Be brief." in usual["prompt"]
+    assert (usual["temperature"], usual["max_tokens"], usual["stop"]) == (0.5, 3, ["end"])
+    assert (asked["temperature"], asked["max_tokens"], asked["stop"]) == (0.0, 1, ["end"])
+
+
+def test_rows_of_a_file_are_scored_where_they_can_be(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(model), ENGINE, "--prompts", "rows.jsonl", "--n", "2"]
+    assert main([*arguments, "custom_reward_function.path=reward.py", "--output", "out.jsonl"]) == 0
+    says(capsys.readouterr().err, "2 prompts", "out.jsonl")
+    written = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert [row["responses"] for row in written] == [["2", "3"], ["5", "4"]]
+    assert [row["scores"] for row in written] == [[2.0, 0.0], [0.0, 2.0]]
+    assert written[0]["prompt"] == [{"role": "user", "content": "1+1=?"}]
+    assert written[0]["truncated"] == [False, False]
+
+    assert main([*arguments, "--output", "out.jsonl"]) == 2  # it is there
+    says(capsys.readouterr().err, "--output out.jsonl")
+    assert main(arguments) == 0  # no scorer for this data source
+    shown = capsys.readouterr()
+    assert [json.loads(line)["ground_truth"] for line in shown.out.splitlines()] == ["2", "4"]
+    assert "scores" not in shown.out
+    says(shown.err, "'mine'")
+
+
+def test_standard_input_and_a_chat(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=?\n\n2+2=?\n"))
+    assert main(["generate", str(model), ENGINE]) == 0
+    assert capsys.readouterr().out == "2\n5\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["generate", str(model), ENGINE]) == 2
+    says(capsys.readouterr().err, "--prompts")
+
+    terminal = io.StringIO("1+1=?\n/take 2\nreally?\n/new\nreally?\n\n")
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(["generate", str(model), ENGINE, "--n", "2"]) == 0
+    says(capsys.readouterr().out, "[1]", "[2]")
+    _, taken, new = (each["prompt"] for each in seen(model)[-3:])
+    says(taken, "1+1", "3", "really?")
+    assert "1+1" not in new
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "parts"),
+    [
+        ("eval", ["{base}", "--base"], ["--base", "{base}"]),
+        ("eval", ["{base}", "--all-steps"], ["--all-steps", "{base}"]),
+        ("eval", ["custom_reward_function.path=reward.py"], ["trainer.default_local_dir"]),
+        ("eval", ["{base}", "--data", "gone.jsonl"], ["--data", "gone.jsonl"]),
+        ("eval", ["{base}", "--data", "rows.jsonl"], ["'mine'", "custom_reward_function.path"]),
+        ("eval", ["{base}", "data.val_files=[]"], ["data.val_files", "--data"]),
+        ("eval", ["{base}", "custom_reward_function.path=reward.py:x"], ["custom_reward_function.path", "reward.py:x"]),
+        ("eval", ["{base}", "--output", "rows.jsonl"], ["--output rows.jsonl"]),
+        ("generate", ["gone"], ["gone", "trainer.default_local_dir", "builtin:tiny-qwen3"]),
+        ("generate", ["{base}", "--step", "3"], ["--step 3", "trainer.save_freq"]),
+        ("generate", ["{base}", "--prompts", "rows.jsonl", "--prompts", "text"], ["--prompts"]),
+        ("generate", ["{base}", "data.promt_key=x"], ["data.promt_key", "data.prompt_key"]),
+        ("generate", ["{base}", "--max-model-len", "1000", "--prompts", "x"],
+         ["--max-model-len 1000", "max_position_embeddings", "512"]),
+    ],
+)  # fmt: skip
+def test_mistakes(
+    command: str, arguments: list[str], parts: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, *(each.format(base=model) for each in arguments), ENGINE]) == 2
     told = capsys.readouterr().err
-    says(told, *map(filled, parts))
+    says(told, *(each.format(base=model) for each in parts))
     assert "Traceback" not in told
 
 
 # --- the rows of a run ---------------------------------------------------------------------------------------------
 LIMIT = "data.max_prompt_length=64"
 # (keys of the run, rows that it validates on, what becomes of the second one, which has more tokens)
+CUT = [LIMIT, "data.filter_overlong_prompts=false"]
 LIMITS = [
     ([LIMIT], [0, 2], "left out"),
-    ([LIMIT, "data.filter_overlong_prompts=false", "data.truncation=left"], [0, 1, 2], "data.truncation=left"),
-    *(
-        pytest.param(*row, marks=pytest.mark.deep)
-        for row in (
-            (
-                [LIMIT, "data.filter_overlong_prompts=false", "data.truncation=middle"],
-                [0, 1, 2],
-                "data.truncation=middle",
-            ),
-            ([LIMIT, "data.val_max_samples=2"], [0], "left out"),
-        )
-    ),
+    ([*CUT, "data.truncation=left"], [0, 1, 2], "data.truncation=left"),
+    pytest.param([*CUT, "data.truncation=middle"], [0, 1, 2], "data.truncation=middle", marks=pytest.mark.deep),
+    pytest.param([LIMIT, "data.val_max_samples=2"], [0], "left out", marks=pytest.mark.deep),
     (["data.max_prompt_length=200"], [0, 1, 2], ""),
 ]
 
@@ -183,17 +251,14 @@ def test_a_runs_own_rows_are_those_that_it_validates_on(
     written = [json.loads(line)["row"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == [f"{tmp_path}/val.jsonl, line {row + 1}" for row in rows] * 2
     assert all(len(each.token_ids) <= config.data.max_prompt_length for each in prompts.validation)
+    tokenizer = load_tokenizer(folder, trust_remote_code=False)
+    asked = [tokenizer.decode(each.token_ids) for each in prompts.validation]
     for model in (run_dir / EXPORTED, tmp_path / "base"):
-        assert [each["prompt"] for each in seen(model)] == decoded([each.token_ids for each in prompts.validation])
+        assert [each["prompt"] for each in seen(model)] == asked
     told = [line for line in shown.err.splitlines() if "data.max_prompt_length" in line]
     assert len(told) == (2 if fate else 0)
     for line, name in zip(told, (f"base {tmp_path}/base", "run step 4"), strict=False):
         says(line, name, LIMIT, fate, f"{tmp_path}/val.jsonl, line 2")
-
-
-def decoded(prompts: Any) -> list[str]:
-    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
-    return [tokenizer.decode(each) for each in prompts]
 
 
 def test_rows_of_the_users_own_are_asked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
