@@ -18,8 +18,7 @@ class Characters:
         assert not add_special_tokens
         return [ord(character) for character in text]
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        assert skip_special_tokens
+    def decode(self, token_ids: Sequence[int], **options: object) -> str:
         return "".join(chr(token) for token in token_ids if token != END)
 
     def __len__(self) -> int:

@@ -12,24 +12,19 @@ from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
+from tests.agents.fakes import Characters
 
 CHAT = "/v1/chat/completions"
-
-
-class Letters:
-    """A tokenizer of one token per byte."""
-
-    def decode(self, token_ids: list[int], **options: object) -> str:
-        return bytes(token_ids).decode()
 
 
 class App:
     """Stands for vLLM's: samples with the body as the prompt and answers with the tokens."""
 
     def __init__(self, sample: Any) -> None:
-        self.sample = sample
+        self.sample, self.paths = sample, list[str]()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.paths.append(scope["path"])
         body, more = b"", True
         while more:
             message = await receive()
@@ -64,7 +59,7 @@ async def serving(app: Callable[[Any], Any] = App) -> AsyncIterator[Gateway]:
 
 async def opened(gateway: Gateway, sample: Any = upper, **options: Any) -> Session:
     sampling = SamplingSettings(1, 1.0, 1.0, -1, 50, 7)
-    session = Session(Recording(sampling, Letters(), 90, 400, **options), sample)
+    session = Session(Recording(sampling, Characters(), 90, 400, **options), sample)
     await gateway.open(session)
     return session
 

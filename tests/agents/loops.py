@@ -9,7 +9,6 @@ from typing import Any
 
 from grpo_dist.agents import Episode, Row
 from grpo_dist.agents.runner import EpisodeRunner
-from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from tests.agents.fakes import Characters
 from tests.worker_settings import agent
@@ -47,7 +46,7 @@ class Tool(AgentLoop):
     async def fail(self, episode):
         if episode.index == 2:
             raise KeyError("calculator")
-        await asyncio.sleep(1000)
+        await self.hang(episode)
 
     async def hang(self, episode):
         await asyncio.sleep(1000)
@@ -57,10 +56,10 @@ class Tool(AgentLoop):
         raise RuntimeError("at last")
 
     async def own_timeout(self, episode):
-        await asyncio.wait_for(asyncio.sleep(1000), 0.01)
+        await asyncio.wait_for(self.hang(episode), 0.01)
 
     async def own_cancel(self, episode):
-        task = asyncio.create_task(asyncio.sleep(1000))
+        task = asyncio.create_task(self.hang(episode))
         asyncio.get_running_loop().call_soon(task.cancel)
         await task
 
@@ -132,27 +131,59 @@ class Judge(Tool):
     async def cut_short(self, episode):
         if self.mode == "forever":
             episode.reward = -1.0
+
+
+class Filter(Stoic):
+    '''Takes no x.'''
+
+    def __init__(self, how):
+        self.how = how
+
+    async def run(self, episode):
+        turn = await episode.generate()
+        if turn.text == "x" and self.how == "raise":
+            raise OSError("it broke")
+        if turn.text == "x":
+            episode.reject("an x")
+        episode.reward = 1.0
+
+
+class Lame(AgentLoop):
+    '''Episode 2 fails at each attempt, the first time before the others go on.'''
+
+    seen, cancelled = [], 0
+
+    def __init__(self, attempts):
+        self.attempts = attempts
+
+    async def run(self, episode):
+        try:
+            await episode.generate()
+            if episode.index == 2:
+                Lame.seen.append(episode)
+                episode.metrics["left"] = 1.0
+                raise OSError(f"attempt {episode.attempt}")
+            while len(Lame.seen) < self.attempts:
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            Lame.cancelled += 1
+            raise
 """
-
-
-def line_of(text: str) -> int:
-    """The number of the line of LOOPS with this text."""
-    return 1 + next(number for number, line in enumerate(LOOPS.splitlines()) if text in line)
 
 
 @asynccontextmanager
 async def runner(
     folder: Path,
     generate: object,
-    mode: str,
-    timeout_s: float = 30.0,
+    mode: str = "",
     name: str = "Tool",
     gateway: Any = None,
+    kwargs: dict[str, Any] | None = None,
     **limits: Any,
 ) -> AsyncIterator[EpisodeRunner]:
     (folder / "tool.py").write_text(LOOPS)
-    kwargs = {"mode": mode, "api_key": "SECRET123"}
-    settings = agent(f"{folder}/tool.py:{name}", kwargs, timeout_s=timeout_s, **limits)
+    kwargs = {"mode": mode, "api_key": "SECRET123"} if kwargs is None else kwargs
+    settings = agent(f"{folder}/tool.py:{name}", kwargs, **({"timeout_s": 30.0} | limits))
     made = EpisodeRunner(settings, generate, gateway)  # type: ignore[arg-type]
     try:
         await made.start()
@@ -161,11 +192,7 @@ async def runner(
         await made.stop()
 
 
-def episodes(count: int = 4, **limits: Any) -> list[Episode]:
-    sampling = SamplingSettings(count, 1.0, 1.0, -1, 30, 5)
-    row = Row("step1-prompt9", [1, 2])
+def episodes(count: int = 4, seed: int = 5, uid: str = "step1-prompt9", **limits: Any) -> list[Episode]:
+    sampling = SamplingSettings(count, 1.0, 1.0, -1, 30, seed)
+    row = Row(uid, [1, 2])
     return [Episode(row, sampling, index=i, tokenizer=Characters(), max_model_len=90, **limits) for i in range(count)]
-
-
-def responses_of(finished: list[Episode]) -> list[Response]:
-    return [episode.response() for episode in finished]

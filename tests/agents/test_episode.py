@@ -25,17 +25,16 @@ def make(
     writer: Writer, *, index: int = 0, max_model_len: int = 100, max_turns: int | None = None, **changes: object
 ) -> Episode:
     values = {"n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 20, "seed": 100}
-    sampling = SamplingSettings(**(values | changes))  # type: ignore[arg-type]
+    sampling = SamplingSettings(**(values | changes))
     row = Row("p3", PROMPT, [{"role": "user", "content": "Q:"}], "sums", {"index": 3})
-    episode = Episode(
-        row, sampling, index=index, tokenizer=Characters(), max_model_len=max_model_len, max_turns=max_turns
-    )
+    limits = {"max_model_len": max_model_len, "max_turns": max_turns}
+    episode = Episode(row, sampling, index=index, tokenizer=Characters(), **limits)
     episode.connect(writer.sample)
     return episode
 
 
 def play(episode: Episode, run: Callable[[Episode], Awaitable[None]]) -> Response:
-    asyncio.run(run(episode))  # type: ignore[arg-type]
+    asyncio.run(run(episode))
     return episode.response()
 
 
@@ -51,7 +50,7 @@ def test_what_is_sampled_trains_and_what_is_put_in_does_not() -> None:
     writer = Writer("1+1=3", "!")
     episode = make(writer)
     response = play(episode, call_and_answer)
-    assert Characters().decode(response.token_ids, skip_special_tokens=True) == episode.text == "1+1=2!"
+    assert Characters().decode(response.token_ids) == episode.text == "1+1=2!"
     assert response.mask == [1, 1, 1, 1, 0, 1, 1]
     assert response.log_probs == [-0.5] * 4 + [0.0] + [-0.5] * 2
     assert response.weight_versions == [8] * 4 + [NO_VERSION] + [9] * 2
@@ -78,22 +77,28 @@ def test_a_turn_brings_the_experts_of_what_is_new() -> None:
     assert response.routes[:, 0, 0].tolist() == [*range(8), 255]
 
 
-def test_seeds_depend_on_sample_and_turn_alone() -> None:
+def seeds_of(index: int, seed: int | None = 100) -> list[int | None]:
+    """Of two attempts of two turns each; the second begins with nothing of the first."""
+    writer = Writer(*["1+1=", "!"] * 2)
+    first = make(writer, index=index, seed=seed)
+    play(first, call_and_answer)
+    first.reward = 1.0
+    second = first.next_attempt()
+    second.connect(writer.sample)
+    assert (second.token_ids, second.reward, second.attempt, second.index) == ([], None, 1, index)
+    play(second, call_and_answer)
+    assert second.next_attempt().attempt == 2
+    assert all(sampling.n == 1 for _, sampling in writer.asked)
+    return [sampling.seed for _, sampling in writer.asked]
+
+
+def test_seeds_depend_on_sample_attempt_and_turn_alone() -> None:
     """The first turn's is the one that vLLM gives response i of a request for n."""
-    seeds: dict[int, list[int | None]] = {}
-    for index in (0, 3):
-        writer = Writer("1+1=", "!")
-        play(make(writer, index=index), call_and_answer)
-        assert all(sampling.n == 1 for _, sampling in writer.asked)
-        seeds[index] = [sampling.seed for _, sampling in writer.asked]
-    assert (seeds[0][0], seeds[3][0]) == (100, 103)
-    assert len({*seeds[0], *seeds[3]}) == 4
-    again = Writer("1+1=", "!")
-    play(make(again, index=3), call_and_answer)
-    assert [sampling.seed for _, sampling in again.asked] == seeds[3]
-    unseeded = Writer("1+1=", "!")
-    play(make(unseeded, seed=None), call_and_answer)
-    assert [sampling.seed for _, sampling in unseeded.asked] == [None, None]
+    one, other = seeds_of(0), seeds_of(3)
+    assert (one[0], other[0]) == (100, 103)
+    assert len({*one, *other}) == 8
+    assert seeds_of(3) == other
+    assert seeds_of(0, seed=None) == [None] * 4
 
 
 @pytest.mark.parametrize(("max_tokens", "max_model_len"), [(6, 100), (20, 8)])
@@ -115,14 +120,12 @@ def test_room_is_the_shorter_of_both_limits(max_tokens: int, max_model_len: int)
 
 
 def test_text_that_does_not_fit_is_cut_and_ends_the_episode() -> None:
-    writer = Writer("1=")
-
     async def run(episode: Episode) -> None:
         while (turn := await episode.generate(stop="=")).stop == "=":
             episode.append("a long story")
         assert (turn.text, turn.truncated, episode.num_turns) == ("", True, 1), "nothing is left to sample into"
 
-    response = play(make(writer, max_tokens=5), run)
+    response = play(make(Writer("1="), max_tokens=5), run)
     assert (response.mask, response.truncated) == ([1, 1, 0, 0, 0], True)
 
 
@@ -139,40 +142,33 @@ def test_a_turn_may_be_short_and_the_episode_goes_on() -> None:
     assert [(s.max_tokens, s.min_tokens, s.stop) for _, s in writer.asked] == [(3, 3, ("#",)), (17, 1, ("#",))]
 
 
-def test_misuse_is_named() -> None:
-    async def nothing(episode: Episode) -> None:
-        episode.append("2")
+async def two_at_once(episode: Episode) -> None:
+    await asyncio.gather(episode.generate(), episode.generate())
 
-    async def no_room(episode: Episode) -> None:
-        episode.append("a very very long story")
-        await episode.generate()
 
-    async def two_at_once(episode: Episode) -> None:
-        await asyncio.gather(episode.generate(), episode.generate())
+MISUSES = {
+    "no text": (lambda episode: episode.append(None), TypeError, ["episode.append", "None"]),
+    "no turn": (lambda episode: episode.append("2"), RuntimeError, ["1 tokens", "19"]),
+    "no room": (lambda episode: episode.append("a very very long story"), RuntimeError, ["20 tokens", "0"]),
+    "two at once": (two_at_once, RuntimeError, ["await"]),
+    "no length": (lambda episode: episode.generate(max_tokens=0), ValueError, ["max_tokens=0"]),
+    "too often": (lambda episode: episode.generate(agent_name="solver:255"), ValueError, ["solver:255", "254"]),
+    "no token": (lambda episode: episode.append_tokens([5, 128]), ValueError, ["5..128", "vocabulary of 128"]),
+    "no step": (lambda episode: episode.add_step_reward(1.0), IndexError, ["add_step_reward", "sampled"]),
+}
 
-    async def no_length(episode: Episode) -> None:
-        await episode.generate(max_tokens=0)
 
-    async def too_often(episode: Episode) -> None:
-        await episode.generate(agent_name="solver:255")
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_is_named(misuse: str) -> None:
+    act, error, named = MISUSES[misuse]
 
-    async def wrong_id(episode: Episode) -> None:
-        episode.append_tokens([5, 128])
+    async def run(episode: Episode) -> None:
+        done = act(episode)
+        if done is not None:
+            await done
 
-    async def no_text(episode: Episode) -> None:
-        episode.append(None)  # type: ignore[arg-type]
-
-    for run, error, parts in (
-        (no_text, TypeError, ["episode.append", "None"]),
-        (nothing, RuntimeError, ["1 tokens", "19"]),
-        (no_room, RuntimeError, ["20 tokens", "0"]),
-        (two_at_once, RuntimeError, ["await"]),
-        (no_length, ValueError, ["max_tokens=0"]),
-        (too_often, ValueError, ["solver:255", "254"]),
-        (wrong_id, ValueError, ["5..128", "vocabulary of 128"]),
-    ):
-        with refuses(error, *parts):
-            play(make(Writer("1+1=")), run)
+    with refuses(error, *named):
+        play(make(Writer("1+1=")), run)
 
 
 def test_an_aborted_turn_cannot_be_survived() -> None:
@@ -192,10 +188,8 @@ def test_an_aborted_turn_cannot_be_survived() -> None:
     assert episode.token_ids == []
 
 
-def test_rewards_of_steps_sit_on_the_last_sampled_token_and_add_up() -> None:
+def test_rewards_of_steps_add_up() -> None:
     async def run(episode: Episode) -> None:
-        with refuses(IndexError, "add_step_reward", "sampled"):
-            episode.add_step_reward(1.0)
         await episode.generate(stop="=")
         episode.append("2")
         episode.add_step_reward(0.5)
@@ -204,7 +198,7 @@ def test_rewards_of_steps_sit_on_the_last_sampled_token_and_add_up() -> None:
         episode.add_step_reward(-1.0, agent_name="b")
 
     episode = make(Writer("1+1=", "!"))
-    assert play(episode, run).mask == [1, 1, 1, 1, 0, 1, 1]
+    play(episode, run)
     assert episode.turns.rewards == {3: 0.75, 6: -1.0}
     assert episode.turns.spans == [(0, 4, ""), (5, 7, "b")]
     assert episode.outcome() == -0.25
@@ -215,10 +209,10 @@ def test_rewards_of_steps_sit_on_the_last_sampled_token_and_add_up() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
 def test_rewards_and_metrics_are_finite_numbers(value: object) -> None:
     episode = make(Writer("a"))
-    episode.metrics = {"moves": value}  # type: ignore[dict-item]
+    episode.metrics = {"moves": value}
     with refuses(ValueError, "metrics['moves']", "finite"):
         episode.outcome()
-    episode.metrics, episode.reward = {}, value  # type: ignore[assignment]
+    episode.metrics, episode.reward = {}, value
     if value is None:
         assert episode.outcome() is None
     else:
@@ -232,47 +226,12 @@ def test_a_loop_that_goes_on_without_end_is_ended() -> None:
             await episode.generate()
 
     limited = make(Writer(*"abcdef"), max_turns=3)
-    with pytest.raises(EpisodeEnded):
-        play(limited, forever)
-    assert limited.num_turns == 3
     full = make(Writer(*["word"] * 10))  # 5 tokens a turn, room for 20
-    with pytest.raises(EpisodeEnded):
-        play(full, forever)
+    for episode in (limited, full):
+        with pytest.raises(EpisodeEnded):
+            play(episode, forever)
+    assert limited.num_turns == 3
     assert (full.num_turns, full.truncated, full.room) == (4, True, 0)
-
-
-def test_again_starts_from_the_beginning_with_seeds_of_its_own() -> None:
-    """The seeds of an attempt follow from run, prompt, index and attempt: the same ones whenever it is played."""
-    writer = Writer("1+1=", "!", "1+1=", "!")
-    first = make(writer, index=2)
-    play(first, call_and_answer)
-    first.reward = 1.0
-    second = first.next_attempt()
-    second.connect(writer.sample)
-    assert (second.token_ids, second.reward, second.attempt, second.index) == ([], None, 1, 2)
-    play(second, call_and_answer)
-    third = second.next_attempt()
-    assert third.attempt == 2
-    seeds = [sampling.seed for _, sampling in writer.asked]
-    assert len(set(seeds)) == 4
-    for _ in range(2):
-        writer.turns += ["1+1=", "!"] * 2
-        once_more = make(writer, index=2)
-        play(once_more, call_and_answer)
-        again = once_more.next_attempt()
-        again.connect(writer.sample)
-        play(again, call_and_answer)
-    assert [sampling.seed for _, sampling in writer.asked] == seeds * 3
-
-
-def test_without_a_seed_later_attempts_have_none() -> None:
-    writer = Writer("1+1=", "!", "1+1=", "!")
-    first = make(writer, seed=None)
-    second = first.next_attempt()
-    second.connect(writer.sample)
-    for episode in (first, second):
-        play(episode, call_and_answer)
-    assert [sampling.seed for _, sampling in writer.asked] == [None] * 4
 
 
 def turns() -> Turns:
@@ -284,35 +243,28 @@ def turns() -> Turns:
 
 def test_each_sampled_token_has_the_number_of_its_agent() -> None:
     a, also_a, put_in, b, also_b, last = turns().agent_ids(6)
-    assert a == also_a == last
-    assert b == also_b
+    assert (also_a, last, also_b) == (a, a, b)
     assert (put_in, len({a, b, put_in})) == (0, 3)
     other = Turns()
-    other.spans = [(0, 1, "b")]
-    assert other.agent_ids(1) == [b], "the name alone decides"
-    other.spans = [(0, 1, "")]
-    assert 0 < other.agent_ids(1)[0] < 2**31, "an agent without a name is one"
+    other.spans = [(0, 1, "b"), (1, 2, "")]
+    assert other.agent_ids(2)[0] == b, "the name alone decides"
+    assert 0 < other.agent_ids(2)[1] < 2**31, "an agent without a name is one"
 
 
-def test_rewards_sit_on_the_last_token_of_their_turn_and_add_up() -> None:
+def test_rewards_sit_on_the_last_token_of_their_turn() -> None:
+    """Of a turn without tokens, on that of its agent's turn before. Where there is none, nothing that was sampled has
+    earned it, and the episode still has.
+    """
     made = turns()
     made.reward(1.0, 0)
     made.reward(0.5, 0, "b")
     made.reward(2.0, agent_name="a")
     made.reward(-1.0, 1, "a")
-    assert made.rewards == {1: 1.0, 4: 0.5, 5: 1.0}
-    rewards = made.step_rewards(6)
-    assert [i for i, value in enumerate(rewards) if not math.isnan(value)] == [1, 4, 5]
-
-
-def test_the_reward_of_a_turn_without_tokens_is_that_of_its_agents_turn_before() -> None:
-    """Where there is none, nothing that was sampled has earned it, and the episode still has."""
-    made = turns()
     made.reward(9.0)
     made.spans.append((0, 0, "c"))
     made.reward(-2.0, agent_name="c")
-    assert made.rewards == {4: 9.0, -1: -2.0}
-    assert [value for value in made.step_rewards(6) if not math.isnan(value)] == [9.0]
+    assert made.rewards == {1: 1.0, 4: 9.5, 5: 1.0, -1: -2.0}
+    assert [i for i, value in enumerate(made.step_rewards(6)) if not math.isnan(value)] == [1, 4, 5]
 
 
 @pytest.mark.parametrize(("turn", "agent_name"), [(4, None), (-1, None), (2, "a"), (None, "c")])

@@ -26,7 +26,7 @@ class Words:
 
 def recording(max_tokens: int = 20, **options: object) -> Recording:
     sampling = SamplingSettings(4, 0.7, 1.0, -1, max_tokens, 100, stop=("END",), min_tokens=5)
-    return Recording(sampling, Words(), 40, 100, **options)  # type: ignore[arg-type]
+    return Recording(sampling, Words(), 40, 100, **options)
 
 
 def ask(found: Recording, prompt: list[int], sampled: list[int], *, is_chat: bool = True, cut: bool = False) -> Call:
@@ -35,30 +35,25 @@ def ask(found: Recording, prompt: list[int], sampled: list[int], *, is_chat: boo
     return call
 
 
-def test_tokens_that_were_sampled_stand_where_their_text_is_rendered_anew() -> None:
-    """The policy wrote "ab" as two tokens; the tokenizer writes it as one."""
+@pytest.mark.parametrize(
+    ("prompt", "is_chat", "became"),
+    [
+        ([5, 6, 3, 6, 5], True, [5, 6, 1, 2, 6, 5]),  # it wrote "ab" as two tokens, the template writes it as one
+        ([5, 6, 3, 6], False, None),  # a prompt of tokens stays as the client says it
+        ([5, 6, 1, 2, 6], False, [5, 6, 1, 2, 6]),
+        ([5, 6, 1], True, None),  # shorter
+        ([1, 2], True, None),  # another one
+        ([5, 6, 4, 6], True, None),  # "abc": what was sampled ends in the middle of it
+    ],
+)
+def test_tokens_that_were_sampled_stand_where_their_text_is_rendered_anew(
+    prompt: list[int], is_chat: bool, became: list[int] | None
+) -> None:
+    """None: the prompt is as it was, and begins a branch."""
     found = recording()
     first = ask(found, [5, 6], [1, 2])
-    second, _ = found.begin([5, 6, 3, 6, 5], is_chat=True)
-    assert (second.prompt_ids, second.parent) == ([5, 6, 1, 2, 6, 5], first)
-
-
-def test_a_prompt_of_tokens_stays_as_the_client_says_it() -> None:
-    found = recording()
-    ask(found, [5, 6], [1, 2])
-    drifted, _ = found.begin([5, 6, 3, 6], is_chat=False)
-    assert (drifted.prompt_ids, drifted.parent) == ([5, 6, 3, 6], None)
-    exact, _ = found.begin([5, 6, 1, 2, 6], is_chat=False)
-    assert exact.parent is found.calls[0]
-
-
-@pytest.mark.parametrize("prompt", [[5, 6, 1], [1, 2], [5, 6, 4, 6]], ids=["shorter", "other", "ends within a token"])
-def test_another_history_begins_a_branch(prompt: list[int]) -> None:
-    """`4` is "abc": what was sampled ends in the middle of it."""
-    found = recording()
-    ask(found, [5, 6], [1, 2])
-    call, _ = found.begin(prompt, is_chat=True)
-    assert (call.prompt_ids, call.parent) == (prompt, None)
+    call, _ = found.begin(prompt, is_chat=is_chat)
+    assert (call.prompt_ids, call.parent) == ((prompt, None) if became is None else (became, first))
 
 
 def test_all_calls_are_one_row_and_each_sampled_token_is_there_once() -> None:
@@ -68,7 +63,6 @@ def test_all_calls_are_one_row_and_each_sampled_token_is_there_once() -> None:
     ask(found, [6, 6], [1, 1])
     for _ in range(2):
         ask(found, [5, 3, 6], [2], cut=True)
-    assert found.tree is not None
     row = found.tree.response
     assert (found.tree.prompt_ids, row.token_ids) == ([5], [1, 2, 6, 6, 1, 1, 6, 2, 2])
     assert row.predecessors == [-1, 0, -2, 2, 3, 4, 1, 6, 6], "the third and the fourth call were asked the same"
@@ -85,14 +79,12 @@ def test_calls_that_sample_nothing_lose_nothing() -> None:
     ask(found, [5, 6], [1])
     ask(found, [2, 6], [])
     ask(found, [5, 6, 1, 6], [2, 2])
-    assert found.tree is not None
     row = found.tree.response
     assert (row.token_ids, row.mask) == ([6, 1, 2, 6, 6, 2, 2], [0, 1, 0, 0, 0, 1, 1])
     assert row.predecessors == [-1, 0, -2, 2, 1, 4, 5]
     assert found.delivered == 1
     silent = recording()
     ask(silent, [5], [])
-    assert silent.tree is not None
     assert (silent.tree.response.token_ids, silent.delivered) == ([], 1)
 
 
@@ -106,7 +98,6 @@ def test_each_token_of_an_episode_of_many_calls_is_there(goes_on: bool) -> None:
         prompt = [*history, 6] if goes_on else [5, *([6] * (i % 7)), 1 + i % 5]
         ask(found, prompt, [1, 2], is_chat=False)
         history = [*prompt, 1, 2]
-    assert found.tree is not None
     assert (sum(found.tree.response.mask or []), found.delivered) == (2 * count, 1)
     with refuses(RequestRefused, f"{count}", "max_assistant_turns"):
         ask(found, [5], [1])
@@ -173,10 +164,8 @@ def test_seeds_are_of_the_prompt_and_not_of_the_order() -> None:
     one, other, again = seeds([5], [6], [5])
     assert [other, one] == seeds([6], [5])
     assert len({one, other, again}) == 3
-    assert (
-        Recording(SamplingSettings(1, 1.0, 1.0, -1, 9, None), Words(), 40, 100).begin([5], is_chat=False)[1].seed
-        is None
-    )
+    unseeded = Recording(SamplingSettings(1, 1.0, 1.0, -1, 9, None), Words(), 40, 100)
+    assert unseeded.begin([5], is_chat=False)[1].seed is None
 
 
 def sampled(*token_ids: int) -> Response:
@@ -196,37 +185,32 @@ def test_what_is_there_is_not_put_in_again() -> None:
     assert row.mask == [1, 1, 0, 0, 1, 1, 0, 1]
     assert row.log_probs == [-0.5, -0.5, 0, 0, -0.5, -0.5, 0, -0.5]
     assert row.weight_versions == [3, 3, NO_VERSION, NO_VERSION, 3, 3, NO_VERSION, 3]
-    assert len(tree) == 8
+    assert tree.routes.column(3, 8) is None, "no experts were recorded"
+    assert tree.known_routes([7, 7, 8], None, 3) == 0
     assert (tree.add([7, 7, 8], sampled(5)), len(tree)) == (None, 8), "there is room for 11, the prompt's 3 among them"
 
 
-def recorded(start: int, count: int) -> np.ndarray:
-    """One layer, one expert, numbers from `start`; the last token has none."""
-    return np.array([*range(start, start + count - 1), 255], np.uint8)[:, None, None]
-
-
 def test_tokens_keep_the_experts_of_the_call_that_computed_them_first() -> None:
-    """A prompt of 3 and two tokens; a call that goes on behind them, and is asked for no more than what is new."""
+    """A prompt of 3 and two tokens; a call that goes on behind them, and is asked for no more than what is new.
+
+    One layer, one expert, numbered from where a call begins; its last token has none.
+    """
+
+    def add(asked: list[int], new: tuple[int, ...], start: int, count: int, place: int | None = None) -> int | None:
+        routes = np.array([*range(start, start + count - 1), 255], np.uint8)[:, None, None]
+        return tree.add(asked, replace(sampled(*new), routes=routes), place)
+
+    def column(response: int) -> list[int]:
+        return tree.routes.column(3, response)[:, 0, 0].tolist()
+
     tree = TokenTree([7, 7, 8], 20)
-    assert tree.known_routes([7, 7, 8], None, 3) == 0
-    assert tree.add([7, 7, 8], replace(sampled(1, 2), routes=recorded(10, 5))) == 1
+    assert add([7, 7, 8], (1, 2), 10, 5) == 1
     assert tree.known_routes([5, 6], 1, 7) == 4, "all but the last that was sampled, and what is put in behind it"
-    assert tree.add([5, 6], replace(sampled(3), routes=recorded(30, 4)), 1) == 4
-    column = tree.routes.column(3, 5)
-    assert column is not None
-    assert column[:, 0, 0].tolist() == [10, 11, 12, 13, 30, 31, 32, 255]
+    assert add([5, 6], (3,), 30, 4, 1) == 4
+    assert column(5) == [10, 11, 12, 13, 30, 31, 32, 255]
     assert tree.known_routes([7, 9], None, 2) == 1, "another prompt, from its second token on"
-    assert tree.add([7, 9], replace(sampled(4), routes=recorded(50, 3))) == 6
-    column = tree.routes.column(3, 7)
-    assert column is not None
-    assert column[:, 0, 0].tolist() == [10, 11, 12, 13, 30, 31, 32, 255, 51, 255]
-
-
-def test_without_recorded_experts_there_are_none() -> None:
-    tree = TokenTree([7], 20)
-    tree.add([7], sampled(1))
-    assert tree.routes.column(1, 1) is None
-    assert tree.known_routes([7, 1, 5], None, 3) == 0
+    assert add([7, 9], (4,), 50, 3) == 6
+    assert column(7) == [10, 11, 12, 13, 30, 31, 32, 255, 51, 255]
 
 
 def test_a_call_goes_on_from_its_own_place() -> None:

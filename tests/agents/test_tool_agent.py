@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,19 @@ from typing import Any
 import pytest
 
 from grpo_dist.agents import Episode, Row, ToolAgent, load_agent_loop
-from grpo_dist.agents.episode import EpisodeEnded
-from grpo_dist.agents.runner import EpisodeRunner
+from grpo_dist.agents.episode import EpisodeEnded, behind_turn, opening_of_calls, tool_call
 from grpo_dist.agents.tool_agent import Answer, Toolbox, load_tools
 from grpo_dist.engines.base import Response, ToolCall
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
 from tests.agents.speaking import MESSAGES, PARSER, QWEN3, TOOLS, Speaker, call, parts, play, tokenizer_of
 from tests.messages import refuses, says
-from tests.worker_settings import agent
 
 ANSWERS = "\n<|im_start|>user{}<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "\n<tool_response>\n{}\n</tool_response>"
 ENDS = {"<|im_end|>"}
+SUM = call("add", '{"a": 2, "b": 3}')
+QUOTIENT = call("divide", '{"a": 1, "b": 3}')
 
 
 @pytest.fixture(scope="module")
@@ -35,40 +34,23 @@ def kwargs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"tools": [f"{folder}/mine.py:add", f"{folder}/mine.py:divide"], "tool_parser": f"{folder}/parser.py:parse"}
 
 
-def turns(kwargs: dict[str, Any], *said: str | list[int], max_turns: int | None = None, max_tokens: int = 3000) -> Any:
-    speaker = Speaker(tokenizer_of(), *said)
-    variables = dict(ToolAgent.template_kwargs(kwargs))
-    return play(ToolAgent(**kwargs), speaker, variables, max_turns=max_turns, max_tokens=max_tokens)
+def turns(kwargs: dict[str, Any], *said: str | Speaker, **limits: Any) -> Any:
+    speaker = said[0] if isinstance(said[0], Speaker) else Speaker(tokenizer_of(), *said)
+    return play(ToolAgent(**kwargs), speaker, dict(ToolAgent.template_kwargs(kwargs)), **limits)
 
 
 def test_answers_stand_behind_the_turn_and_do_not_train(kwargs: dict[str, Any]) -> None:
-    calls = call("add", '{"a": 2, "b": 3}') + "\n" + call("divide", '{"a": 1, "b": 4}')
-    episode = turns(kwargs, calls, "It is 5.")
+    """The whole is the conversation as Qwen3's template renders it: engines/vllm/test_openai_app.py."""
+    thoughts = "<think>\nI add.\n</think>\n\n"
+    episode = turns(kwargs, f"{thoughts}{SUM}\n{QUOTIENT}", "It is 5.")
     assert parts(episode) == [
-        (1, calls + "<|im_end|>"),
-        (0, ANSWERS.format(ANSWER.format(5) + ANSWER.format(0.25))),
+        (1, f"{thoughts}{SUM}\n{QUOTIENT}<|im_end|>"),
+        (0, ANSWERS.format(ANSWER.format(5) + ANSWER.format(1 / 3))),
         (1, "It is 5.<|im_end|>"),
     ]
     assert episode.metrics == {"tool_calls": 2, "tool_errors": 0}
     assert (episode.num_turns, episode.truncated, episode.reward) == (2, False, None)
-
-
-def test_the_row_is_the_conversation_as_the_template_renders_it(kwargs: dict[str, Any]) -> None:
-    """With the reasoning that Qwen3 writes, which its template keeps behind the last question."""
-    thoughts = "<think>\nI add.\n</think>\n\n"
-    made = call("add", '{"a": 2, "b": 3}')
-    episode = turns(kwargs, thoughts + made, thoughts + "It is 5.")
-    function = {"name": "add", "arguments": {"a": 2, "b": 3}}
-    whole = [
-        *MESSAGES,
-        {"role": "assistant", "content": thoughts, "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "tool", "content": "5"},
-        {"role": "assistant", "content": thoughts + "It is 5."},
-    ]
-    tokenizer, variables = tokenizer_of(), ToolAgent.template_kwargs(kwargs)
-    text = tokenizer.apply_chat_template(whole, tokenize=False, **variables)
-    assert tokenizer.decode(episode.prompt_ids + episode.token_ids) + "\n" == text
-    assert "Add two numbers." in text
+    assert "Add two numbers." in episode.tokenizer.decode(episode.prompt_ids)
 
 
 def test_sampled_tokens_stay_as_they_were_sampled(kwargs: dict[str, Any]) -> None:
@@ -78,8 +60,7 @@ def test_sampled_tokens_stay_as_they_were_sampled(kwargs: dict[str, Any]) -> Non
     ids = [*tokenizer.encode(odd, add_special_tokens=False), tokenizer.eos_token_id]
     tokenizer.add_tokens([": 2"])
     assert tokenizer.encode(odd, add_special_tokens=False) != ids[:-1]
-    speaker = Speaker(tokenizer, ids, "5")
-    episode = play(ToolAgent(**kwargs), speaker, dict(ToolAgent.template_kwargs(kwargs)))
+    episode = turns(kwargs, Speaker(tokenizer, ids, "5"))
     assert episode.token_ids[: len(ids)] == ids
     assert episode.response().mask[: len(ids) + 1] == [1] * len(ids) + [0]
     assert parts(episode)[1] == (0, ANSWERS.format(ANSWER.format(5)))
@@ -90,8 +71,6 @@ def test_sampled_tokens_stay_as_they_were_sampled(kwargs: dict[str, Any]) -> Non
     [
         (call("sum", "{}"), ["'sum'", "add, divide"]),
         (call("add", '{"a": 2}'), ["add: b"]),
-        (call("add", '"2"'), ["JSON object"]),
-        (call("divide", '{"a": 1, "b": 0}'), ["ZeroDivisionError"]),
         ("<tool_call>\nadd(2, 3)\n</tool_call>", ["Error"]),
         ("I think that <tool_call> adds.", ["Error"]),
         (call("add", '{"a": "\\ud800", "b": 3}'), ["add: a"]),
@@ -99,20 +78,16 @@ def test_sampled_tokens_stay_as_they_were_sampled(kwargs: dict[str, Any]) -> Non
     ],
 )
 def test_mistakes_are_told_and_the_episode_goes_on(kwargs: dict[str, Any], said: str, told: list[str]) -> None:
-    episode = turns(kwargs, said, call("add", '{"a": 2, "b": 3}'), "5")
-    assert [text for mask, text in parts(episode) if mask] == [
-        f"{said}<|im_end|>",
-        call("add", '{"a": 2, "b": 3}') + "<|im_end|>",
-        "5<|im_end|>",
-    ]
-    says(parts(episode)[1][1], *told)
+    episode = turns(kwargs, said, SUM, "5")
+    written = parts(episode)
+    assert [text for mask, text in written if mask] == [f"{text}<|im_end|>" for text in (said, SUM, "5")]
+    says(written[1][1], *told)
     assert episode.metrics == {"tool_calls": 2, "tool_errors": 1}
 
 
 def test_calls_beyond_the_limit_are_not_run_and_answers_are_cut(kwargs: dict[str, Any]) -> None:
     limits = {"max_parallel_calls": 1, "max_tool_response_length": 10}
-    calls = call("add", '{"a": 2, "b": 3}') + call("divide", '{"a": 1, "b": 3}') * 2
-    episode = turns(kwargs | limits, calls, call("divide", '{"a": 1, "b": 3}'), "5")
+    episode = turns(kwargs | limits, SUM + QUOTIENT * 2, QUOTIENT, "5")
     assert episode.metrics["tool_calls"] == 2
     text = parts(episode)[1][1]
     says(text, "5", "2", "1]")
@@ -120,22 +95,17 @@ def test_calls_beyond_the_limit_are_not_run_and_answers_are_cut(kwargs: dict[str
     assert "0.333\n[8 characters are left out here]\n33333\n" in parts(episode)[3][1]
 
 
-def test_without_room_an_episode_is_truncated(kwargs: dict[str, Any]) -> None:
-    made = call("add", '{"a": 2, "b": 3}')
-    for room in (len(made) + 1 + 10, len(made) + 1, 20):
-        episode = turns(kwargs, made, "never", max_tokens=room)
+def test_room_and_turns_have_limits(kwargs: dict[str, Any]) -> None:
+    for room in (len(SUM) + 1 + 10, len(SUM) + 1, 20):
+        episode = turns(kwargs, SUM, "never", max_tokens=room)
         assert (episode.truncated, episode.num_turns, len(episode.token_ids)) == (True, 1, room)
-        assert episode.response().mask == [1] * min(room, len(made) + 1) + [0] * max(0, room - len(made) - 1)
-
-
-def test_turns_have_a_limit(kwargs: dict[str, Any]) -> None:
+        assert episode.response().mask == [1] * min(room, len(SUM) + 1) + [0] * max(0, room - len(SUM) - 1)
     with pytest.raises(EpisodeEnded):  # the runner makes it a truncated one
-        turns(kwargs, *[call("add", '{"a": 2, "b": 3}')] * 3, max_turns=2)
+        turns(kwargs, SUM, SUM, SUM, max_turns=2)
 
 
 def test_a_text_that_stops_the_policy_may_hold_a_call(kwargs: dict[str, Any]) -> None:
     """What it wrote has no end token then, and gets the template's."""
-    made = call("add", '{"a": 2, "b": 3}')
 
     class Stopped(Speaker):
         async def sample(self, prompt: list[int], sampling: SamplingSettings) -> Response:
@@ -144,9 +114,8 @@ def test_a_text_that_stops_the_policy_may_hold_a_call(kwargs: dict[str, Any]) ->
             return replace(response, stop="</tool_call>") if stopped else response
 
     tokenizer = tokenizer_of()
-    speaker = Stopped(tokenizer, tokenizer.encode(made, add_special_tokens=False), "5")
-    episode = play(ToolAgent(**kwargs), speaker, dict(ToolAgent.template_kwargs(kwargs)))
-    assert parts(episode)[:2] == [(1, made), (0, "<|im_end|>" + ANSWERS.format(ANSWER.format(5)))]
+    episode = turns(kwargs, Stopped(tokenizer, tokenizer.encode(SUM, add_special_tokens=False), "5"))
+    assert parts(episode)[:2] == [(1, SUM), (0, "<|im_end|>" + ANSWERS.format(ANSWER.format(5)))]
 
 
 def test_the_workers_get_whole_paths(kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +134,9 @@ def test_the_workers_get_whole_paths(kwargs: dict[str, Any], tmp_path: Path, mon
         ({"tool_parser": None}, ["tool_parser=None"]),
         ({"tool_parser": "gone.py:parse"}, ["tool_parser=gone.py:parse"]),
         ({"tools": []}, ["tools=[]"]),
+        ({"tools": "mine.py:say"}, ["agent_kwargs.tools"]),
+        ({"tools": None}, ["agent_kwargs.tools"]),
+        ({"tools": [3]}, ["agent_kwargs.tools"]),
         ({"tools": ["gone.py:add"]}, ["tools=gone.py:add"]),
         ({"max_parallel_calls": 0}, ["max_parallel_calls=0"]),
         ({"max_parallel_calls": 1.5}, ["max_parallel_calls=1.5"]),
@@ -182,6 +154,7 @@ def test_arguments_that_cannot_be(kwargs: dict[str, Any], change: dict[str, Any]
 NO_TOOLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
 WITH_TOOLS = "{{ tools[0].function.name }}" + NO_TOOLS.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
 ONE_CALL = "{% if messages[1:] and messages[1].tool_calls | length > 1 %}{{ raise_exception('one only') }}{% endif %}"
+NO_ANSWERS = WITH_TOOLS.replace("{{ m.content", "{{ '' if m.role == 'tool' else m.content")
 
 
 @pytest.mark.parametrize(
@@ -191,44 +164,15 @@ ONE_CALL = "{% if messages[1:] and messages[1].tool_calls | length > 1 %}{{ rais
         (NO_TOOLS, ["chat_template.jinja"]),
         (WITH_TOOLS.replace("<|im_end|>", "."), ["'<|im_end|>'", "1 calls"]),
         (ONE_CALL + WITH_TOOLS, ["2 calls", "one only", "max_parallel_calls=1"]),
-        (
-            WITH_TOOLS.replace("m.role }}>{{ m.content", "m.role }}>{{ '' if m.role == 'tool' else m.content"),
-            ["answer"],
-        ),
+        (NO_ANSWERS, ["answer"]),
     ],
 )
 def test_a_template_without_tools_is_refused(kwargs: dict[str, Any], template: str | None, told: list[str]) -> None:
     variables = ToolAgent.template_kwargs(kwargs)
     with refuses(ConfigError, "agent_kwargs.tools", *told):
         ToolAgent.check_template(kwargs, tokenizer_of(template), variables, ENDS)
-
-
-def test_templates_with_tools_pass(kwargs: dict[str, Any]) -> None:
-    variables = ToolAgent.template_kwargs(kwargs)
     ToolAgent.check_template(kwargs, tokenizer_of(QWEN3), variables, ENDS)
     ToolAgent.check_template(kwargs | {"max_parallel_calls": 1}, tokenizer_of(ONE_CALL + WITH_TOOLS), variables, ENDS)
-
-
-def test_the_runner_makes_the_loop_and_a_limit_of_turns_truncates(kwargs: dict[str, Any]) -> None:
-    tokenizer = tokenizer_of()
-    speaker = Speaker(tokenizer, *[call("add", '{"a": 2, "b": 3}')] * 3)
-    variables = dict(ToolAgent.template_kwargs(kwargs))
-
-    async def generate(prompt: list[int], sampling: SamplingSettings, request_id: str | None = None) -> Any:
-        return [await speaker.sample(prompt, sampling)]
-
-    async def run() -> Any:
-        runner = EpisodeRunner(agent("tool_agent", kwargs, max_assistant_turns=2), generate)  # type: ignore[arg-type]
-        await runner.start()
-        sampling = SamplingSettings(1, 1.0, 1.0, -1, 3000, 5)
-        limits: dict[str, Any] = {"max_model_len": 9000, "max_turns": 2, "template_kwargs": variables}
-        try:
-            return await runner.run([Episode(Row("p", [1], MESSAGES), sampling, tokenizer=tokenizer, **limits)])
-        finally:
-            await runner.stop()
-
-    (episode,) = asyncio.run(run())
-    assert (episode.truncated, episode.num_turns, episode.metrics["tool_calls"]) == (True, 2, 2)
 
 
 SOURCE = '''
@@ -238,9 +182,8 @@ import asyncio
 import threading
 from typing import Literal
 
-both = threading.Barrier(2, timeout=20)
+all_there = threading.Barrier(40, timeout=20)  # more than any small pool has threads
 second = asyncio.Event()
-never = threading.Event()
 
 
 def area(sides: list[float], unit: Literal["m", "cm"] = "m", scale: int | None = None):
@@ -265,12 +208,12 @@ async def first_waits(number: int) -> str:
 
 
 def meet(name: str) -> str:
-    """Wait for another call.
+    """Wait for all others.
 
     Args:
         name: Of the caller.
     """
-    both.wait()
+    all_there.wait()
     return name
 
 
@@ -295,7 +238,7 @@ def fail(how: str):
 
 def hang():
     """Wait for ever."""
-    never.wait()
+    threading.Event().wait()
 
 
 async def sleep():
@@ -303,71 +246,17 @@ async def sleep():
     await asyncio.Event().wait()
 
 
-def say(text: str, times: int = 1) -> str:
+def say(text: str) -> str:
     """Say a text.
 
     Args:
         text: What to say.
-        times: How often.
     """
-    return text * times
+    return text
 
 
 def nothing():
     """Answer with nothing."""
-
-
-def no_hints(a):
-    """A.
-
-    Args:
-        a: A.
-    """
-
-
-def no_docstring(a: int): ...
-
-
-def no_argument(a: int):
-    """A."""
-
-
-def several(*numbers: int):
-    """A.
-
-    Args:
-        numbers: A.
-    """
-
-
-def by_place(number: int = 1, /, *, other: int = 2):
-    """A.
-
-    Args:
-        number: A.
-        other: A.
-    """
-
-
-def whatever(**values: int):
-    """A.
-
-    Args:
-        values: A.
-    """
-
-
-def one_by_one():
-    """A."""
-    yield 1
-
-
-async def one_by_one_later():
-    """A."""
-    yield 1
-
-
-TEXT = "a text"
 '''
 
 
@@ -404,19 +293,18 @@ def test_the_schema_is_that_of_the_signature_and_the_docstring(file: str) -> Non
 
 
 def test_calls_run_side_by_side_and_answer_in_their_order(file: str) -> None:
-    found = answers(file, ("first_waits", {"number": 1}), ("first_waits", {"number": 2}))
-    assert found == [Answer("done 1", False), Answer("done 2", False)]
-    found = answers(file, ("meet", {"name": "a"}), ("meet", {"name": "b"}))
-    assert [answer.text for answer in found] == ["a", "b"], "each blocks a thread until the other has come"
+    """On an event loop, and on threads."""
+    for name, calls, said in (
+        ("first_waits", [{"number": 1}, {"number": 2}], ["done 1", "done 2"]),
+        ("meet", [{"name": str(i)} for i in range(40)], [str(i) for i in range(40)]),
+    ):
+        assert answers(file, *((name, given) for given in calls)) == [Answer(text, False) for text in said]
 
 
 def test_what_is_no_text_is_told_as_json(file: str) -> None:
     given = {"sides": ["2", 3], "unit": "cm"}  # "2" is a number as well
-    assert answers(file, ("area", given), ("nothing", {}), ("nothing", "{}")) == [
-        Answer('{"area": 6.0, "unit": "cm"}', False),
-        Answer("null", False),
-        Answer("null", False),
-    ]
+    found = answers(file, ("area", given), ("nothing", {}), ("nothing", "{}"))
+    assert found == [Answer(text, False) for text in ('{"area": 6.0, "unit": "cm"}', "null", "null")]
 
 
 @pytest.mark.parametrize(
@@ -435,29 +323,15 @@ def test_what_is_no_text_is_told_as_json(file: str) -> None:
         ("fail", {"how": "exit"}, ["SystemExit: 3"]),
         ("fail", {"how": "circle"}, ["ValueError"]),
         ("fail", {"how": "own timeout"}, ["TimeoutError: the server"]),
+        ("hang", {}, ["hang", "0.5 s"]),  # and is waited for no longer
+        ("sleep", {}, ["sleep", "0.5 s"]),
     ],
 )
 def test_a_call_that_fails_is_answered(file: str, name: str, given: Any, told: list[str]) -> None:
-    (found,) = answers(file, (name, given))
+    (found,) = answers(file, (name, given), timeout_s=0.5 if name in ("hang", "sleep") else 30.0)
     assert found.is_error
     assert found.text.startswith("Error: ")
     says(found.text, *told)
-
-
-def test_there_is_no_such_tool(file: str) -> None:
-    box = Toolbox(load_tools([f"{file}:say", f"{file}:area"]), 500, 30.0)
-    unknown, unreadable = asyncio.run(box.answers([ToolCall("sey", "{}"), ToolCall("", "")]))
-    says(unknown.text, "'sey'", "say, area")
-    assert unreadable.is_error
-
-
-@pytest.mark.parametrize("name", ["hang", "sleep"])
-def test_a_call_that_takes_too_long_is_answered_and_waited_for_no_longer(file: str, name: str) -> None:
-    begin = time.monotonic()
-    (found,) = answers(file, (name, {}), timeout_s=0.1)
-    assert found.is_error
-    says(found.text, name, "0.1 s")
-    assert time.monotonic() - begin < 20
 
 
 def test_a_long_answer_loses_its_middle(file: str) -> None:
@@ -470,36 +344,90 @@ def test_a_long_answer_loses_its_middle(file: str) -> None:
     says(error.text, "Error", "characters")
 
 
+DOCUMENTED = '\n    """A.\n\n    Args:\n        a: A.\n    """\n'
+
+
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("source", "told"),
     [
-        (["no_hints"], ["no_hints", "type hint"]),
-        (["no_docstring"], ["no_docstring", "docstring"]),
-        (["no_argument"], ["no_argument", "'a'", "`Args:`"]),
-        (["several"], ["several", "'numbers'", "variadic positional"]),
-        (["by_place"], ["by_place", "'number'", "positional-only"]),
-        (["whatever"], ["whatever", "'values'", "variadic keyword"]),
-        (["one_by_one"], ["one_by_one", "list"]),
-        (["one_by_one_later"], ["one_by_one_later", "list"]),
-        (["TEXT"], ["TEXT", "'a text'"]),
-        (["tell"], ["'tell'", "say"]),
-        (["say", "say"], ["'say'"]),
+        ("def tool(a):" + DOCUMENTED, ["type hint"]),
+        ("def tool(a: int): ...", ["docstring"]),
+        ('def tool(a: int): "A."', ["'a'", "`Args:`"]),
+        ("def tool(*a: int):" + DOCUMENTED, ["'a'", "variadic positional"]),
+        ("def tool(a: int = 1, /):" + DOCUMENTED, ["'a'", "positional-only"]),
+        ("def tool(**a: int):" + DOCUMENTED, ["'a'", "variadic keyword"]),
+        ("def tool():\n    'A.'\n    yield 1", ["list"]),
+        ("async def tool():\n    'A.'\n    yield 1", ["list"]),
+        ("tool = 'a text'", ["'a text'"]),
+        ("def toll(): 'A.'", ["'tool'", "toll"]),
     ],
 )
-def test_functions_that_cannot_be_tools(file: str, names: list[str], told: list[str]) -> None:
-    with refuses(ConfigError, "agent_kwargs.tools", *told):
-        load_tools([f"{file}:{name}" for name in names])
+def test_functions_that_cannot_be_tools(tmp_path: Path, source: str, told: list[str]) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with refuses(ConfigError, "agent_kwargs.tools", f"{tmp_path}/mine.py:tool", *told):
+        load_tools([f"{tmp_path}/mine.py:tool"])
 
 
-@pytest.mark.parametrize("names", [[], "mine.py:say", None, [3], ["no/such/file.py:say"]])
-def test_names_that_are_none(names: object) -> None:
-    with refuses(ConfigError, "agent_kwargs.tools"):
-        load_tools(names)
+def test_two_tools_of_one_name_are_refused(file: str) -> None:
+    with refuses(ConfigError, "agent_kwargs.tools", "'say'"):
+        load_tools([f"{file}:say", f"{file}:say"])
 
 
-def test_threads_do_not_run_out(tmp_path: Path) -> None:
-    """More calls than any small pool has threads, each of which waits for all."""
-    path = tmp_path / "many.py"
-    path.write_text(SOURCE.replace("Barrier(2,", "Barrier(40,"))
-    found = answers(str(path), *[("meet", {"name": str(i)}) for i in range(40)])
-    assert [answer.text for answer in found] == [str(i) for i in range(40)]
+# --- what a chat template writes behind a turn of the policy: Qwen3's own, and small ones with a whim each ---------
+CALLS = [tool_call(0, "add"), tool_call(1, "add")]
+FIVE = {"role": "tool", "content": "5"}
+# A turn of the assistant, and one of a tool; calls stand in JSON.
+JSON_CALLS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Refuses two turns of the same role.
+ALTERNATING = (
+    "{% for m in messages %}{% if not loop.first and loop.previtem.role == m.role %}"
+    "{{ raise_exception('twice') }}{% endif %}{% endfor %}"
+)
+
+
+def behind(template: str = QWEN3, messages: Any = MESSAGES, ends: Any = ENDS, calls: Any = CALLS[:1]) -> str:
+    options: dict[str, Any] = {"calls": calls, "ends": ends, "template_kwargs": {}, "is_ended": True}
+    return behind_turn(tokenizer_of(template), messages, [FIVE], **options)
+
+
+@pytest.mark.parametrize("calls", [(), CALLS[:1]])
+def test_a_turn_that_goes_on_from_a_begun_one_is_one_turn(calls: Any) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Let me see:"}]
+    assert behind(ALTERNATING + QWEN3, begun, calls=calls) == behind(calls=calls) == ANSWERS.format(ANSWER.format(5))
+
+
+def test_a_template_may_end_turns_with_another_token_and_begin_calls_without_a_tag() -> None:
+    assert behind(JSON_CALLS, ends={"<|eot|>", "<|im_end|>"}) == "<tool>5<|eot|><assistant>"
+    with refuses(ValueError, "'<|im_end|>'"):
+        behind(JSON_CALLS)
+    assert opening_of_calls(tokenizer_of(JSON_CALLS), MESSAGES, {}) is None
+    assert opening_of_calls(tokenizer_of(), MESSAGES, {}) == "<tool_call>"
+
+
+async def test_any_loop_may_put_in_messages() -> None:
+    """A turn that a text has stopped gets its end; one that follows text that was put in, too. The template has the
+    variables of the prompt.
+    """
+    tokenizer = tokenizer_of()
+    speaker = Speaker(tokenizer, "5", tokenizer.encode("xy", add_special_tokens=False))
+    sampling, limits = SamplingSettings(1, 1.0, 1.0, -1, 500, 5), {"tokenizer": tokenizer, "max_model_len": 600}
+    episode = Episode(Row("p", [1], MESSAGES), sampling, template_kwargs={"enable_thinking": False}, **limits)
+    episode.connect(speaker.sample)
+    await episode.generate()
+    episode.append_messages([{"role": "user", "content": "Sure?"}])
+    await episode.generate(max_tokens=1)
+    episode.append_messages([{"role": "user", "content": "Go on."}])
+    asked = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert parts(episode) == [
+        (1, "5<|im_end|>"),
+        (0, asked.format("Sure?")),
+        (1, "x"),
+        (0, "<|im_end|>" + asked.format("Go on.")),
+    ]
+    alone = Episode(Row("p", [1]), sampling, **limits)
+    with refuses(ValueError, "append_messages"):
+        alone.append_messages([{"role": "user", "content": "Sure?"}])

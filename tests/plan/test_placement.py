@@ -195,9 +195,9 @@ def test_on_cpu_every_role_is_spread_and_reward_processes_everywhere() -> None:
     """Two actor ranks on one machine each, then the emptiest in turn."""
     found = layout("trainer.nnodes=2  reward.num_workers=3")
     assert found == {"actor": [0, 1], "rollout": [0], "ref": [1], "reward": [0, 0, 1]}
-    sizes = "cluster.actor_world_size=16  cluster.rollout_world_size=4  cluster.ref_world_size=4  reward.num_workers=5"
-    found = layout("cluster=multi_node  trainer.nnodes=3", BATCH, sizes)
-    assert found["reward"] == [0, 0, 1, 1, 2], "the first two of three equally full machines take the rest"
+    sizes = "cluster.actor_world_size=8  cluster.rollout_world_size=4  cluster.ref_world_size=1  reward.num_workers=3"
+    found = layout("cluster=multi_node", sizes)
+    assert found["reward"] == [0, 1, 1], "the emptier machine takes the rest: it has 5 ranks, and the other one 8"
 
 
 def found_slots(*runs: str) -> list[Slot]:

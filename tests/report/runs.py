@@ -6,10 +6,8 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import load_tokenizer
@@ -29,11 +27,6 @@ def write_run(folder: Path, rows: Sequence[dict[str, float]], *overrides: str) -
     config, _ = load_config([f"trainer.default_local_dir={folder}", *overrides])
     (folder / "config.yaml").write_text(saved_config(config))
     return folder
-
-
-def change_config(folder: Path, **values: Any) -> None:
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | values))
 
 
 def write_step(

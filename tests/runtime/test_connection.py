@@ -1,4 +1,4 @@
-"""The run's cluster, and the loss of its control service and raylet, for which other services stand in."""
+"""The run's cluster: how it is found and closed to others, and the loss of its services, for which others stand in."""
 
 from __future__ import annotations
 
@@ -7,23 +7,138 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import psutil
 import pytest
 import ray
+from ray._common.utils import get_ray_address_file
 from ray._private.utils import check_version_info
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.runtime import nodes
+from grpo_dist.runtime import cluster, nodes
+from grpo_dist.runtime.cluster import find_cluster, running_cluster
 from grpo_dist.runtime.nodes import connect, end_with_ray, kill_ray, watching
 from tests.messages import refuses, says
 from tests.observed import assert_gone
 from tests.processes import is_loopback
-from tests.workers.services import Service
+from tests.workers.services import Service, control_service
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Ray's folder, short because the paths of its sockets are limited to 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        Path(folder, "ray").mkdir()
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        for name in ("RAY_ADDRESS", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        yield Path(folder)
+
+
+# --- it is found ------------------------------
+def note(folder: Path, text: str) -> None:
+    (folder / "ray" / "ray_current_cluster").write_text(text)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:1", "", "nonsense", "127.0.0.1:port", "[::1]:1"])
+def test_without_a_note_or_with_a_stale_one_there_is_no_cluster(ray_folder: Path, text: str) -> None:
+    assert running_cluster() is None
+    note(ray_folder, text)
+    assert running_cluster() is None
+
+
+@pytest.mark.parametrize("refusal", [None, grpc.StatusCode.UNAUTHENTICATED])
+def test_a_note_of_a_control_service_that_answers_is_one(refusal: grpc.StatusCode | None, ray_folder: Path) -> None:
+    """Also without the cluster's token, of which Ray itself says more."""
+    with control_service(refusal=refusal) as address:
+        note(ray_folder, address + "\n")
+        assert (running_cluster(), find_cluster("auto"), find_cluster(None)) == (address, address, address)
+    assert running_cluster() is None
+    with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}"):
+        find_cluster("auto")
+
+
+def test_the_note_is_where_ray_writes_it(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    assert str(cluster.ray_folder(cluster.NOTE)) == get_ray_address_file(None) != "/elsewhere/ray/ray_current_cluster"
+    monkeypatch.delenv("RAY_TMPDIR")
+    assert str(cluster.ray_folder(cluster.NOTE)) == get_ray_address_file(None) == "/elsewhere/ray/ray_current_cluster"
+
+
+def test_another_service_on_the_port_of_a_note_is_none(
+    ray_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that speaks as Redis, on Ray's own port, or gRPC but not Ray's, or that hangs; it is told once each."""
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 0.5)
+    service = Service()
+    with control_service("/etcdserverpb.KV/Range") as other:
+        port = service.place[1]
+        for address, hangs in ((f"127.0.0.1:{port}", False), (other, False), (f"localhost:{port}", True)):
+            service.hangs = hangs
+            note(ray_folder, address)
+            caplog.clear()
+            assert (running_cluster(), running_cluster()) == (None, None)
+            with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}"):
+                find_cluster(address)
+            (record,) = caplog.records
+            says(record.getMessage(), ray_folder / "ray/ray_current_cluster", "remove")
+    service.close()
+
+
+def test_without_room_for_rays_sockets_a_local_cluster_is_refused(
+    ray_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """107 bytes, of which `/ray-0/r/session_..._4194304/sockets/plasma_store` are 72 for root."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "x" * 34)
+    assert find_cluster("local") == "local"
+    for variable in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.setenv(variable, long := "/" + "x" * 33 + "ü")
+        with refuses(ConfigError, f"{variable}={long}", 108, 107, "RAY_TMPDIR"):
+            find_cluster("local")
+        monkeypatch.delenv(variable)
+    assert find_cluster(None) == "local"
+
+
+# --- it is joined or started ------------------------------
+NO_TOKEN, BROKEN = "Unauthenticated: no token was found", "no space left on device"
+VERSIONS = {"ray_version": "2.55.1", "python_version": "3.9.7"}
+
+
+def other_versions() -> None:
+    check_version_info(VERSIONS, "node", raise_on_mismatch=True)
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda: raising(ray.exceptions.AuthenticationError(NO_TOKEN)), ["RAY_AUTH_MODE=token", "~/.ray/auth_token"]),
+        (lambda: raising(RuntimeError(NO_TOKEN)), ["RAY_AUTH_MODE=token", "~/.ray/auth_token"]),
+        (other_versions, [*VERSIONS.values(), ray.__version__]),
+    ],
+)
+def test_a_cluster_of_another_token_or_version_is_named_with_the_way_in(
+    answer: Any, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "init", lambda **_: answer())
+    with refuses(ConfigError, "ray_kwargs.ray_init.address=head:6379", *told):
+        connect("head:6379", None)
+    monkeypatch.setattr(ray, "init", lambda **_: raising(RuntimeError(BROKEN)))
+    with pytest.raises(RuntimeError) as caught:
+        connect("auto", None)
+    assert type(caught.value) is RuntimeError, "another failure stays what it is"
+
 
 # A process of its own: what counts is that Ray is imported after `prepare`, as in the main job.
 SCRIPT = """
@@ -64,38 +179,6 @@ print(json.dumps([said, nice, listening, beside, cpus, refusal, time.monotonic()
 """
 
 
-@pytest.mark.parametrize("kind", [ray.exceptions.AuthenticationError, RuntimeError])
-def test_a_cluster_with_another_token_is_named_with_the_way_in(
-    kind: type[Exception], ray_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(**arguments: object) -> None:
-        raise kind("Unauthenticated: no token was found")
-
-    monkeypatch.setattr(ray, "init", refused)
-    service = Service()
-    address = f"127.0.0.1:{service.place[1]}"
-    with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
-        connect(address, None)
-    service.close()
-
-
-def test_a_cluster_of_other_versions_is_named_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = {"ray_version": "2.55.1", "python_version": "3.9.7"}
-    monkeypatch.setattr(ray, "init", lambda **_: check_version_info(other, "node", raise_on_mismatch=True))
-    with refuses(ConfigError, "ray_kwargs.ray_init.address=head:6379", *other.values(), ray.__version__):
-        connect("head:6379", None)
-
-
-def test_another_failure_of_ray_stays_what_it_is(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(**arguments: object) -> None:
-        raise RuntimeError("no space left on device")
-
-    monkeypatch.setattr(ray, "init", broken)
-    with pytest.raises(RuntimeError) as caught:
-        connect("auto", None)
-    assert type(caught.value) is RuntimeError
-
-
 @pytest.mark.deep
 @pytest.mark.ray
 def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
@@ -117,48 +200,43 @@ def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
     assert private.stat().st_mode & 0o777 == 0o700, "Ray lets all users write into what is in it"
 
 
-@pytest.mark.parametrize("what", ["file", "link", "open"])
-def test_what_is_not_this_users_own_folder_is_refused(ray_folder: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["file", "link", "open", "another user's"])
+def test_what_is_not_this_users_own_folder_is_refused(
+    ray_folder: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody else may have put it there, before the first run or since."""
     place = ray_folder / f"ray-{os.geteuid()}"
-    assert nodes._private_folder().parent == place
-    assert nodes._private_folder().parent == place, "of several runs"
+    assert nodes._private_folder().parent == nodes._private_folder().parent == place, "of several runs"
     place.rmdir()
     if what == "file":
         place.touch()
     elif what == "link":
         (ray_folder / "elsewhere").mkdir(mode=0o700)
         place.symlink_to(ray_folder / "elsewhere")
-    else:
+    elif what == "open":
         place.mkdir()
         place.chmod(0o777)
+    else:
+        place = ray_folder / "ray-4294967294"
+        place.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "geteuid", lambda: 4294967294)
     with refuses(ConfigError, place, "RAY_TMPDIR", f"chmod 700 {place}"):
         nodes._private_folder()
-
-
-def test_a_place_that_takes_no_folder_is_named(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (ray_folder / "file").touch()
-    monkeypatch.setenv("RAY_TMPDIR", str(ray_folder / "file"))
-    with refuses(ConfigError, ray_folder / "file", "RAY_TMPDIR"):
+    (ray_folder / "taken").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(ray_folder / "taken"))
+    with refuses(ConfigError, ray_folder / "taken", "RAY_TMPDIR"):
         nodes._private_folder()
 
 
-def test_another_users_folder_is_refused(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (ray_folder / "ray-4294967294").mkdir(mode=0o700)
-    monkeypatch.setattr(os, "geteuid", lambda: 4294967294)
-    with refuses(ConfigError, ray_folder / "ray-4294967294"):
-        nodes._private_folder()
-
-
-# --- its loss -----------------------------------------------------------------------------------------------------
+# --- its loss ------------------------------
 class Told:
     """What is told of a loss."""
 
     def __init__(self) -> None:
-        self.lost: list[str] = []
+        self.lost: list[object] = []
         self.event = threading.Event()
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, what: object) -> None:
         self.lost.append(what)
         self.event.set()
 
@@ -169,8 +247,8 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Service]]:
     servers = {name: Service() for name in ("gcs_server", "raylet")}
     addresses = {name: each.place for name, each in servers.items()}
     monkeypatch.setattr(nodes, "ray_places", lambda: addresses)
-    monkeypatch.setattr(nodes, "PERIOD_S", 0.01)
-    monkeypatch.setattr(nodes, "ANSWER_TIMEOUT_S", 0.1)
+    for name, seconds in (("PERIOD_S", 0.01), ("WORKER_PERIOD_S", 0.01), ("ANSWER_TIMEOUT_S", 0.1)):
+        monkeypatch.setattr(nodes, name, seconds)
     yield servers
     for server in servers.values():
         with contextlib.suppress(OSError):  # closed before
@@ -210,27 +288,20 @@ def test_one_check_that_fails_is_no_loss(places: dict[str, Service], monkeypatch
 def test_a_worker_ends_with_the_control_service_and_the_tests_own_process_does_not(
     places: dict[str, Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, codes = threading.Event(), list[int]()
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        ended.set()
-
-    gcs = places["gcs_server"].place
+    ended, gcs = Told(), places["gcs_server"].place
     context = SimpleNamespace(gcs_address="{}:{}".format(*gcs), worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(nodes, "WORKER_PERIOD_S", 0.01)
-    monkeypatch.setattr(nodes, "os", SimpleNamespace(_exit=leave))
+    monkeypatch.setattr(nodes, "os", SimpleNamespace(_exit=ended))
     watches = threading.active_count()
     end_with_ray()
     assert threading.active_count() == watches
     context.worker.mode = ray.WORKER_MODE
     end_with_ray()
-    assert not ended.is_set()
+    assert not ended.lost
     places["gcs_server"].close()
-    assert ended.wait(30)
-    assert codes == [1]
+    assert ended.event.wait(30)
+    assert ended.lost == [1]
 
 
 def test_an_error_that_comes_of_the_loss_is_not_told_instead(places: dict[str, Service]) -> None:
@@ -238,7 +309,6 @@ def test_an_error_that_comes_of_the_loss_is_not_told_instead(places: dict[str, S
     told = Told()
     with pytest.raises(RuntimeError), watching(told):
         raise RuntimeError
-    assert told.lost == []
     places["raylet"].close()
     with pytest.raises(KeyboardInterrupt), watching(told):
         raise KeyboardInterrupt

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import re
-import signal
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, RewardError, WorkerError, WorkerLost
 from grpo_dist.runtime.call import Call
-from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.runtime.event_loop import TimeLimits
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.process import Address, Process
 from tests.messages import refuses, says
@@ -81,12 +76,12 @@ def worker_class() -> type:  # noqa: C901 - it counts the methods
 
 @pytest.fixture(scope="module")
 def bundles(local_ray: None) -> Iterator[Mapping[str, list]]:
-    with reserved(lasting=2, dying=3, replaced=1, unbuilt=1) as found:
+    with reserved(lasting=2, dying=3, unbuilt=1) as found:
         yield found
 
 
-def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
-    limits = TimeLimits(timeout_s, {"hasty": 0.1})
+def spawn(bundles: list, args: list[tuple]) -> WorkerGroup:
+    limits = TimeLimits(240.0)
     group = WorkerGroup.spawn("actor", worker_class(), bundles, args=args, env={"COLOUR": "blue"}, limits=limits)
     here = ray.get_runtime_context().get_node_id()
     group.note_addresses([Address(f"node{rank}", "127.0.0.1", os.getpid(), here) for rank in range(len(args))])
@@ -95,37 +90,23 @@ def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
 
 @pytest.fixture(scope="module")
 def group(bundles: Mapping[str, list]) -> Iterator[WorkerGroup]:
-    group = spawn(bundles["lasting"], 240.0, [(0,), (1,)])
+    group = spawn(bundles["lasting"], [(0,), (1,)])
     yield group
     group.kill()
 
 
-class Gate:
-    """What `Worker.wait_for` waits for: open when a test says so, or at its end."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __str__(self) -> str:
-        return str(self._path)
-
-    def open(self) -> None:
-        self._path.touch()
-
-
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    gate = Gate(tmp_path / "open")
-    yield gate
-    gate.open()
+def gate(tmp_path: Path) -> Iterator[Path]:
+    """What `Worker.wait_for` waits for: there when a test says so, or at its end."""
+    yield tmp_path / "open"
+    (tmp_path / "open").touch()
 
 
 def is_answered(call: Call) -> bool:
     return bool(ray.wait([call.ref], timeout=0)[0])
 
 
-# --- values ------------------------------------------------------------------------------------------------------
-def test_values_come_in_rank_order(group: WorkerGroup) -> None:
+def test_values_come_in_rank_order_from_processes_of_their_own_with_the_given_environment(group: WorkerGroup) -> None:
     assert len(group) == 2
     assert group.call_all("add", "add", 5) == [5, 105]
     late = [group.submit(0, "add", "add", 1, 0.3), group.submit(1, "add", "add", 2)]
@@ -134,70 +115,11 @@ def test_values_come_in_rank_order(group: WorkerGroup) -> None:
     calls = [group.submit(1, "add", "add", 1), group.submit(0, "add", "add", 2), group.submit(1, "add", "add", 3)]
     assert group.gather(calls) == [101, 2, 103]
     assert group.gather([]) == []
-
-
-def test_every_rank_is_a_process_of_its_own_with_the_given_environment(group: WorkerGroup) -> None:
     assert len({os.getpid(), *(address.pid for address in group.call_all("pid", "address"))}) == 3
     assert group.call_all("environment", "environment", "COLOUR") == ["blue", "blue"]
 
 
-def test_coroutines_wait_side_by_side(group: WorkerGroup, gate: Gate) -> None:
-    """What one of them waits for comes only when the other one has had two answers."""
-    values: list[int] = []
-
-    async def others() -> None:
-        for number in (1, 2):
-            values.append(await group.submit(1, "background", "add", number).answer())
-        gate.open()
-
-    async def both() -> int:
-        return (await asyncio.gather(group.ask(0, "slow", "wait_for", str(gate)), others()))[0]
-
-    assert run(both()) == 0
-    assert values == [101, 102]
-
-
-@pytest.mark.deep
-def test_a_wait_that_is_cancelled_leaves_the_call(group: WorkerGroup, gate: Gate) -> None:
-    async def cancelled() -> int:
-        call = group.submit(0, "slow", "wait_for", str(gate))
-        first = asyncio.create_task(call.answer())
-        await asyncio.sleep(0)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        gate.open()
-        return await call.answer()
-
-    assert run(cancelled()) == 0
-
-
-def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -> None:
-    calls = [group.submit(0, "fail", "fail"), group.submit(1, "fast", "add", 5)]
-    failure, value = group.settle(calls)
-    assert isinstance(failure, WorkerError)
-    assert (failure.rank, value) == (0, 105)
-
-
-@pytest.mark.deep
-def test_a_late_call_is_named_by_its_own_role(group: WorkerGroup, gate: Gate) -> None:
-    other = WorkerGroup("ref", [], TimeLimits(30.0))
-    with refuses(WorkerError, "actor worker 0", "node0", "'slow'", "0.2 s"):
-        other.gather([group.submit(0, "slow", "wait_for", str(gate))], timeout_s=0.2)
-
-
-@pytest.mark.deep
-def test_busy_seconds_count_open_calls_once(local_ray: None) -> None:
-    group = WorkerGroup("actor", [SimpleNamespace(work=SimpleNamespace(remote=lambda: object()))], TimeLimits(1.0))
-    started = time.monotonic()
-    group.submit(0, "work", "work")
-    group.submit(0, "work", "work")
-    time.sleep(0.1)
-    busy = group.busy_seconds()
-    assert 0.1 <= busy <= time.monotonic() - started
-
-
-# --- errors ------------------------------------------------------------------------------------------------------
+# --- errors ------------------------------
 def test_an_error_of_ours_comes_out_as_itself(group: WorkerGroup) -> None:
     with pytest.raises(RewardError) as caught:
         group.call_all("score", "fail_as_ours")
@@ -207,27 +129,31 @@ def test_an_error_of_ours_comes_out_as_itself(group: WorkerGroup) -> None:
 
 @pytest.mark.deep
 def test_a_gpu_that_is_full_is_told_with_role_rank_node_and_key(group: WorkerGroup) -> None:
-    call = group.submit(1, "update", "fill_the_gpu")
     with pytest.raises(OutOfMemory) as caught:
-        group.gather([call])
+        group.call(1, "update", "fill_the_gpu")
     error = caught.value
-    assert (error.role, error.rank, error.node, error.stage) == (group.role, 1, group.addresses[1].host, "update")
+    assert (error.role, error.rank, error.node, error.stage) == ("actor", 1, "node1", "update")
     assert error.setting == ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 8)
     remedy = "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"
-    says(error, f"{group.role} worker 1", error.node, "'update'", "memory", "GPU", remedy)
+    says(error, "actor worker 1", "node1", "'update'", "memory", "GPU", remedy)
 
 
-def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group: WorkerGroup, gate: Gate) -> None:
+def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group: WorkerGroup, gate: Path) -> None:
+    """`settle` does, and gives failures as values."""
     waiting = group.submit(0, "add", "wait_for", str(gate))
     with pytest.raises(WorkerError) as caught:
         group.gather([waiting, group.submit(1, "update", "fail")])
     assert not is_answered(waiting)
     error = caught.value
+    assert not isinstance(error, WorkerLost), "nor blame one that works"
     assert (error.role, error.rank, error.node, error.stage) == ("actor", 1, "node1", "update")
     assert error.message == "KeyError: 'the key'"
     assert "test_group.py" in error.remote_traceback
     assert "in fail" in error.remote_traceback
     says(error, "actor worker 1", "node1", "'update'", "KeyError: 'the key'")
+    gate.touch()
+    failure, value = group.settle([group.submit(1, "fail", "fail"), waiting])
+    assert (type(failure), failure.rank, value) == (WorkerError, 1, 0)
 
 
 @pytest.mark.deep
@@ -237,49 +163,19 @@ def test_an_error_that_cannot_be_unpickled_is_still_told(group: WorkerGroup) -> 
     assert caught.value.message.endswith("OddError: odd 7")
     assert "in fail_oddly" in caught.value.remote_traceback
     assert group.call(0, "add", "add", 1) == 1, "the worker goes on"
-
-
-@pytest.mark.deep
-def test_an_unknown_method_is_a_programming_error(group: WorkerGroup) -> None:
     with pytest.raises(AttributeError):
         group.call(0, "x", "no_such_method")
 
 
-# --- time --------------------------------------------------------------------------------------------------------
-def test_no_answer_in_time(group: WorkerGroup, gate: Gate) -> None:
-    group.call_all("add", "add", 1)  # the tests before have let go of them
-    impatient = WorkerGroup("actor", group.handles, TimeLimits(4.0))
-    impatient.note_addresses(list(group.addresses.values()))
-    waiting, answered = impatient.submit(0, "add", "wait_for", str(gate)), impatient.submit(1, "add", "add", 1)
-    with refuses(WorkerError, "actor worker 0", "node0", "'add'", "4 s"):
-        impatient.gather([waiting, answered])
-    assert not is_answered(waiting)
-    with refuses(WorkerError, "actor worker 0", "node0", "'add'", "0.1 s"):
-        group.gather([group.submit(0, "add", "add", 1)], timeout_s=0.1)
-
-
+# --- death ------------------------------
 @pytest.mark.deep
-def test_the_deadline_of_a_call(group: WorkerGroup, gate: Gate) -> None:
-    """It counts from when the call was sent; the process answers one after the other."""
-    patient, hasty = group.submit(1, "score", "wait_for", str(gate)), group.submit(1, "hasty", "add", 1)
-    assert (patient.limit_s, hasty.limit_s) == (240.0, 0.1)
-    with refuses(WorkerLost, "actor worker 1", "node1", "'hasty'", "0.1 s"):
-        run(hasty.answer())
-    with refuses(WorkerLost, "actor worker 0", "node0", "'hasty'", "0.1 s"):
-        group.call(0, "hasty", "wait_for", str(gate))
-    gate.open()
-    assert group.gather([patient, hasty], timeout_s=240.0) == [1, 101]
-
-
-# --- death -------------------------------------------------------------------------------------------------------
-@pytest.mark.deep
-def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], gate: Gate) -> None:
-    group = spawn(bundles["dying"], 240.0, [(0,), (1,), (2,)])
+def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], gate: Path) -> None:
+    group = spawn(bundles["dying"], [(0,), (1,), (2,)])
     try:
         victim = group.call_all("pid", "address")[2].pid
         start = time.monotonic()
         hanging = [group.submit(rank, "update", "wait_for", str(gate)) for rank in (0, 2)]
-        with refuses(WorkerError, "actor worker 1", "'update'", "died") as caught:
+        with refuses(WorkerError, "actor worker 1", "node1", "'update'", "died") as caught:
             group.gather([*hanging, group.submit(1, "update", "exit")])
         assert not any(is_answered(call) for call in hanging)
         assert (caught.value.rank, caught.value.node) == (1, "node1")
@@ -293,117 +189,8 @@ def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], g
         group.call(0, "add", "add", 1)
 
 
-@pytest.mark.deep
-def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, list]) -> None:
-    group = spawn(bundles["replaced"], 240.0, [(0,)])
-    try:
-        before = group.addresses[0].pid
-        group.respawn(0)
-        assert 0 not in group.addresses, "it is not up yet"
-        (now,) = group.call_all("add", "address")
-        assert (group.addresses[0].pid, now.pid != before) == (now.pid, True)
-        says(group.error(0, "add", "failed"), "actor worker 0", socket.gethostname(), "'add'", "failed")
-    finally:
-        group.kill()
-    group.respawn(0)
-    ray.kill(group.handles[0])
-    with refuses(WorkerError, "actor worker 0", "'add'", "died") as caught:
-        group.call(0, "add", "address")
-    assert caught.value.node == socket.gethostname(), "of the one before: it was never up"
-
-
 def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:
-    group = spawn(bundles["unbuilt"], 240.0, [(-1,)])
+    group = spawn(bundles["unbuilt"], [(-1,)])
     with refuses(GrpoDistError, "actor worker 0", "'start'", "rank -1"):
         group.call(0, "start", "address")
     group.kill()
-
-
-# --- a rank that others wait for -----------------------------------------------------------------------------------
-def member_class() -> type:
-    """A rank of a gloo group whose others wait 5 s for it."""
-
-    class Member(Process):
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def open(self) -> int:
-            from grpo_dist.engines.rendezvous import open_store
-
-            self.store = open_store("127.0.0.1")
-            return self.store.port
-
-        def join(self, port: int) -> None:
-            from datetime import timedelta
-
-            import torch.distributed as dist
-
-            from grpo_dist.engines.rendezvous import init_process_group
-
-            store = self.store if self.rank == 0 else dist.TCPStore("127.0.0.1", port)
-            init_process_group(device="cpu", rank=self.rank, world_size=3, store=store, timeout_s=240.0)
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), dist.group.WORLD)
-
-        def add_up(self, path: str) -> float:
-            import torch
-            import torch.distributed as dist
-
-            while self.rank == 1 and not os.path.exists(path):
-                time.sleep(0.01)
-            total = torch.tensor([float(self.rank)])
-            dist.all_reduce(total)
-            return total.item()
-
-    return Member
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "stopped", [pytest.param(False, id="sleeps"), pytest.param(True, id="stopped", marks=pytest.mark.long)]
-)
-def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp_path: Path, *, stopped: bool) -> None:
-    with reserved(actor=3) as bundles:
-        limits = TimeLimits(240.0)
-        group = WorkerGroup.spawn("actor", member_class(), bundles["actor"], args=[(0,), (1,), (2,)], limits=limits)
-        run(group.call_home())
-        port = group.call(0, "start", "open")
-        group.call_all("start", "join", port)
-        there = tmp_path / "there"
-        there.touch()
-        assert group.call_all("update", "add_up", str(there)) == [3.0, 3.0, 3.0]
-        if stopped:
-            os.kill(group.addresses[1].pid, signal.SIGSTOP)
-        with pytest.raises(WorkerLost) as caught:
-            group.call_all("update", "add_up", str(gate))
-        error = caught.value
-        assert (error.role, error.rank, error.stage) == ("actor", 1, "update")
-        assert error.node == socket.gethostname()
-        assert ("stopped" in error.message) == stopped
-        (shown,) = error.__notes__
-        assert re.search("Timed out waiting 5000ms|Connection (closed|reset) by peer", shown)
-        group.kill()
-
-
-@pytest.mark.deep
-def test_another_error_is_not_blamed_on_a_rank_that_works(group: WorkerGroup, gate: Gate) -> None:
-    with refuses(WorkerError, "actor worker 1", "node1", "'update'", "KeyError") as caught:
-        group.gather([group.submit(0, "update", "wait_for", str(gate)), group.submit(1, "update", "fail")])
-    assert not isinstance(caught.value, WorkerLost)
-
-
-@pytest.mark.deep
-def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped(group: WorkerGroup) -> None:
-    """NCCL ends the processes of ranks that have waited too long."""
-    states = {0: "waiting", 1: "stopped"}
-    watched = WorkerGroup("actor", group.handles, group.limits)
-
-    async def known(ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: states[rank] for rank in ranks}
-
-    watched._states = known  # type: ignore[method-assign]
-    died = watched.lost(0, "update", "its process died (SIGABRT)")
-    found = run(watched.root_cause(died))
-    assert isinstance(found, WorkerLost)
-    says(found, "actor worker 1", "'update'", "stopped")
-    states[1] = "dead"
-    assert run(watched.root_cause(died)) is died, "both may have waited for each other"

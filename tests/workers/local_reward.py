@@ -1,17 +1,20 @@
-"""A reward worker in the test's own process, and the responses that it is given."""
+"""A reward worker in the test's own process, and the responses that it is given; `store_here` has their columns."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.scorer import Task
+from grpo_dist.workers.scorer import RewardSettings, Task
 
 SCORER = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
@@ -28,13 +31,22 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
 class Local(RewardWorker):
     """In this process; gives handles, as the driver makes them of its answers."""
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], tuple]:  # type: ignore[override]
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], tuple]:
         ([(label, failures)], printed, _), data = super().score(group, [len(group)], [task])
         return DataProtoRef.stored(ray.put(data), label), failures, printed
 
-    def compute_targets(self, *args: Any) -> tuple[DataProtoRef, dict[str, float]]:  # type: ignore[override]
+    def compute_targets(self, *args: Any) -> tuple[DataProtoRef, dict[str, float]]:
         (label, metrics, _), data = super().compute_targets(*args)
         return DataProtoRef.stored(ray.put(data), label), metrics
+
+
+def local(tokenizer: str, folder: Path, code: str, kwargs: dict[str, Any] | None = None, **changes: Any) -> Local:
+    """A worker with this reward function; changes are of its settings."""
+    (folder / "mine.py").write_text(code)
+    settings = RewardSettings(tokenizer, False, str(folder / "mine.py"), "compute_score", kwargs or {})
+    worker = Local()
+    worker.start(replace(settings, **changes))
+    return worker
 
 
 RESPONSES = [[5, 6, 2], [6, 2], [5]]
@@ -46,19 +58,28 @@ def put(
     masks: list[list[int]] | None = None,
     rewards: list[float] | None = None,
     steps: list[list[float]] | None = None,
+    **more: Ragged,
 ) -> DataProtoRef:
-    """Responses, and the rewards that their episodes and the steps of those were given, if they are episodes."""
+    """Responses, which are not truncated; the rewards that their episodes and the steps of those were given, if they
+    are episodes; and more columns of one group.
+    """
     masks = [[1] * len(response) for response in responses] if masks is None else masks
     columns: dict[str, Any] = {
         "responses": Ragged.from_rows(responses, torch.int32),
         "response_mask": Ragged.from_rows(masks, torch.int8),
+        "rollout_log_probs": Ragged.from_rows([[-float(one) for one in mask] for mask in masks], torch.float32),
     }
-    if rewards is None:
-        return DataProtoRef.put(DataProto.from_dict(columns))
-    columns["episode_reward"] = torch.tensor(rewards)
-    columns["episode_step_rewards"] = Ragged.from_rows(steps or [[math.nan] * len(r) for r in responses], torch.float32)
-    return DataProtoRef.put(DataProto.from_dict(columns))
+    if rewards is not None:
+        columns["episode_reward"] = torch.tensor(rewards)
+        steps = steps or [[math.nan] * len(response) for response in responses]
+        columns["episode_step_rewards"] = Ragged.from_rows(steps, torch.float32)
+    handle = DataProtoRef.put(DataProto.from_dict(columns | more, {"uid": ["a"] * len(responses)}))
+    return replace(handle, small=handle.small | {"truncated": np.zeros(len(responses))})
 
 
 def rows(column: Ragged) -> list[list[float]]:
     return [row.tolist() for row in column.rows()]
+
+
+def column(handle: DataProtoRef, name: str = "token_level_scores") -> list[list[float]]:
+    return rows(handle.fetch((name,))[name])

@@ -1,13 +1,15 @@
-"""The roles' typed methods, on processes that are none."""
+"""The roles' typed methods on processes that are none, and a rank that is lost on real ones."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import gzip
+import json
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,160 +18,99 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import TrainingDiverged, WorkerLost
+from grpo_dist.errors import ConfigError, EngineError, TrainingDiverged, WorkerLost
+from grpo_dist.plan.commands import load_config
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
+from grpo_dist.rewards.scorer import PrintedLines
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import TimeLimits, run
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.runtime.process import Address, Process
-from grpo_dist.trainer.rollout.job import RolloutJob
-from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.workers import gang
 from grpo_dist.workers.actor import ActorGroup
-from grpo_dist.workers.gang import Gang, ReferenceGroup, Turn, find_model
-from grpo_dist.workers.reward import RewardPool
-from grpo_dist.workers.rollout import GroupRequest, RolloutGroup
-from grpo_dist.workers.scorer import Task
+from grpo_dist.workers.gang import Gang, ReferenceGroup, TorchProfile, Turn, find_model
+from grpo_dist.workers.roles import Roles
+from tests.messages import refuses
 from tests.processes import spawned
-
-pytestmark = pytest.mark.ray
-
-
-# All that a group itself reads of a worker's settings.
-SETTINGS = SimpleNamespace(model=SimpleNamespace(sequence_parallel_size=1))
+from tests.runtime.fakes import FakeNodes, Fakes
 
 
-class Handle:
-    """As an actor's; what is asked of it has been answered when it is asked."""
-
-    work = SimpleNamespace(remote=lambda: ray.put(None))
-
-    @property
-    def compute_log_probs(self) -> Any:
-        def remote(rows: DataProtoRef) -> list[ray.ObjectRef]:
-            data = DataProto.from_dict({"ref_log_probs": rows.fetch(("responses",))["responses"]})
-            return [ray.put(Label.of(data)), ray.put(data)]
-
-        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
+def settings(split: int = 1) -> Any:
+    """All that a group itself reads of a worker's settings."""
+    return SimpleNamespace(model=SimpleNamespace(sequence_parallel_size=split))
 
 
-def batch() -> DataProtoRef:
-    columns = {name: Ragged.from_rows([[1], [2, 2], [3], [4, 4]], torch.int32) for name in ("prompts", "responses")}
-    columns["response_mask"] = Ragged.from_rows([[1], [1, 1], [1], [1, 1]], torch.int8)
-    lengths = {name: torch.tensor([1, 2, 1, 2]) for name in ("prompt_length", "response_length")}
-    data = DataProto.from_dict(columns | lengths, {"uid": ["a", "a", "b", "b"]})
-    return DataProtoRef.put(data)
+def groups_of(count: int) -> list[DataProtoRef]:
+    """Groups "0", "1", ... of two responses, of two tokens and of one."""
+    groups = []
+    for i in range(count):
+        columns = {name: Ragged.from_rows([[5, 6], [7]], torch.int32) for name in ("prompts", "responses")}
+        columns["response_mask"] = Ragged.from_rows([[1, 1], [1]], torch.int8)
+        lengths = {name: torch.tensor([2, 1]) for name in ("prompt_length", "response_length")}
+        groups.append(DataProtoRef.put(DataProto.from_dict(columns | lengths, {"uid": [f"{i}"] * 2})))
+    return groups
 
 
-@pytest.mark.deep
-def test_after_a_pass_its_ranks_are_idle_and_busy_again_with_the_next_call(local_ray: None) -> None:
-    workers = WorkerGroup("ref", [Handle(), Handle()], TimeLimits(60.0))
-    group = Gang(workers)
-    found = run(group.compute_log_probs("ref_log_prob", batch()))
-    rows = found.fetch(("ref_log_probs",))["ref_log_probs"].rows()
-    assert [row.tolist() for row in rows] == [[1], [2, 2], [3], [4, 4]]
-    before = workers.busy_seconds()
-    time.sleep(0.05)
-    assert workers.busy_seconds() == before, "they are idle"
-    workers.submit(0, "work", "work")
-    time.sleep(0.1)
-    assert workers.busy_seconds() >= before + 0.1
+def log_probs(found: DataProtoRef, name: str) -> list[list[float]]:
+    return [row.tolist() for row in found.fetch((name,))[name].rows()]
 
 
-# --- ranks that split sequences ----------------------------------------------------------------------------------
-class Splitting(Handle):
-    """As an actor's rank of a group of two: it notes its rows, and returns its rank as their log-probs and loss."""
+# --- ranks that split sequences ------------------------------
+class Splitting(Fakes):
+    """Ranks that note their rows, and return their rank as log-probs and loss; some are lost in their first pass."""
 
-    def __init__(self, rank: int, seen: dict[int, Any]) -> None:
-        self.rank, self.seen = rank, seen
+    def __init__(self, lost: Sequence[int] = ()) -> None:
+        super().__init__("actor", 4)
+        self.rows: dict[int, Any] = {}
+        self.lost_ranks = lost
 
-    def _result(self, rows: DataProtoRef) -> DataProto:
+    def submit_for_data(self, rank: int, stage: str, method: str, rows: DataProtoRef, *args: Any, **_: Any) -> Call:
         lengths = rows.fetch(("responses",))["responses"].lengths.tolist() if len(rows) else []
-        return DataProto.from_dict(
-            {"old_log_probs": Ragged.from_rows([[float(self.rank)] * n for n in lengths], torch.float32)}
-        )
-
-    @property
-    def compute_log_probs(self) -> Any:
-        def remote(rows: DataProtoRef) -> list[ray.ObjectRef]:
-            self.seen[self.rank] = rows["uid"].tolist()
-            data = self._result(rows)
-            return [ray.put(Label.of(data)), ray.put(data)]
-
-        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
-
-    @property
-    def update(self) -> Any:
-        def remote(rows: DataProtoRef, mini_batches: Any, objective: Any, step: int) -> list[ray.ObjectRef]:
-            self.seen[self.rank] = [rows["uid"][part].tolist() for part in mini_batches]
-            data, metrics = self._result(rows), {"actor/loss": Sum(1.0), "actor/entropy": Mean(10.0 * self.rank, 2)}
-            return [ray.put(([metrics], Label.of(data))), ray.put(data)]
-
-        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
+        values = Ragged.from_rows([[float(rank)] * n for n in lengths], torch.float32)
+        data = DataProto.from_dict({"old_log_probs": values})
+        self.rows[rank] = rows["uid"].tolist()
+        answer: Any = Label.of(data)
+        if method == "update":
+            self.rows[rank] = [rows["uid"][part].tolist() for part in args[0]]
+            answer = [{"actor/loss": Sum(1.0), "actor/entropy": Mean(10.0 * rank, 2)}], answer
+        if rank in self.lost_ranks and not self.lives[rank]:
+            answer = self.lost(rank, stage, "its process died")
+        self.results[method] = self.results.get(method, {}) | {rank: answer}
+        return replace(self.submit(rank, stage, method), data=ray.put(data))
 
 
-@pytest.fixture
-def splitting(local_ray: None) -> tuple[ActorGroup, dict[int, Any]]:
-    """Four ranks, of which the first two and the last two split the same sequences."""
-    seen: dict[int, Any] = {}
-    group = ActorGroup(WorkerGroup("actor", [Splitting(rank, seen) for rank in range(4)], TimeLimits(60.0)))
-    group._settings = SimpleNamespace(model=SimpleNamespace(sequence_parallel_size=2))  # type: ignore[assignment]
-    return group, seen
+def test_ranks_that_split_sequences_have_the_same_rows_and_count_once(store_here: None) -> None:
+    """Of four ranks the first two and the last two split the same sequences."""
+    workers = Splitting()
+    group, batch = ActorGroup(workers), DataProtoRef.concat(groups_of(2))
+    group._settings = settings(split=2)
+    by_rank = [[[0, 0], [0], [2, 2], [2]], [[2, 2], [2], [0, 0], [0]]]  # each row is in one group
+    found = run(group.compute_log_probs("old_log_prob", batch))
+    assert log_probs(found, "old_log_probs") in by_rank
+    assert (workers.rows[0], workers.rows[2]) == (workers.rows[1], workers.rows[3])
+    assert sorted([*workers.rows[0], *workers.rows[2]]) == ["0", "0", "1", "1"]
 
-
-@pytest.mark.deep
-def test_ranks_that_split_sequences_have_the_same_rows_and_one_answers(splitting: Any) -> None:
-    group, seen = splitting
-    rows = run(group.compute_log_probs("old_log_prob", batch())).fetch(("old_log_probs",))["old_log_probs"].rows()
-    assert seen[0] == seen[1]
-    assert seen[2] == seen[3]
-    assert sorted([*seen[0], *seen[2]]) == ["a", "a", "b", "b"], "each row is in one group"
-    assert [row.tolist() for row in rows] in ([[0], [0, 0], [2], [2, 2]], [[2], [2, 2], [0], [0, 0]])
-
-
-@pytest.mark.deep
-def test_rows_of_ranks_that_split_sequences_are_counted_once(splitting: Any) -> None:
-    group, seen = splitting
-    updated, metrics = run(group.update(batch(), [np.arange(4)], None, 1))
-    assert seen[0] == seen[1]
-    assert seen[2] == seen[3]
-    assert len(seen[0][0]) == len(seen[2][0]) == 2
+    updated, metrics = run(group.update(batch, [np.arange(4)], None, 1))
+    assert (workers.rows[0], workers.rows[2]) == (workers.rows[1], workers.rows[3])
+    assert len(workers.rows[0][0]) == len(workers.rows[2][0]) == 2
     assert metric_values(metrics) == {"actor/loss": 2.0, "actor/entropy": 20 / 4}, "of ranks 0 and 2"
-    rows = updated.fetch(("old_log_probs",))["old_log_probs"].rows()
-    assert [row.tolist() for row in rows] in ([[0], [0, 0], [2], [2, 2]], [[2], [2, 2], [0], [0, 0]])
+    assert log_probs(updated, "old_log_probs") in by_rank
 
 
-class Placed(WorkerGroup):
-    """Processes that are none, on the nodes of these names; `asked` notes who is told to find the model."""
-
-    def __init__(self, role: str, nodes: str, asked: list[tuple[str, int, str]]) -> None:
-        super().__init__(role, [object() for _ in nodes], TimeLimits(60.0))
-        self.nodes, self.asked = nodes, asked
-
-    async def call_home(self) -> list[Address]:
-        return [Address(node, f"10.0.0.{node}", 1, node) for node in self.nodes]
-
-    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
-        assert (stage, method, args) == ("start", "find_model", ("Qwen/Qwen3-8B", "model.path"))
-        self.asked.append((self.role, rank, self.nodes[rank]))
-        return Call(object(), self, rank, stage, time.monotonic(), 60.0)  # type: ignore[arg-type]
-
-    async def value(self, call: Call) -> None:
-        self.asked.append(("has found it", call.rank, self.nodes[call.rank]))
-
-
-@pytest.mark.deep
 def test_one_process_of_each_node_finds_the_model() -> None:
-    asked: list[tuple[str, int, str]] = []
-    groups = [Placed(role, nodes, asked) for role, nodes in (("rollout", "22"), ("actor", "1122"), ("reward", "13"))]
+    groups = [Fakes(role, len(nodes)) for role, nodes in (("rollout", "22"), ("actor", "1122"), ("reward", "13"))]
+    for group, nodes in zip(groups, ("22", "1122", "13"), strict=True):
+        group.note_addresses([Address(node, f"10.0.0.{node}", 1, node) for node in nodes])
     run(find_model(groups, "Qwen/Qwen3-8B", "model.path"))
-    assert asked[:3] == [("rollout", 0, "2"), ("actor", 0, "1"), ("reward", 1, "3")]
-    assert sorted(node for what, _, node in asked[3:] if what == "has found it") == ["1", "2", "3"]
+    asked = [[("find_model", rank, "Qwen/Qwen3-8B", "model.path")] for rank in (0, 0, 1)]
+    assert [group.asked for group in groups] == asked
+    groups[2].results = {"find_model": {1: ConfigError("there is no such folder")}}
+    with refuses(ConfigError, "folder"):
+        run(find_model(groups, "Qwen/Qwen3-8B", "model.path"))
 
 
-# --- a rank that is lost -----------------------------------------------------------------------------------------
+# --- a rank that is lost ------------------------------
 class Reference(Process):
     """A rank of two; its log-probs are its row's uid and -1. On request it ends in the midst of a pass."""
 
@@ -181,16 +122,14 @@ class Reference(Process):
     def open_store(self, host: str) -> int:
         return 0
 
-    def start(self, settings: Any, host: str, port: int) -> None:
-        self.settings = settings
+    def start(self, given: Any, host: str, port: int) -> None:
+        self.settings = given
 
     def set_trap(self, number: int) -> None:
         self.trap = signal.Signals(number)
 
-    def load_checkpoint(self, folder: str) -> None: ...
-
     def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
-        assert self.settings == SETTINGS, "it was started"
+        assert self.settings == settings(), "it was started"
         if self.trap is not None:
             os.kill(os.getpid(), self.trap)
         data = rows.fetch(("uid", "responses"))
@@ -203,82 +142,58 @@ class Reference(Process):
 def reference(local_ray: None) -> Iterator[ReferenceGroup]:
     with spawned("ref", Reference, [(0,), (1,)]) as workers:
         group = ReferenceGroup(workers, RestartBudget(1))
-        run(group.start(SETTINGS))  # type: ignore[arg-type]
+        run(group.start(settings()))
         yield group
 
 
-def groups_of(count: int) -> list[DataProtoRef]:
-    """Groups "0", "1", ... of two responses, of two tokens and of one."""
-    groups = []
-    for i in range(count):
-        columns = {name: Ragged.from_rows([[5, 6], [7]], torch.int32) for name in ("prompts", "responses")}
-        columns["response_mask"] = Ragged.from_rows([[1, 1], [1]], torch.int8)
-        lengths = {name: torch.tensor([2, 1]) for name in ("prompt_length", "response_length")}
-        data = DataProto.from_dict(columns | lengths, {"uid": [f"{i}"] * 2})
-        groups.append(DataProtoRef.put(data))
-    return groups
-
-
-def log_probs(reference: ReferenceGroup, groups: Sequence[DataProtoRef]) -> list[list[float]]:
-    found = run(reference.compute_log_probs("ref_log_prob", DataProtoRef.concat(groups)))
-    return [row.tolist() for row in found.fetch(("ref_log_probs",))["ref_log_probs"].rows()]
-
-
+@pytest.mark.ray
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_pass_whose_rank_is_lost_is_done_again(reference: ReferenceGroup, number: signal.Signals) -> None:
     """The other rank has answered, and is replaced with it; a second loss is beyond the budget."""
-    before = list(reference.workers.handles)
+    before, batch = list(reference.workers.handles), DataProtoRef.concat(groups_of(2))
     reference.workers.call(1, "test", "set_trap", number)
     reference.workers.limits = TimeLimits(60.0, {"ref_log_prob": 60.0 if number == signal.SIGKILL else 8.0})
-    assert log_probs(reference, groups_of(2)) == [[0, 0], [0], [1, 1], [1]]
+    found = run(reference.compute_log_probs("ref_log_prob", batch))
+    assert log_probs(found, "ref_log_probs") == [[0, 0], [0], [1, 1], [1]]
     assert not set(before) & set(reference.workers.handles)
     assert "ref worker 1" in reference.restarts.failures[0]
     reference.workers.call(0, "test", "set_trap", signal.SIGKILL)
     with pytest.raises(WorkerLost, match="ref worker 0"):
-        log_probs(reference, groups_of(2))
+        run(reference.compute_log_probs("ref_log_prob", batch))
 
 
-def test_only_a_loss_is_made_good(reference: ReferenceGroup) -> None:
+def test_ranks_that_are_lost_together_cost_one_restart_and_other_passes_wait(store_here: None) -> None:
+    workers = Splitting(lost=range(4))
+    reference, batch = ReferenceGroup(workers, RestartBudget(1, FakeNodes())), DataProtoRef.concat(groups_of(4))
+
+    async def passes() -> list[DataProtoRef]:
+        await reference.start(settings())
+        return await asyncio.gather(*(reference.compute_log_probs("ref_log_prob", batch) for _ in range(5)))
+
+    for found in run(passes()):
+        assert sorted(len(row) for row in log_probs(found, "old_log_probs")) == [1] * 4 + [2] * 4
+    assert (workers.lives, len(reference.restarts.failures)) == ([1] * 4, 1)
+
+
+def test_only_a_loss_is_made_good() -> None:
+    reference = ReferenceGroup(Fakes("ref", 2), RestartBudget(1, FakeNodes()))
+    run(reference.start(settings()))
     with pytest.raises(TrainingDiverged, match="nan"):
         run(reference.restart(TrainingDiverged("nan")))
     run(reference.load_checkpoint("folder"))
-    with pytest.raises(WorkerLost, match="gone"):  # its weights are those of a checkpoint
-        run(reference.restart(WorkerLost("gone")))
-    with pytest.raises(WorkerLost, match="gone"):  # the policy: only a checkpoint has it
-        run(ActorGroup(reference.workers).restart(WorkerLost("gone")))
-    assert not reference.restarts.failures
+    for group in (reference, ActorGroup(reference.workers)):  # only a checkpoint has its weights, or the policy
+        with pytest.raises(WorkerLost, match="gone"):
+            run(group.restart(WorkerLost("gone")))
+    assert (reference.restarts.failures, reference.workers.lives) == ([], [0, 0])
 
 
-@pytest.mark.deep
-def test_ranks_that_are_lost_together_cost_one_restart_and_other_passes_wait(reference: ReferenceGroup) -> None:
-    """Four passes of a job of which all groups are there; none of them is lost."""
-    engines, scorers = (WorkerGroup(role, [None], TimeLimits(60.0)) for role in ("rollout", "reward"))
-    source = functools.partial(reference.compute_log_probs, "ref_log_prob")
-    pump = RolloutPump(RolloutGroup(engines), RewardPool(scorers), {"ref": source}, reward_timeout_s=60.0)
-    reference.workers.call_all("test", "set_trap", signal.SIGKILL)
-    groups = groups_of(5)
-    sampling, task = SamplingSettings(2, 1.0, 1.0, -1, 4, None), Task("", "", {})
-    requests = [GroupRequest(f"{i}", np.array([3], np.int32), sampling, task) for i in range(5)]
-
-    async def sample() -> RolloutJob:
-        finished = {i: (group, group) for i, group in enumerate(groups)}
-        job = pump.submit(requests, sources=("ref",), finished=finished)
-        await job.finished()
-        return job
-
-    found = {i: ref.fetch(("ref_log_probs",))["ref_log_probs"] for i, ref in run(sample()).log_probs["ref"].items()}
-    assert {i: [row.tolist() for row in column.rows()] for i, column in found.items()} == {
-        i: [[i, i], [i]] for i in range(5)
-    }
-    assert len(reference.restarts.failures) == 1
-
-
+# --- turns ------------------------------
 class Busy(Gang):
     """A gang that writes down when its ranks compute."""
 
     def __init__(self, name: str, events: list[str]) -> None:
-        super().__init__(SimpleNamespace(role=name))  # type: ignore[arg-type]
+        super().__init__(Fakes(name, 1))
         self.name, self.events = name, events
 
     def _parts(self, batch: Any, columns: Sequence[str]) -> Any:
@@ -289,6 +204,19 @@ class Busy(Gang):
         await asyncio.sleep(0)
         self.events.append(f"{self.name} ends")
         raise TimeoutError  # what comes after does not matter here
+
+
+@pytest.mark.parametrize("share", [True, False])
+async def test_gangs_on_the_same_gpus_take_turns(share: bool) -> None:
+    events: list[str] = []
+    gangs = [Busy(name, events) for name in ("actor", "ref")]
+    if share:
+        gangs[0].turn = gangs[1].turn
+    passes = (gang.compute_log_probs("ref_log_prob", DataProtoRef()) for gang in gangs)
+    await asyncio.gather(*passes, return_exceptions=True)
+    in_turns = ["actor begins", "actor ends", "ref begins", "ref ends"]
+    assert (events == in_turns) == share
+    assert sorted(events) == sorted(in_turns)
 
 
 async def test_engines_make_room_for_a_gang_that_is_to_be_alone() -> None:
@@ -304,14 +232,57 @@ async def test_engines_make_room_for_a_gang_that_is_to_be_alone() -> None:
         assert (asked, turn.beside_engines.locked()) == (["sleep"], True)
 
 
-@pytest.mark.parametrize("share", [True, False])
-async def test_gangs_on_the_same_gpus_take_turns(share: bool) -> None:
-    events: list[str] = []
-    gangs = [Busy(name, events) for name in ("actor", "ref")]
-    if share:
-        gangs[0].turn = gangs[1].turn
-    passes = (gang.compute_log_probs("ref_log_prob", DataProtoRef()) for gang in gangs)
-    await asyncio.gather(*passes, return_exceptions=True)
-    in_turns = ["actor begins", "actor ends", "ref begins", "ref ends"]
-    assert (events == in_turns) == share
-    assert sorted(events) == sorted(in_turns)
+# --- what custom code has printed ------------------------------
+LOOP = f"actor_rollout_ref.rollout.agent.default_agent_loop={__file__}:Loop"
+LOSS = f"actor_rollout_ref.actor.policy_loss.loss_mode={__file__}:loss"
+KL = f"actor_rollout_ref.actor.kl_loss_type={__file__}:kl"
+OF_RANKS = ["  rank 0", "  rank 2", "  ... and 4 more lines"]
+OF_ENGINES = ["  engine 0", "  ... and 2 more lines"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [([], []), ([LOOP], [OF_ENGINES]), ([LOSS], [OF_RANKS]), ([KL, LOOP], [OF_RANKS, OF_ENGINES])],
+)
+def test_processes_with_custom_code_are_asked_what_it_has_printed(overrides: list[str], told: list[list[str]]) -> None:
+    """Of three the second is lost; the last engine has been replaced, and is not there yet."""
+    ranks, engines = (
+        Fakes(name, 3, take_printed={0: ([f"{name} 0"], 2), 1: WorkerLost("gone"), 2: ([f"{name} 2"], 2)})
+        for name in ("rank", "engine")
+    )
+    rollout = SimpleNamespace(workers=engines, is_starting=lambda rank: rank == 2)
+    reward = SimpleNamespace(printed=PrintedLines())
+    roles = Roles({"actor": SimpleNamespace(workers=ranks), "rollout": rollout, "reward": reward})
+    config, _ = load_config(overrides)
+    assert [message.splitlines()[1:] for message in run(roles.take_printed(config))] == told
+    reward.printed.note("reward function", ["hello"], 0)  # which these processes have sent
+    plain, _ = load_config([])
+    assert run(roles.take_printed(plain)) == ["the reward function printed:\n  hello"]
+    assert run(roles.take_printed(plain)) == []
+
+
+# --- torch's own profiler ------------------------------
+def recorded(path: Path, calls: int) -> int:
+    """How many of the calls of a module are in the profile of them, which replaces the one before."""
+    module = torch.nn.Linear(2, 2)
+    profile = TorchProfile()
+    for _ in range(calls):
+        module(torch.ones(1, 2))
+    profile.write(path)
+    assert os.listdir(path.parent) == [path.name]
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [event["name"] for event in events].count("aten::linear")
+
+
+def test_the_modules_that_are_recorded_are_bounded_and_a_trace_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json.gz"
+    assert recorded(path, 20) == 20
+    monkeypatch.setattr(gang, "MOST_MODULE_CALLS", 7)
+    assert recorded(path, 20) == 7
+    profile = TorchProfile()
+    with refuses(EngineError, f"{tmp_path}/gone/x.json.gz"):
+        profile.write(tmp_path / "gone" / "x.json.gz")
+    assert recorded(path, 5) == 5, "the next profile counts anew"
+    assert not torch.nn.modules.module._global_forward_pre_hooks

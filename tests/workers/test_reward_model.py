@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,21 +14,24 @@ import pytest
 import torch
 import transformers
 
+from grpo_dist.algorithms.settings import PreferenceSettings
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_roles import RewardModelConfig
 from grpo_dist.data.step_tokens import StepForm, step_tokens
 from grpo_dist.engines.settings import PassLimits, RewardModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.errors import TrainingDiverged
+from grpo_dist.errors import OutOfMemory, TrainingDiverged
 from grpo_dist.plan.commands import load_config
-from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.reward_model import RewardModelGroup, RewardModelWorker, scored_rows
-from tests.messages import says
+from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
+from tests.messages import refuses, says
 from tests.models import builtin_reward_model
 from tests.processes import spawned
 from tests.ranks import run_ranks
+from tests.runtime.fakes import Fakes
 from tests.worker_settings import model_settings
 
 POLICY = resolve_model_path("builtin:tiny-qwen3")
@@ -35,7 +40,7 @@ RESPONSES = {"a": ["It is 3.", "", "4"], "b": ["60", "I do not know, and I shall
 MESSAGES = {uid: [{"role": "user", "content": text}] for uid, text in PROMPTS.items()}
 
 
-# --- rows --------------------------------------------------------------------------------------------------------
+# --- rows ------------------------------
 def test_what_the_sequences_of_a_group_begin_with_is_computed_once() -> None:
     data = scored_rows([[1, 2, 3], [1, 2], [1, 4], [5]], ["a", "a", "a", "b"])
     assert [row.tolist() for row in data["prompts"].rows()] == [[1], [1], [1], [5]]
@@ -46,7 +51,7 @@ def test_what_the_sequences_of_a_group_begin_with_is_computed_once() -> None:
     assert [row.tolist() for row in nothing_common["prompts"].rows()] == [[1], [3]], "a prompt has a token"
 
 
-# --- ranks -------------------------------------------------------------------------------------------------------
+# --- ranks ------------------------------
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return builtin_reward_model(tmp_path_factory.mktemp("scorer"))
@@ -73,11 +78,11 @@ def section(tokenizer: str | None = POLICY, **changes: Any) -> RewardModelConfig
     return plain.replaced(model=plain.model.replaced(input_tokenizer=tokenizer), **changes)
 
 
-def token_ids() -> list[tuple[str, list[int], list[int]]]:
+def token_ids(texts: dict[str, list[str]] = RESPONSES) -> list[tuple[str, list[int], list[int]]]:
     """(uid, prompt, response) as the policy's tokens; the second response is cut, so it has no end."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
     rows = []
-    for uid, responses in RESPONSES.items():
+    for uid, responses in texts.items():
         prompt = tokenizer.apply_chat_template(MESSAGES[uid], add_generation_prompt=True, return_dict=False)
         for i, response in enumerate(responses):
             end = [] if i == 1 else [tokenizer.eos_token_id]
@@ -85,30 +90,17 @@ def token_ids() -> list[tuple[str, list[int], list[int]]]:
     return rows
 
 
-def batch() -> DataProto:
-    uids, prompts, responses = zip(*token_ids(), strict=True)
-    columns = {
-        "prompts": Ragged.from_rows(prompts, torch.int32),
-        "responses": Ragged.from_rows(responses, torch.int32),
-    }
+def batch(texts: dict[str, list[str]] = RESPONSES) -> DataProto:
+    uids, prompts, responses = zip(*token_ids(texts), strict=True)
+    columns = {"prompts": Ragged.from_rows(prompts, torch.int32), "responses": Ragged.from_rows(responses, torch.int32)}
     return DataProto.from_dict(columns, {"uid": list(uids)})
-
-
-def stored() -> DataProtoRef:
-    data = batch()
-    handle = DataProtoRef.put(data)
-    lengths = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
-    return replace(handle, small=handle.small | lengths)
 
 
 def conversations(folder: str) -> list[list[int]]:
     """Every row in the chat template of the reward model."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return [
-        tokenizer.apply_chat_template([*MESSAGES[uid], {"role": "assistant", "content": text}], return_dict=False)
-        for uid, texts in RESPONSES.items()
-        for text in texts
-    ]
+    answers = [(uid, {"role": "assistant", "content": text}) for uid, texts in RESPONSES.items() for text in texts]
+    return [tokenizer.apply_chat_template([*MESSAGES[uid], answer], return_dict=False) for uid, answer in answers]
 
 
 def alone(folder: str, sequences: list[list[int]]) -> list[float]:
@@ -123,17 +115,20 @@ def test_conversations_in_its_own_template(local_ray: None, folder: str) -> None
     """Three groups on two ranks, two sequences a pass: as transformers says of each conversation alone."""
     expected = alone(folder, conversations(folder))
     assert max(expected) - min(expected) > 0.1, "they differ"
-    data = stored()
+    data = batch()
+    lengths = {f"{name}_length": data[f"{name}s"].lengths.numpy() for name in ("prompt", "response")}
+    handle = DataProtoRef.put(data)
+    handle = replace(handle, small=handle.small | lengths)
     with spawned("reward_model", RewardModelWorker, [(0, 2), (1, 2)]) as workers:
         group = RewardModelGroup(workers)
         run(group.start(settings(folder)))
         for rows in (range(6), [4, 0], [3]):  # the last leaves a rank without rows
-            found = run(group.score(data.reorder(np.array(rows)), MESSAGES))
+            found = run(group.score(handle.reorder(np.array(rows)), MESSAGES))
             assert found["rm_score"] == pytest.approx([expected[i] for i in rows], abs=2e-5)
             assert found["rm_clipped"].tolist() == [0] * len(rows)
 
 
-# --- one rank, without Ray -----------------------------------------------------------------------------------------
+# --- one rank, without Ray ------------------------------
 def scores(rank: int, settings: RewardModelSettings, data: DataProto) -> dict[str, np.ndarray] | str:
     worker = RewardModelWorker(rank, 1)
     worker.settings = settings
@@ -145,17 +140,8 @@ def scores(rank: int, settings: RewardModelSettings, data: DataProto) -> dict[st
         return str(error)
 
 
-# --- steps ---------------------------------------------------------------------------------------------------------
+# --- steps ------------------------------
 STEPS = {"a": ["1 + 2\n= 3", "", "3\n"], "b": ["10 + 20\n+ 30\n= 60", "60"], "c": ["Hm\n\nI"]}
-
-
-def steps_batch() -> DataProto:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
-    uids = [uid for uid, texts in STEPS.items() for _ in texts]
-    rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for texts in STEPS.values() for text in texts]
-    prompts = [tokenizer(PROMPTS[uid])["input_ids"] for uid in uids]
-    columns = {"prompts": Ragged.from_rows(prompts, torch.int32), "responses": Ragged.from_rows(rows, torch.int32)}
-    return DataProto.from_dict(columns, {"uid": uids})
 
 
 def judge_of(path: Path, kind: str) -> tuple[str, Any]:
@@ -196,7 +182,7 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
             expected.append((torch.sigmoid(odds[torch.tensor(ends)]).tolist(), len(steps)))
     assert np.ptp([score for scores, _ in expected for score in scores]) > 0.01, "they differ"
     changed = replace(settings(path), step_separator="\n", section=section(process=process))
-    (found,) = run_ranks(1, scores, changed, steps_batch())
+    (found,) = run_ranks(1, scores, changed, batch(STEPS))
     for given, score, (wanted, count) in zip(found["rm_step_scores"], found["rm_score"], expected, strict=True):
         assert given == pytest.approx(wanted[:count], abs=1e-5)
         assert score == pytest.approx(min(wanted), abs=1e-5)
@@ -211,12 +197,13 @@ def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_pa
     process = section().process.replaced(enable=True)
     longest = section(process=process, max_length=int(ends[1]) + 1)
     changed = replace(settings(path), step_separator="\n", section=longest)
-    (found,) = run_ranks(1, scores, changed, steps_batch())
+    (found,) = run_ranks(1, scores, changed, batch(STEPS))
     first, second, third = found["rm_step_scores"][3]
     assert first != second == third
     assert found["rm_clipped"].tolist() == [0, 0, 0, 1, 0, 0]
 
 
+# --- other folders ------------------------------
 def test_tokens_as_they_are_closed_by_the_template_and_cut(folder: str) -> None:
     """By a token budget; one of the conversations is too long."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -232,34 +219,93 @@ def test_tokens_as_they_are_closed_by_the_template_and_cut(folder: str) -> None:
     assert found["rm_clipped"].sum() == 1
 
 
-def test_a_conversation_that_ends_in_padding_is_scored_as_transformers_does(folder: str, tmp_path: Path) -> None:
-    """At the last token that is not padding: here the end of sequence is."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.save_pretrained(tmp_path)
+def changed_folder(folder: str, path: Path, change: Callable[[Any], object]) -> RewardModelSettings:
+    """The settings of a model with a change."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    model.config.pad_token_id = tokenizer.eos_token_id
-    model.save_pretrained(tmp_path)
-    (found,) = run_ranks(1, scores, settings(str(tmp_path)), batch())
-    expected = alone(str(tmp_path), conversations(folder))
-    assert found["rm_score"] == pytest.approx(expected, abs=2e-5)
-    assert np.abs(found["rm_score"] - alone(folder, conversations(folder))).max() > 1e-3, "not at the end"
+    change(model)
+    model.save_pretrained(path)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(path)
+    return settings(str(path))
 
 
-def test_without_a_limit_conversations_end_with_the_positions(folder: str, tmp_path: Path) -> None:
-    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    model.config.max_position_embeddings = most = 16
-    model.save_pretrained(tmp_path)
-    (found,) = run_ranks(1, scores, settings(str(tmp_path)), batch())
-    assert found["rm_clipped"].tolist() == [len(ids) > most for ids in conversations(folder)]
-    expected = alone(str(tmp_path), [ids[:most] for ids in conversations(folder)])
-    assert found["rm_score"] == pytest.approx(expected, abs=2e-5)
+@pytest.mark.parametrize(("key", "value"), [("pad_token_id", None), ("max_position_embeddings", 16)])
+def test_the_config_of_a_model_says_where_conversations_end(
+    folder: str, tmp_path: Path, key: str, value: int | None
+) -> None:
+    """At the last token that is not padding, as transformers does: here the end of sequence is. Without a limit they
+    end with the positions.
+    """
+    value = value or transformers.AutoTokenizer.from_pretrained(folder).eos_token_id
+    most = value if key == "max_position_embeddings" else None
+    (found,) = run_ranks(1, scores, changed_folder(folder, tmp_path, lambda m: setattr(m.config, key, value)), batch())
+    whole = conversations(folder)
+    assert found["rm_clipped"].tolist() == [most is not None and len(ids) > most for ids in whole]
+    assert found["rm_score"] == pytest.approx(alone(str(tmp_path), [ids[:most] for ids in whole]), abs=2e-5)
+    assert np.abs(found["rm_score"] - alone(folder, whole)).max() > 1e-3, "elsewhere"
 
 
 def test_a_score_that_is_not_finite_stops_the_run(folder: str, tmp_path: Path) -> None:
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    model.score.weight.data.fill_(3e38)
-    model.save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
-    (told,) = run_ranks(1, scores, replace(settings(str(tmp_path)), section=section(None)), batch())
+    changed = changed_folder(folder, tmp_path, lambda model: model.score.weight.data.fill_(3e38))
+    (told,) = run_ranks(1, scores, replace(changed, section=section(None)), batch())
     says(told, "reward_model", "values", "prompts a, b, c")
+
+
+# --- a rank that trains on rows with known answers, and the group of all ranks ------------------------------
+OBJECTIVE = PreferenceSettings()
+
+
+class Engine:
+    """Remembers what it was given, or fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.seen = error, []
+
+    def on_device(self, **_: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def evaluate(self, *arguments: Any) -> dict[str, Metric]:
+        self.seen.append(arguments)
+        if self.error is not None:
+            raise self.error
+        return {"reward_model/loss": Sum(0.5)}
+
+    def train_mini_batch(self, *arguments: Any) -> Any:
+        return SimpleNamespace(metrics=self.evaluate(*arguments))
+
+
+def passed(method: str, engine: Engine, tokens: int | None = 99) -> dict[str, Metric]:
+    """What a rank returns of rows after step 3."""
+    worker = SupervisedWorker(0, 1)
+    limits = PassLimits("data.", 4, tokens, lengths="data.max_length")
+    worker.engine = engine
+    worker.settings = SimpleNamespace(update=limits, model=SimpleNamespace(room="take more GPUs"))
+    rows = SimpleNamespace(columns=("prompts",), fetch=lambda columns: "rows")
+    return getattr(worker, method)(rows, OBJECTIVE, 3)
+
+
+@pytest.mark.parametrize(("method", "what"), [("train", "step 3"), ("evaluate", "validation after step 3")])
+def test_a_rank_takes_its_rows_in_passes_of_the_config(method: str, what: str) -> None:
+    """Numbers that are not finite are told with the step, a full GPU with what makes passes smaller."""
+    engine = Engine()
+    assert passed(method, engine) == {"reward_model/loss": Sum(0.5)}
+    assert engine.seen == [("rows", OBJECTIVE, PassLimits("data.", 4, 99, lengths="data.max_length"))]
+    with refuses(TrainingDiverged, "step 3", "loss nan") as caught:
+        passed(method, Engine(TrainingDiverged("loss nan")))
+    assert str(caught.value).startswith(what)
+    for tokens, setting in ((None, ("data.micro_batch_size_per_gpu", 4)), (99, ("data.max_token_len_per_gpu", 99))):
+        with pytest.raises(OutOfMemory) as full:
+            passed(method, Engine(OutOfMemory("the forward pass", remedy="")), tokens)
+        assert full.value.setting == setting
+
+
+@pytest.mark.parametrize("method", ["train", "evaluate"])
+def test_every_rank_is_asked_and_metrics_are_merged(method: str, store_here: None) -> None:
+    """All take part, also one without rows: the passes are collective."""
+    answers = {0: {"loss": Sum(0.5), "accuracy": Mean(3.0, 3)}, 1: {"loss": Sum(0.0), "accuracy": Mean(0.0, 1)}}
+    workers = Fakes("reward_model", 2, **{method: answers})
+    rows = DataProto.from_dict({}, {"uid": ["a", "a"]})
+    found = run(getattr(SupervisedGroup(workers), method)([rows, DataProto()], OBJECTIVE, 7))
+    assert (found["loss"].value, found["accuracy"].value) == (0.5, 0.75)
+    assert workers.order == [(method, 0), (method, 1)]
+    assert [len(handle) for _, _, handle, *_ in workers.asked] == [2, 0]
+    assert {tuple(more) for _, _, _, *more in workers.asked} == {(OBJECTIVE, 7)}

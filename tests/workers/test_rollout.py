@@ -24,7 +24,7 @@ from grpo_dist.workers.rollout import GroupRequest, RolloutGroup, RolloutWorker,
 from grpo_dist.workers.scorer import Task
 from tests.messages import refuses, says
 from tests.processes import spawned
-from tests.runtime.fake_nodes import FakeNodes
+from tests.runtime.fakes import FakeNodes
 from tests.worker_settings import agent, engine_settings
 
 RESPONSES = [Response([8, 2], [-0.5, -1.5], False, [7, 7]), Response([9, 0, 7], [-1.0, -2.0, -3.0], True, [7, 8, 8])]

@@ -1,3 +1,5 @@
+"""Masks and kernels of each layout; attention by segments: values, gradients, grouped heads, sinks, windows."""
+
 from __future__ import annotations
 
 import re
@@ -11,22 +13,12 @@ import transformers
 from torch.nn.attention.flex_attention import BlockMask
 
 from grpo_dist.engines.settings import choose_layout
-from grpo_dist.engines.train import attention
-from grpo_dist.engines.train.attention import (
-    FLASH,
-    FLEX,
-    PADDED,
-    SEGMENTS,
-    attention_implementation,
-    attention_inputs,
-    dense_mask,
-    sees,
-    varlen_inputs,
-    why_padded,
-    windows_of,
-)
+from grpo_dist.engines.train import attention, segment_attention
+from grpo_dist.engines.train.segment_attention import plan_segments, segment_attention_forward, segment_runs
 from tests.messages import says
 from tests.models import without_memory
+from tests.tensor_sizes import largest_tensor
+from tests.tiers import covering
 
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
@@ -35,18 +27,18 @@ LAST = [[2, 2, 2, 1, 1, 2, 4, 4, 4, -1, -1], [5] + [-1] * 10]
 ROWS = torch.tensor([OWN, LAST], dtype=torch.int32)
 
 
-def by_hand(row: int, q: int, k: int) -> bool:
+def sees_by_hand(row: int, q: int, k: int) -> bool:
     return q >= k and (OWN[row][q] == OWN[row][k] or PARENT[row][q] == OWN[row][k])
 
 
 def test_both_masks_are_the_rule() -> None:
-    dense = dense_mask(ROWS)
-    mask_mod = sees(ROWS)
+    dense = attention.dense_mask(ROWS)
+    mask_mod = attention.sees(ROWS)
     assert dense.shape == (2, 1, 11, 11)
     for row in range(2):
         for q in range(11):
             for k in range(11):
-                expected = by_hand(row, q, k)
+                expected = sees_by_hand(row, q, k)
                 assert dense[row, 0, q, k].item() == expected
                 index = [torch.tensor(i) for i in (row, 0, q, k)]
                 assert mask_mod(*index).item() == expected
@@ -59,7 +51,7 @@ def sdpa_in_its_place(factor: float) -> Callable[..., tuple[torch.Tensor, None]]
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
     ) -> tuple[torch.Tensor, None]:
         value = factor * value + (1 - factor) * value.detach()
-        dense = dense_mask(ROWS[:, :1])
+        dense = attention.dense_mask(ROWS[:, :1])
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
         return out.transpose(1, 2), None
 
@@ -79,16 +71,16 @@ def test_gradients_of_flex_attention_are_compared(factor: float, fault: str, mon
 
 
 def test_inputs_of_each_kernel() -> None:
-    lengths = varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
+    lengths = attention.varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
     assert (lengths["cu_seq_lens_q"].tolist(), lengths["max_length_q"]) == ([0, 3, 4, 6], 3)
-    positions = torch.arange(11).repeat(2, 1)
-    assert attention_inputs(None, positions, "sdpa") == {}
-    mask = attention_inputs(ROWS, positions, "sdpa")["attention_mask"]
+    positions, inputs = torch.arange(11).repeat(2, 1), attention.attention_inputs
+    assert inputs(None, positions, "sdpa") == {}
+    mask = inputs(ROWS, positions, "sdpa")["attention_mask"]
     assert (mask.dtype, mask.shape) == (torch.bool, (2, 1, 11, 11))
-    assert isinstance(attention_inputs(ROWS, positions, FLEX)["attention_mask"], BlockMask)
-    alone = [attention_inputs(ROWS, positions, SEGMENTS, limit)["segments"].alone for limit in (3, 2, 0)]
+    assert isinstance(inputs(ROWS, positions, attention.FLEX)["attention_mask"], BlockMask)
+    alone = [inputs(ROWS, positions, attention.SEGMENTS, limit)["segments"].alone for limit in (3, 2, 0)]
     assert [len(each) for each in alone] == [0, 1, 6]
-    assert "cu_seq_lens_k" in attention_inputs(ROWS, positions[:1], FLASH)
+    assert "cu_seq_lens_k" in inputs(ROWS, positions[:1], attention.FLASH)
 
 
 TWO = {"num_hidden_layers": 2}
@@ -99,15 +91,15 @@ GPT_OSS, BLOOM = transformers.GptOssConfig(**TWO), transformers.BloomConfig(n_la
 @pytest.mark.parametrize(
     ("config", "layout", "device", "flash", "expected"),
     [
-        (QWEN3, "shared", "cpu", True, SEGMENTS),
+        (QWEN3, "shared", "cpu", True, attention.SEGMENTS),
         (QWEN3, "padded", "cpu", True, "sdpa"),
         (QWEN3, "padded", "cuda", True, "sdpa"),
-        (QWEN3, "shared", "cuda", True, FLEX),
-        (QWEN3, "packed", "cuda", True, FLASH),
-        (QWEN3, "packed", "cuda", False, FLEX),
-        (GPT_OSS, "packed", "cuda", True, FLEX),  # FlashAttention 2 knows no sinks
-        (GPT_OSS, "padded", "cpu", True, PADDED),
-        (GPT_OSS, "shared", "cpu", True, SEGMENTS),
+        (QWEN3, "shared", "cuda", True, attention.FLEX),
+        (QWEN3, "packed", "cuda", True, attention.FLASH),
+        (QWEN3, "packed", "cuda", False, attention.FLEX),
+        (GPT_OSS, "packed", "cuda", True, attention.FLEX),  # FlashAttention 2 knows no sinks
+        (GPT_OSS, "padded", "cpu", True, attention.PADDED),
+        (GPT_OSS, "shared", "cpu", True, attention.SEGMENTS),
         *((config, layout, "cuda", True, "eager") for config in (GEMMA2, BLOOM) for layout in ("padded", "packed")),
     ],
 )
@@ -115,23 +107,7 @@ def test_kernel_by_model_device_and_layout(
     config: Any, layout: str, device: str, flash: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
-    assert attention_implementation(without_memory(config), layout, device) == expected
-
-
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dict[str, str]) -> None:
-    """transformers hands the block mask, or the segments, through to it."""
-    name = attention_implementation(without_memory(QWEN3), "shared", device)
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 3]])
-    positions = torch.tensor([[0, 1, 2, 3, 4, 3, 0, 1, 2, 9, 10]])
-    segments = ROWS[:, :1]
-    logits = {}
-    for kernel in ("sdpa", name):
-        model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"], attn_implementation=kernel)
-        with torch.no_grad():
-            mask = attention_inputs(segments, positions, kernel)
-            logits[kernel] = model(input_ids=ids, position_ids=positions, **mask).logits
-    torch.testing.assert_close(logits["sdpa"][:, :9], logits[name][:, :9], atol=1e-4, rtol=0)  # two of padding
+    assert attention.attention_implementation(without_memory(config), layout, device) == expected
 
 
 @pytest.mark.parametrize(
@@ -153,7 +129,7 @@ def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dic
     ],
 )
 def test_models_that_stay_padded(config: object, reason: str) -> None:
-    found = why_padded(without_memory(config))
+    found = attention.why_padded(without_memory(config))
     if reason:
         says(found, reason)
     else:
@@ -162,13 +138,177 @@ def test_models_that_stay_padded(config: object, reason: str) -> None:
 
 def test_windows_are_those_that_a_models_masks_keep() -> None:
     """OLMoE passes a window on, and its masks know of none."""
-    mistral = transformers.MistralConfig(**TWO, sliding_window=7)
-    assert windows_of(without_memory(mistral)) == {7}
-    assert windows_of(without_memory(transformers.MistralConfig(**TWO, sliding_window=None))) == set()
-    assert windows_of(without_memory(transformers.OlmoeConfig(**TWO, num_experts=2, sliding_window=7))) == set()
+    configs = [transformers.MistralConfig(**TWO, sliding_window=window) for window in (7, None)]
+    configs.append(transformers.OlmoeConfig(**TWO, num_experts=2, sliding_window=7))
+    assert [attention.windows_of(without_memory(config)) for config in configs] == [{7}, set(), set()]
 
 
 def test_layout_by_keys() -> None:
     assert choose_layout(use_remove_padding=True, use_prefix_grouper=True) == "shared"
     assert choose_layout(use_remove_padding=True, use_prefix_grouper=False) == "packed"
     assert choose_layout(use_remove_padding=False, use_prefix_grouper=True) == "padded"
+
+
+# --- by segments, against SDPA under the dense mask ------------------------------------------------------------------
+MODULE: Any = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+SINKS = (1.0, -1.0, 6.0, 0.0)
+
+
+def rows_of(groups: list[tuple[int, list[int]]]) -> torch.Tensor:
+    """Segments of one row of groups, (tokens of the prompt, of each response), and two tokens of padding."""
+    own, lasts = [], []
+    for prompt, responses in groups:
+        first = len(set(own))
+        for segment, length in enumerate([prompt, *responses]):
+            own += [first + segment] * length
+            lasts += [first + (segment or len(responses))] * length
+    return torch.tensor([[[*own, -1, -1]], [[*lasts, -1, -1]]], dtype=torch.int32)
+
+
+# (segment, the last that follows it, tokens): a prompt, a turn behind it with two branches, of which the second has
+# two, and another turn behind the prompt.
+TREE_RUNS = [(0, 6, 5), (1, 5, 30), (2, 2, 4), (3, 5, 25), (4, 4, 3), (5, 5, 40), (6, 6, 2)]
+TREE = torch.tensor([[[run[axis] for run in TREE_RUNS for _ in range(run[2])]] for axis in (0, 1)], dtype=torch.int32)
+
+
+def test_runs_by_hand() -> None:
+    """[prompt of 3 | 2 | 1] and [prompt of 2 | 1] with two tokens of padding; the second row is one token and padding.
+
+    A row's first run is its own, even where the row before ends in the same padding.
+    """
+    found = [(run.start, run.length, run.seen) for run in segment_runs(ROWS)]
+    starts, lengths = (0, 3, 5, 6, 8, 9, 11, 12), (3, 2, 1, 2, 1, 2, 1, 10)
+    assert found == list(zip(starts, lengths, ((), (0,), (0,), (), (3,), None, (), None), strict=True))
+    assert [run.seen for run in segment_runs(TREE)] == [(), (0,), (0, 1), (0, 1), (0, 1, 3), (0, 1, 3), (0,)]
+
+
+@pytest.mark.parametrize("response", [600, 1200])
+def test_the_largest_tensor_of_a_long_response_grows_with_its_length_alone(response: int) -> None:
+    """The keys of 2 heads of 8, or the mask of 512 queries, not all pairs; forward and backward."""
+    prompt, head = 100, 8
+    segments = rows_of([(prompt, [response])])
+    inputs = [torch.randn(1, heads, segments.shape[2], head, requires_grad=True) for heads in (4, 2, 2)]
+
+    def work() -> None:
+        plan = plan_segments(segments)
+        segment_attention_forward(MODULE, *inputs, None, segments=plan)[0].sum().backward()  # type: ignore[arg-type]
+
+    assert largest_tensor(work) <= 512 * (prompt + response) < response * (prompt + response)
+
+
+def test_a_batch_is_cut_where_its_scores_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten responses of 8 tokens to a prompt of 8 tokens: 8 * 16 pairs each."""
+    segments = rows_of([(8, [8] * 10)])
+    assert [len(batch.real) for batch in plan_segments(segments).batches] == [10, 1]
+    monkeypatch.setattr(segment_attention, "BATCH_PAIRS", 8 * 16 * 4)
+    assert [len(batch.real) for batch in plan_segments(segments).batches] == [4, 4, 2, 1]
+
+
+MIXED = rows_of([(30, [40, 38, 7, 1]), (3, [12]), (9, []), (28, [3, 37])])
+KINDS = {"rows": ROWS, "mixed": MIXED, "tree": TREE}
+
+
+def positions_of(segments: torch.Tensor) -> torch.Tensor:
+    """(B, L): as many tokens as each one attention.sees before it."""
+    return attention.dense_mask(segments)[:, 0].sum(-1) - 1
+
+
+def by_hand(inputs: list[torch.Tensor], mask: torch.Tensor, scale: float, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention with whole scores and, of each head, one logit more in the softmax."""
+    query, key, value = inputs
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key_heads", "lengths", "extras"),
+    covering(
+        KINDS,
+        (4, 2, 1),
+        ((0, 512), (0, 7), (20, 512), (20, 7), (100, 512)),
+        ((0, None), (5, None), (0, SINKS), (1, SINKS), (33, SINKS)),
+    ),
+)
+def test_it_equals_attention_by_hand(
+    kind: str, key_heads: int, lengths: tuple[int, int], extras: tuple[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients, those of the sinks too; heads of values are narrower than those of keys."""
+    segments, (batched_tokens, queries), (window, sinks) = KINDS[kind], lengths, extras
+    monkeypatch.setattr(segment_attention, "QUERIES", queries)
+    generator = torch.Generator().manual_seed(0)
+    _, rows, width = segments.shape
+    visible = segments[0] >= 0
+    leaves = [
+        torch.randn(rows, heads, width, size, generator=generator, requires_grad=True)
+        for heads, size in ((4, 8), (key_heads, 8), (key_heads, 6))
+    ]
+    own = None if sinks is None else torch.tensor(sinks, requires_grad=True)
+    weights = torch.randn(rows, width, 4, 6, generator=generator) * visible[..., None, None]  # padding is not looked at
+    mask, at = attention.dense_mask(segments), positions_of(segments)
+    if window:
+        mask = mask & (at.unsqueeze(2) - at.unsqueeze(1) < window).unsqueeze(1)
+    module: Any = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
+    options: Any = {"scaling": 0.3, "s_aux": own, "sliding_window": window or None}
+    plan = plan_segments(segments, batched_tokens, [window] if window else [])
+    outs = [
+        by_hand(leaves, mask | ~visible[:, None, :, None], 0.3, own),
+        segment_attention_forward(module, *leaves, None, segments=plan, **options)[0],
+    ]
+    assert not outs[1][~visible].any()
+    if extras == (0, None):
+        outs.append(segment_attention_forward(module, *leaves, mask, scaling=0.3, segments=None)[0])
+    wanted = [*leaves, *([] if own is None else [own])]
+    expected, *others = ([out[visible], *torch.autograd.grad((out * weights).sum(), wanted)] for out in outs)
+    for found in others:
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_flex_attention_under_block_masks() -> None:
+    """With sinks and windows, and without; forward only, as it is on CPU. The dense mask gives the same by SDPA."""
+    generator = torch.Generator().manual_seed(0)
+    flat = [torch.randn(1, n, TREE.shape[2], 8, generator=generator) for n in (4, 2, 2)]
+    at = positions_of(TREE)
+    options: Any = {"scaling": 0.3, "windows": {5: attention.block_mask(TREE, at, 5)}}
+    for window, sinks in ((None, None), (None, SINKS), (5, SINKS)):
+        own = None if sinks is None else torch.tensor(sinks)
+        near = at.unsqueeze(2) - at.unsqueeze(1) < (window or 1000)
+        expected = by_hand(flat, attention.dense_mask(TREE) & near.unsqueeze(1), 0.3, own)
+        for mask in (attention.block_mask(TREE), *([attention.dense_mask(TREE)] if own is None else [])):
+            found, _ = attention.flex_attention_forward(
+                MODULE, *flat, mask, sliding_window=window, s_aux=own, **options
+            )
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sinks_of_padded_sequences(masked: bool) -> None:
+    """Under the mask that transformers makes, and without one, as for a causal order alone."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, n, 9, 8, generator=generator, requires_grad=True) for n in (4, 2, 2)]
+    sinks = torch.tensor(SINKS, requires_grad=True)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril().expand(2, 1, 9, 9)
+    found, _ = attention.padded_attention_forward(MODULE, *leaves, seen if masked else None, scaling=0.3, s_aux=sinks)
+    expected = by_hand(leaves, seen, 0.3, sinks)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    results = (torch.autograd.grad(out.square().sum(), [*leaves, sinks]) for out in (found, expected))
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+def test_in_bf16_only_what_goes_in_and_out_is_rounded() -> None:
+    """Closer to float32 of the same inputs than the least that bf16 can tell apart."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, MIXED.shape[2], 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    plan = plan_segments(MIXED)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = segment_attention_forward(MODULE, *leaves, None, segments=plan)[0]  # type: ignore[arg-type]
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for mine, exact in zip(*results, strict=True):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.float(), exact, atol=1e-6, rtol=2**-8)

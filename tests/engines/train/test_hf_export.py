@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import shutil
@@ -22,7 +23,7 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol.sequences import with_score_token
 from tests.disks import MIB, small_disk
 from tests.engines.train.plain import built, told, weights
-from tests.engines.train.test_lora import log_probs
+from tests.engines.train.test_lora import trained
 from tests.engines.train.test_model_loading import DEEPSEEK
 from tests.engines.train.test_objectives import pairs
 from tests.messages import says
@@ -90,16 +91,13 @@ def with_tokenizer(family: str, folder: Path, tokenizer: str, **changes: Any) ->
     return path
 
 
+EXPERTS = DEEPSEEK | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4}
 CASES: dict[str, tuple[str, dict[str, Any], LoraSection | None]] = {
     "dense": ("Llama", {"tie_word_embeddings": False}, None),
     # merged weights, some of them transposed
     "lora": ("GPT2", {}, lora()),
     # experts that transformers holds stacked are apart again, and buffers of the files are there
-    "experts": (
-        "DeepseekV3",
-        DEEPSEEK | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4},
-        None,
-    ),
+    "experts": ("DeepseekV3", EXPERTS, None),
 }
 
 
@@ -113,35 +111,29 @@ def test_the_files_have_the_names_of_the_model_that_was_loaded(
     source = with_tokenizer(family, tmp_path / "source", random_models["tied"], **changes)
     named = Path(source, "tokenizer_config.json")  # a class that transformers would build anew
     named.write_text(json.dumps(json.loads(named.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
-    trained, _ = run_ranks(2, export, source, tmp_path, lora)
+    taught, _ = run_ranks(2, export, source, tmp_path, lora)
     names = set(load_file(Path(source, "model.safetensors")))
+    fresh = dict(transformers.AutoModelForCausalLM.from_pretrained(source).named_parameters())
+    assert any((taught[name] != fresh[name].detach().numpy()).any() for name in fresh), "it has been trained"
     for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         folder = tmp_path / dtype
         written, read = (json.loads(Path(place, "tokenizer.json").read_text()) for place in (folder, source))
         assert written == read
-        files = sorted(folder.glob("*.safetensors"))
-        assert [path.name for path in files] == [
-            f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
-        ]
-        held = {path.name: load_file(path) for path in files}
-        assert all(len(tensors) == 1 or _bytes(tensors) <= 20_000 for tensors in held.values())
+        held = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        sizes = [[tensor.nbytes for tensor in tensors.values()] for tensors in held.values()]
+        assert list(held) == [f"model-{i + 1:05}-of-{len(held):05}.safetensors" for i in range(len(held))]
+        assert all(len(each) == 1 or sum(each) <= 20_000 for each in sizes)
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         assert index["weight_map"] == {name: file for file, tensors in held.items() for name in tensors}
-        assert index["metadata"]["total_size"] == sum(_bytes(tensors) for tensors in held.values())
+        assert index["metadata"]["total_size"] == sum(map(sum, sizes))
         assert set(index["weight_map"]) == names
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.dtype == kind
         assert model.config.tie_word_embeddings == ("lm_head.weight" not in names)
         assert transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 2
-        assert dict(model.named_parameters()).keys() == trained.keys()
+        assert dict(model.named_parameters()).keys() == taught.keys()
         for name, weight in model.named_parameters():
-            assert torch.equal(weight, torch.from_numpy(trained[name]).to(kind)), name
-        fresh = dict(transformers.AutoModelForCausalLM.from_pretrained(source).named_parameters())
-        assert any((trained[name] != fresh[name].detach().numpy()).any() for name in fresh), "it has been trained"
-
-
-def _bytes(tensors: dict[str, torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+            assert torch.equal(weight, torch.from_numpy(taught[name]).to(kind)), name
 
 
 # --- reward models -------------------------------------------------------------------------------------------------
@@ -222,19 +214,6 @@ LORA = lora()
 ADAPTER = "lora_adapter"
 
 
-def train(rank: int, path: str, folder: Path, lora: LoraSection, steps: int) -> dict[str, Any]:
-    """Train `steps` on the same rows on any number of ranks, and export."""
-    torch.manual_seed(1)
-    engine = trainable_engine(path, lora=lora)
-    share = list(range(8))[rank :: torch.distributed.get_world_size()]
-    found = {"before": log_probs(engine), "reference": log_probs(engine, reference=True)}
-    for _ in range(steps):
-        data = random_batch(num_groups=4, n=2).index(share)
-        engine.train_mini_batch(data, objective(), PassLimits("", 2))
-    engine.export_hf_model(folder / "huggingface", "fp32")
-    return found | {"after": log_probs(engine)}
-
-
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=torch.arange(3, 23).reshape(2, 10)).logits
@@ -261,7 +240,7 @@ def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSection,
     import peft
     import transformers
 
-    run_ranks(2, train, model, tmp_path, lora, 2)
+    run_ranks(2, functools.partial(trained, steps=2), model, lora, tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     untrained = logits(base)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / ADAPTER)
@@ -286,25 +265,13 @@ def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSection,
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("steps", [0, 2])
-def test_any_number_of_ranks_writes_the_same_files(random_models: dict[str, str], tmp_path: Path, steps: int) -> None:
-    for ranks in (1, 2):
-        run_ranks(ranks, train, random_models["tied"], tmp_path / str(ranks), LORA, steps)
-    one, two = (tmp_path / str(ranks) / ADAPTER for ranks in (1, 2))
-    assert (one / "adapter_config.json").read_bytes() == (two / "adapter_config.json").read_bytes()
-    alone, second = (load_file(folder / "adapter_model.safetensors") for folder in (one, two))
-    assert list(alone) == list(second)
-    for name in alone:  # sums over two ranks round in another way
-        torch.testing.assert_close(alone[name], second[name], rtol=1e-4 * (steps > 0), atol=1e-4 * (steps > 0))
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("model", ["tied", "GPT2"], indirect=True)
 def test_training_goes_on_from_an_adapter(model: str, tmp_path: Path) -> None:
-    (fresh,) = run_ranks(1, train, model, tmp_path / "first", LORA, 2)
+    train = functools.partial(trained, steps=2)
+    (fresh,) = run_ranks(1, train, model, LORA, tmp_path / "first")
     again = LORA.replaced(lora_adapter_path=str(tmp_path / "first" / ADAPTER))
-    (one,) = run_ranks(1, train, model, tmp_path / "one", again, 2)
-    two, _ = run_ranks(2, train, model, tmp_path / "two", again, 2)
+    (one,) = run_ranks(1, train, model, again)
+    two, _ = run_ranks(2, train, model, again)
     for found in (one, two):
         np.testing.assert_allclose(found["before"], fresh["after"], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(found["reference"], fresh["before"], rtol=1e-5, atol=1e-5)
@@ -318,7 +285,7 @@ def load(rank: int, path: str, adapter: str) -> str:
 
 @pytest.mark.deep
 def test_an_adapter_that_does_not_fit_is_refused_on_every_rank(random_models: dict[str, str], tmp_path: Path) -> None:
-    run_ranks(1, train, random_models["tied"], tmp_path, LORA, 0)
+    run_ranks(1, functools.partial(trained, steps=0), random_models["tied"], LORA, tmp_path)
     good = tmp_path / ADAPTER
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     tensors = load_file(good / "adapter_model.safetensors")

@@ -1,39 +1,32 @@
-"""The chunked head against plain logits and autograd: values and gradients."""
+"""The chunked head against plain logits and autograd; an output layer in float32 beside layers in bf16."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.aggregate import token_entropy, token_log_probs
 from grpo_dist.engines.settings import PassLimits
-from grpo_dist.engines.train import forward, lm_head
-from grpo_dist.engines.train.lm_head import (
-    HeadRequest,
-    HeadValues,
-    ReferenceHead,
-    ResponseHead,
-    TopTokens,
-    copy_output_layer,
-    logits_gradient,
-    response_values,
-    token_values,
-)
+from grpo_dist.engines.train import forward, lm_head, model_loading
+from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.engines.train.lora import add_lora
 from grpo_dist.errors import ConfigError
-from grpo_dist.protocol import DataProto, Ragged
-from tests.engines.train.plain import causal_lm, told, weights
+from grpo_dist.protocol import DataProto, Ragged, metric_values
+from tests.engines.train.plain import built, causal_lm, told, weights, with_sgd
 from tests.messages import refuses, says
-from tests.models import objective, random_batch, trainable_engine
+from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 B, L, H, V, M, TEMPERATURE = 2, 9, 16, 50, 11, 0.7
+NAMES = ("hidden", "weight", "bias")
 
 
 def inputs(dtype: torch.dtype, bias: bool) -> dict[str, Any]:
@@ -49,7 +42,7 @@ def inputs(dtype: torch.dtype, bias: bool) -> dict[str, Any]:
         # token 3 predicts twice: the first tokens of two responses to one prompt
         "predictors": torch.tensor([3, 3, 4, 5, 8, 9, 12, 13, 14, 16, 17]),
         "targets": torch.randint(0, V, (M,), generator=generator),
-        "reference": ReferenceHead(normal(V, 8), None),
+        "reference": lm_head.ReferenceHead(normal(V, 8), None),
         "reference_states": normal(M, 8),
         "upstream": torch.randn(3, M, generator=generator),
     }
@@ -68,8 +61,8 @@ def plain(x: dict[str, Any], entropies: bool, kl: bool) -> list[torch.Tensor]:
 
 def chunked(x: dict[str, Any], entropies: bool, kl: bool, chunk_tokens: int | None) -> list[torch.Tensor]:
     reference = (x["reference"], x["reference_states"]) if kl else (None, None)
-    request = HeadRequest(x["predictors"], x["targets"], TEMPERATURE, entropies, True, *reference)
-    values = response_values(x["hidden"], x["weight"], x["bias"], request, chunk_tokens)
+    request = lm_head.HeadRequest(x["predictors"], x["targets"], TEMPERATURE, entropies, True, *reference)
+    values = lm_head.response_values(x["hidden"], x["weight"], x["bias"], request, chunk_tokens)
     assert (values.entropies is None, values.exact_kl is None) == (not entropies, not kl)
     assert values.hidden_states is not None
     assert torch.equal(values.hidden_states, x["hidden"].flatten(0, 1)[x["predictors"]])
@@ -79,7 +72,7 @@ def chunked(x: dict[str, Any], entropies: bool, kl: bool, chunk_tokens: int | No
 def gradients(x: dict[str, Any], found: list[torch.Tensor]) -> list[torch.Tensor]:
     loss = sum((value * weight).sum() for value, weight in zip(found, x["upstream"], strict=False))
     assert isinstance(loss, torch.Tensor)
-    return list(torch.autograd.grad(loss, [x[name] for name in ("hidden", "weight", "bias") if x[name] is not None]))
+    return list(torch.autograd.grad(loss, [x[name] for name in NAMES if x[name] is not None]))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 11, 100, None])
@@ -102,46 +95,35 @@ def test_a_teachers_padding_is_left_out() -> None:
     """Rows of its output layer beyond the policy's vocabulary change nothing, whatever they hold."""
     x = inputs(torch.float32, False)
     layer = x["reference"]
-    assert isinstance(layer, ReferenceHead)
-    x["reference"] = ReferenceHead(layer.weight, torch.linspace(-1, 1, V))
+    assert isinstance(layer, lm_head.ReferenceHead)
+    x["reference"] = lm_head.ReferenceHead(layer.weight, torch.linspace(-1, 1, V))
     expected = chunked(x, False, True, 4)
     expected += gradients(x, expected)
     rows, more = torch.cat([layer.weight, 9 * torch.ones(6, 8)]), torch.cat([torch.linspace(-1, 1, V), torch.ones(6)])
-    x["reference"] = ReferenceHead(rows, more)
+    x["reference"] = lm_head.ReferenceHead(rows, more)
     found = chunked(x, False, True, 4)
     for mine, theirs in zip([*found, *gradients(x, found)], expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("chunk_tokens", [2, 100])
-def test_bf16_inputs_sum_in_float32(chunk_tokens: int) -> None:
-    x = inputs(torch.bfloat16, False)
-    expected, found = plain(x, True, True), chunked(x, True, True, chunk_tokens)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(gradients(x, found), gradients(x, expected), strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 1e-2
-
-
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("chunk_tokens", [2, 3, 100])
-def test_float32_weights_beside_bf16_states_round_nothing_but_the_states_gradient(chunk_tokens: int) -> None:
-    """The dense computation: states in float32 times the weights; a product in bf16 would be off by a hundredth."""
-    x = inputs(torch.float32, True)
+def test_bf16_states_sum_in_float32(chunk_tokens: int, weights: torch.dtype) -> None:
+    """Beside float32 weights as if they were float32 too: a product in bf16 would be off by a hundredth."""
+    x = inputs(weights, bias=weights == torch.float32)
     x["hidden"] = x["hidden"].detach().bfloat16().requires_grad_()
-    exact = x | {"hidden": x["hidden"].detach().float().requires_grad_()}
+    exact = x | {"hidden": x["hidden"].detach().to(weights).requires_grad_()}
     expected, found = plain(exact, True, True), chunked(x, True, True, chunk_tokens)
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    of_states, *of_weights = zip(gradients(x, found), gradients(exact, expected), strict=True)
-    assert of_states[0].dtype == torch.bfloat16
-    assert (of_states[0].float() - of_states[1]).norm() / of_states[1].norm() < 1e-2
-    for mine, theirs in of_weights:
         assert mine.dtype == torch.float32
-        assert (mine - theirs).norm() / theirs.norm() < 1e-5
-    rounded = x | {name: x[name].detach().bfloat16() for name in ("weight", "bias")}
-    assert (plain(rounded, False, False)[0] - expected[0]).abs().max() > 1e-3, "the comparison is about something"
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for name, mine, theirs in zip(NAMES, gradients(x, found), gradients(exact, expected), strict=False):
+        assert mine.dtype == x[name].dtype
+        off = (mine.float() - theirs.float()).norm() / theirs.float().norm()
+        assert off < (1e-2 if mine.dtype == torch.bfloat16 else 1e-5), name
+    if weights == torch.float32:
+        rounded = x | {name: x[name].detach().bfloat16() for name in ("weight", "bias")}
+        assert (plain(rounded, False, False)[0] - expected[0]).abs().max() > 1e-3, "the comparison is about something"
 
 
 def test_no_tensor_over_all_tokens_and_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,40 +138,6 @@ def test_no_tensor_over_all_tokens_and_the_vocabulary(monkeypatch: pytest.Monkey
     assert seen == [4, 4, 3, 4, 4]
     assert torch.equal(torch.autograd.grad(loss, x["weight"])[0], first), "also once they are gone"
     assert seen[5:] == [3, 4, 4]
-
-
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_inside_a_model(random_models: dict[str, str], name: str) -> None:
-    """Gradients of all parameters, the embedding's shared ones too; without a request the layer gives logits."""
-    model = causal_lm(random_models[name])
-    names = [name for name, _ in model.named_parameters()]
-    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
-    expected = token_log_probs(model(input_ids=ids).logits[:, 1:4], ids[:, 2:5], TEMPERATURE)
-    expected.sum().backward()
-    plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    head = ResponseHead.install(model)
-    assert head is not None
-    assert [name for name, _ in model.named_parameters()] == names
-    predictors = torch.tensor([1, 2, 3, 7, 8, 9])
-    with head.answering(HeadRequest(predictors, ids.flatten()[predictors + 1], TEMPERATURE)):
-        found = model(input_ids=ids).logits.log_probs
-    torch.testing.assert_close(found.view(2, 3), expected, rtol=1e-5, atol=1e-5)
-    found.sum().backward()
-    for parameter_name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, plain[parameter_name], rtol=1e-4, atol=1e-5, msg=parameter_name)
-    assert model(input_ids=ids).logits.shape == (2, 6, 96)
-
-
-def test_the_copy_is_the_models_own(random_models: dict[str, str]) -> None:
-    model = causal_lm(random_models["tied"])
-    head = copy_output_layer(model, "cpu", torch.bfloat16)
-    weight = model.get_input_embeddings().weight
-    assert head.weight.dtype == torch.bfloat16
-    assert torch.equal(head.weight, weight.detach().bfloat16())
-    weight.data.zero_()
-    assert head.weight.abs().sum() > 0, "a copy"
-    assert head.bias is None
 
 
 class Scaled(nn.Linear):
@@ -214,9 +162,9 @@ def test_an_output_layer_that_does_not_tell_the_logits_stays_and_gives_no_exact_
     change(model)
     layer = model.get_output_embeddings()
     with refuses(ConfigError, "actor_rollout_ref.actor.kl_loss_type=full", reason, "low_var_kl"):
-        copy_output_layer(model, "cpu", torch.float32)
+        lm_head.copy_output_layer(model, "cpu", torch.float32)
     if reason == "final_logit_softcapping":
-        assert ResponseHead.install(model) is None
+        assert lm_head.ResponseHead.install(model) is None
         assert model.get_output_embeddings() is layer
 
 
@@ -258,23 +206,23 @@ def test_a_kl_over_the_tokens_that_a_teacher_tells() -> None:
     """As if there were no others; beside it their probability, and gradients of log-probs too."""
     own, reference, targets, upstream = logits()
     told = torch.log_softmax(reference, -1).topk(4)
-    top = TopTokens(told.indices, told.values / TEMPERATURE)
+    top = lm_head.TopTokens(told.indices, told.values / TEMPERATURE)
     scaled = (own / TEMPERATURE).requires_grad_()
     expected = kl_penalty("full", scaled.gather(1, top.ids), top.log_probs)
     loss = (expected * upstream[2]).sum() + (token_log_probs(scaled, targets, 1.0) * upstream[0]).sum()
     (gradient,) = torch.autograd.grad(loss, scaled)
-    values = token_values(own, targets, TEMPERATURE, None, entropies=False, top=top)
+    values = lm_head.token_values(own, targets, TEMPERATURE, None, entropies=False, top=top)
     torch.testing.assert_close(values.exact_kl, expected.detach(), rtol=1e-5, atol=1e-5)
     mass = torch.softmax(scaled, -1).gather(1, top.ids).sum(1)
     torch.testing.assert_close(values.mass, mass.detach(), rtol=1e-5, atol=1e-6)
-    upstreams = HeadValues(upstream[0], None, upstream[2])
-    found = logits_gradient(own, targets, TEMPERATURE, None, values, upstreams, top)
+    upstreams = lm_head.HeadValues(upstream[0], None, upstream[2])
+    found = lm_head.logits_gradient(own, targets, TEMPERATURE, None, values, upstreams, top)
     torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_the_squared_norm_of_the_gradient_of_a_log_prob() -> None:
     own, _, targets, _ = logits()
-    values = token_values(own, targets, TEMPERATURE, None, entropies=False, gradient_norms=True)
+    values = lm_head.token_values(own, targets, TEMPERATURE, None, entropies=False, gradient_norms=True)
     scaled = (own / TEMPERATURE).requires_grad_()
     gradient = torch.autograd.grad(token_log_probs(scaled, targets, 1.0).sum(), scaled)[0]
     torch.testing.assert_close(values.gradient_norms, gradient.square().sum(1), rtol=1e-5, atol=1e-6)
@@ -289,10 +237,157 @@ def test_compiled_values_and_gradients_are_the_same(dtype: torch.dtype) -> None:
     own, reference = own.to(dtype), reference.to(dtype)
     results = []
     for compute in (lambda function: function, torch.compile):
-        values = compute(token_values)(own, targets, TEMPERATURE, reference, entropies=True)
-        gradient = compute(logits_gradient)(own, targets, TEMPERATURE, reference, values, HeadValues(*upstream))
+        values = compute(lm_head.token_values)(own, targets, TEMPERATURE, reference, entropies=True)
+        gradient = compute(lm_head.logits_gradient)(
+            own, targets, TEMPERATURE, reference, values, lm_head.HeadValues(*upstream)
+        )
         assert gradient.dtype == dtype
         results.append([*(value for value in values if value is not None), gradient.float()])
     for mine, theirs in zip(*results, strict=True):
         error = 1e-2 if dtype == torch.bfloat16 and mine is results[0][-1] else 1e-5
         assert (mine - theirs).norm() <= error * theirs.norm()
+
+
+# --- in float32 beside layers in bf16 --------------------------------------------------------------------------------
+# What bf16 layers in another layout may change: log-probs, in nats; gradients, as a share of their norm.
+ROUNDING, SHARE = 0.05, 0.2
+APART = {"compute_dtype": "bf16", "head_dtype": "fp32"}
+# Its gradient is that of the sum of log-probs.
+SUM = objective(loss_mode="gpg", loss_agg_mode="token-sum", use_kl_loss=False, entropy_coeff=0.0)
+
+
+def dense(path: str, data: DataProto) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probs of responses, and the gradient of their sum: layers in bf16, all logits at once in float32."""
+    model = causal_lm(path)
+    own = dict(model.named_parameters())
+    head = model.lm_head.weight
+    rounded = {name.removeprefix("model."): w.to(torch.bfloat16) for name, w in own.items() if name != "lm_head.weight"}
+    log_probs = []
+    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
+        ids = torch.cat([prompt, response]).long().unsqueeze(0)
+        hidden = functional_call(model.model, rounded, (ids,)).last_hidden_state
+        assert hidden.dtype == torch.bfloat16
+        logits = hidden[0, len(prompt) - 1 : -1].float() @ head.t()
+        log_probs.append(token_log_probs(logits, response.long(), TEMPERATURE))
+    torch.cat(log_probs).sum().backward()
+    return [values.detach() for values in log_probs], {name: w.grad for name, w in own.items()}
+
+
+def off(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((mine - theirs).norm() / theirs.norm())
+
+
+def stepped(rank: int, path: str, micro_batch_size: int, factors: bool = False) -> dict[str, Any]:
+    """The same by a step of an engine, of whose ranks each has its share of the rows; and what is sent after it."""
+    rows, limits = 8 // torch.distributed.get_world_size(), PassLimits("", micro_batch_size)
+    data = random_batch(num_groups=4, n=2).slice(rank * rows, (rank + 1) * rows)
+    data["advantages"].values.fill_(1.0)
+    engine = with_sgd(path, 1.0, TEMPERATURE, lora=lora(targets=("q_proj",)) if factors else None, **APART)
+    log_probs, before = engine.compute_log_probs(data, limits), weights(engine)
+    step, after = engine.train_mini_batch(data, SUM, limits), weights(engine)
+    sent = {name: tensor.clone() for name, tensor in engine.full_parameters("bfloat16")}
+    name = next(name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in sent)
+    return {
+        "report": engine.forward.report,
+        "log_probs": [row.numpy().copy() for row in log_probs.rows()],
+        "gradients": {name: after[name] - weight for name, weight in before.items()},
+        "norm": metric_values(step.metrics)["actor/grad_norm"],
+        "moved": not np.array_equal(before[name], after[name]),
+        "in float32": [name for name, tensor in sent.items() if tensor.dtype == torch.float32],
+        "sent as it is held": np.array_equal(sent[name].numpy(), after[name]),
+        "of the file": np.array_equal(before[name], model_weight(path, name)),
+    }
+
+
+def model_weight(path: str, name: str) -> np.ndarray:
+    return causal_lm(path).get_parameter(name).detach().numpy()
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("factors", [False, True])
+def test_log_probs_and_gradients_equal_the_dense_computation(
+    random_models: dict[str, str], name: str, factors: bool
+) -> None:
+    """Whatever the micro-batches and ranks, also of the embedding's share of a weight; and beside LoRA's factors, whose
+    frozen weights are held in bf16, and the output layer is not.
+    """
+    data, path = random_batch(num_groups=4, n=2), random_models[name]
+    log_probs, gradients = dense(path, data)
+    norms = []
+    for ranks, micro_batch_size in ((1, 8), (1, 3), (2, 2)):
+        results = run_ranks(ranks, stepped, path, micro_batch_size, factors)
+        mine = torch.cat([torch.from_numpy(row) for result in results for row in result["log_probs"]])
+        assert (mine - torch.cat(log_probs)).abs().mean() < ROUNDING
+        for result in results:
+            assert "logits" not in result["report"], "the chunked output layer is in use"
+            assert result["in float32"] == ["lm_head.weight" if name == "untied" else "model.embed_tokens.weight"]
+            assert result["sent as it is held"]
+            assert result["of the file"]
+            assert result["moved"] == (not factors), "its optimizer step"
+            assert result["gradients"].keys() == gradients.keys() or factors
+            for weight, gradient in result["gradients"].items() if not factors else ():
+                assert off(torch.from_numpy(gradient), gradients[weight]) < SHARE, weight
+            norms.append(result["norm"])
+    assert factors or norms == pytest.approx([norms[0]] * len(norms), rel=SHARE)
+
+
+def frozen(rank: int, path: str) -> dict[str, Any]:
+    """A reference, which no rank shards, and its output layer for the exact KL; and the logits without the layer."""
+    engine = built(path, temperature=TEMPERATURE, model_dtype="bf16", **APART)
+    ids, head = torch.arange(3, 15).unsqueeze(0), engine.output_layer("cpu")
+    with torch.no_grad():
+        logits, hidden = engine.model(input_ids=ids).logits, engine.model.model(input_ids=ids).last_hidden_state
+    dtypes = {str(weight.dtype) for weight in engine.model.parameters()}
+    of_file = np.array_equal(head.weight.numpy(), model_weight(path, "lm_head.weight"))
+    equal = torch.equal(logits, hidden.float() @ head.weight.t())
+    return {"types": sorted([*dtypes, str(head.weight.dtype), str(hidden.dtype)]), "the same": [of_file, equal]}
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_a_reference_holds_it_too(random_models: dict[str, str], name: str) -> None:
+    types = ["torch.bfloat16"] * 2 + ["torch.float32"] * 2  # of its weights; of hidden states, and of the layer
+    assert run_ranks(1, frozen, random_models[name]) == [{"types": types, "the same": [True, True]}]
+
+
+def capped(rank: int, path: str) -> tuple[str, bool, str]:
+    engine = trainable_engine(path, dtype="bf16", head_dtype="fp32")
+    engine.train_mini_batch(random_batch(num_groups=2, n=2), objective(), PassLimits("", 2))
+    layer = engine.model.get_output_embeddings()
+    return str(layer.weight.dtype), isinstance(layer, lm_head.ResponseHead), engine.forward.report
+
+
+def test_a_model_that_changes_its_logits(tmp_path: Path) -> None:
+    """Its own output layer takes hidden states in bf16, and gives logits in float32."""
+    path = random_model("Granite", tmp_path, logits_scaling=2.0, tie_word_embeddings=False)
+    ((dtype, ours, report),) = run_ranks(1, capped, path)
+    assert (dtype, ours) == ("torch.float32", False)
+    assert "logits of whole micro-batches" in report
+
+
+def distributed(rank: int, path: str) -> bool:
+    """Loaded whole by rank 0 and given out tensor by tensor."""
+    model_loading._why_whole = lambda model, shards: "the test says so"  # type: ignore[assignment]
+    engine = trainable_engine(path, dtype="bf16", head_dtype="fp32", lora=lora(targets=("q_proj",)))
+    return np.array_equal(weights(engine)["lm_head.weight"], model_weight(path, "lm_head.weight"))
+
+
+@pytest.mark.deep
+def test_loaded_by_one_rank_it_is_not_rounded(random_models: dict[str, str]) -> None:
+    assert run_ranks(2, distributed, random_models["untied"]) == [True, True]
+
+
+def test_it_is_apart_only_from_layers_of_another_type() -> None:
+    for changes, apart in (
+        ({}, True),
+        ({"compute_dtype": "fp32", "model_dtype": "bf16"}, True),
+        ({"compute_dtype": "fp32"}, False),
+        ({"head_dtype": None}, False),
+    ):
+        assert model_settings(**(APART | changes)).head_apart == apart, changes
+
+
+def test_an_embedding_that_scales_its_rows_is_refused(tmp_path: Path) -> None:
+    path = random_model("Gemma", tmp_path, head_dim=8)
+    with refuses(ConfigError, "actor_rollout_ref.model.head_dtype=fp32", "GemmaTextScaledWordEmbedding", "null"):
+        build_model(model_settings(path, **APART), "cpu", 1)

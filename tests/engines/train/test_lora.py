@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -141,20 +142,29 @@ def test_an_adapter_of_a_tied_output_layer_is_refused(random_models: dict[str, s
         built(random_models["tied"], lora=adapter)
 
 
-def train_copies(rank: int, path: str) -> dict[str, Any]:
-    """Each of two ranks has the whole model (hybrid sharding)."""
+def trained(
+    rank: int, path: str, lora: LoraSection, folder: Path | None = None, *, steps: int, **sharding: Any
+) -> dict[str, Any]:
+    """Log-probs before and after steps on the same rows on any number of ranks, and the factors, perhaps exported."""
     torch.manual_seed(1)
-    engine = trainable_engine(path, lora=LORA, fsdp_size=1)
-    data = random_batch(num_groups=4, n=2)
-    share = list(range(8))[rank :: torch.distributed.get_world_size()]
-    for _ in range(3):
-        engine.train_mini_batch(data.index(share), objective(), PassLimits("", 2))
-    factors = {name: factor.numpy().copy() for name, factor in engine.lora_factors("float32")}
-    return {"after": log_probs(engine), "factors": factors}
+    engine = trainable_engine(path, lora=lora, **sharding)
+    found: dict[str, Any] = {"before": log_probs(engine), "reference": log_probs(engine, reference=True)}
+    data = random_batch(num_groups=4, n=2).index(list(range(8))[rank :: torch.distributed.get_world_size()])
+    for _ in range(steps):
+        engine.train_mini_batch(data, objective(), PassLimits("", 2))
+    if folder is not None:
+        engine.export_hf_model(folder / "huggingface", "fp32")
+    own = [(name, weight.dtype, isinstance(weight, DTensor)) for name, weight in engine.model.named_parameters()]
+    found["base"] = {(str(dtype), sharded) for name, dtype, sharded in own if ".lora_" not in name}
+    found["types"] = {str(dtype) for name, dtype, _ in own if ".lora_" in name}
+    found["factors"] = {name: factor.numpy().copy() for name, factor in engine.lora_factors("float32")}
+    return found | {"after": log_probs(engine)}
 
 
 def test_copies_of_a_model_train_the_same_factors(random_models: dict[str, str]) -> None:
-    (one,), (first, second) = (run_ranks(ranks, train_copies, random_models["tied"]) for ranks in (1, 2))
+    """Each of two ranks has the whole model (hybrid sharding)."""
+    copies = functools.partial(trained, steps=3, fsdp_size=1)
+    (one,), (first, second) = (run_ranks(ranks, copies, random_models["tied"], LORA) for ranks in (1, 2))
     assert all(np.array_equal(second["factors"][name], factor) for name, factor in first["factors"].items())
     np.testing.assert_allclose(one["after"], first["after"], rtol=1e-4, atol=1e-4)
 
@@ -162,20 +172,7 @@ def test_copies_of_a_model_train_the_same_factors(random_models: dict[str, str])
 def half_base(rank: int, path: str, wide: bool) -> dict[str, Any]:
     """Train factors under passes in bfloat16; `wide`: the base is held in float32, and cast for each pass."""
     with mock.patch.object(ModelSettings, "base_dtype", property(lambda self: "fp32" if wide else "bf16")):
-        torch.manual_seed(1)
-        engine = trainable_engine(path, lora=LORA, dtype="bf16")
-    data = random_batch(num_groups=4, n=2)
-    share = list(range(8))[rank :: torch.distributed.get_world_size()]
-    for _ in range(2):
-        engine.train_mini_batch(data.index(share), objective(), PassLimits("", 2))
-    own = dict(engine.model.named_parameters())
-    return {
-        "base": {str(weight.dtype) for name, weight in own.items() if ".lora_" not in name},
-        "factors": {str(weight.dtype) for name, weight in own.items() if ".lora_" in name},
-        "sharded": {isinstance(weight, DTensor) for name, weight in own.items() if ".lora_" not in name},
-        "trained": {name: tensor.numpy().copy() for name, tensor in engine.lora_factors("float32")},
-        "log-probs": log_probs(engine),
-    }
+        return trained(rank, path, LORA, steps=2, dtype="bf16")
 
 
 @pytest.mark.deep
@@ -185,12 +182,11 @@ def test_a_frozen_base_is_held_in_the_type_of_passes_and_trains_the_same_factors
     path = random_model("Qwen3", tmp_path / "model")
     half, wide = (run_ranks(ranks, half_base, path, value) for value in (False, True))
     for narrow, cast in zip(half, wide, strict=True):
-        assert (narrow["base"], cast["base"]) == ({"torch.bfloat16"}, {"torch.float32"})
-        assert narrow["factors"] == cast["factors"] == {"torch.float32"}
-        assert narrow["sharded"] == {ranks > 1}, "alone, FSDP2 would hold a second copy"
-        assert cast["sharded"] == {True}
-        assert all(np.array_equal(narrow["trained"][name], factor) for name, factor in cast["trained"].items())
-        assert np.array_equal(narrow["log-probs"], cast["log-probs"])
+        assert narrow["base"] == {("torch.bfloat16", ranks > 1)}, "alone, FSDP2 would hold a second copy"
+        assert cast["base"] == {("torch.float32", True)}
+        assert narrow["types"] == cast["types"] == {"torch.float32"}
+        assert all(np.array_equal(narrow["factors"][name], factor) for name, factor in cast["factors"].items())
+        assert np.array_equal(narrow["after"], cast["after"])
 
 
 # Targets, of a model whose first layers are ordinary ones without experts, and what the message says of them. peft

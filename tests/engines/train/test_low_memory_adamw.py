@@ -12,21 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchao.optim.subclass_8bit import OptimState8bit
 
-from grpo_dist.algorithms.settings import SFTSettings
-from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train.checkpoint import ShardWriter, training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.low_memory_adamw import LowMemoryAdamW
-from grpo_dist.engines.train.optimizer import build_optimizer, move_states
+from grpo_dist.engines.train.optimizer import build_optimizer
 from grpo_dist.engines.train.sharded_tensors import in_numbers, local_shard
 from grpo_dist.errors import ConfigError
-from grpo_dist.protocol import metric_values
-from tests.engines.train import plain
 from tests.engines.train.plain import weights
 from tests.engines.train.test_checkpoint import engine_with_schedule, save_engine, step
-from tests.engines.train.test_objectives import conversations
 from tests.messages import refuses
 from tests.models import random_model, scheduled
 from tests.ranks import run_ranks
@@ -82,34 +75,6 @@ def test_steps_are_adamws_within_the_error_of_the_codes() -> None:
             # an earlier step's error decays with its number
             assert ((coded - exact).view(-1, 256).abs() / largest).max() < count * error * 1.2
     assert type(optimizer.param_groups[0]["lr"]) is float
-
-
-def test_small_states_are_float32_and_8_bits_take_a_quarter() -> None:
-    small, large = nn.Parameter(torch.ones(SIZE, dtype=torch.bfloat16)), weight(torch.bfloat16)
-    optimizer, _ = build_optimizer([small, large], scheduled(optimizer="AdamW8bit"), 10)
-    small.grad, large.grad = torch.ones_like(small), torch.ones_like(large)
-    optimizer.step()
-    assert {optimizer.state[small][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.float32}
-    coded = optimizer.state[large]["exp_avg"]
-    assert isinstance(coded, OptimState8bit)
-    assert (coded.codes.dtype, coded.scale.numel()) == (torch.uint8, SIZE * SIZE // 256)
-
-
-def test_which_optimizer_it_is() -> None:
-    """torch's fused one, as ever, where nothing else is asked for."""
-    kinds = {
-        (name, dtype): built(weight(dtype), name)
-        for name in ("AdamW", "AdamW8bit")
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    plain = kinds.pop(("AdamW", torch.float32))
-    assert type(plain) is torch.optim.AdamW
-    assert plain.param_groups[0]["fused"]
-    blocks = {key: made.block_size for key, made in kinds.items() if isinstance(made, LowMemoryAdamW)}
-    infinite = {("AdamW", torch.bfloat16): float("inf")}
-    assert blocks == infinite | {("AdamW8bit", dtype): 256 for dtype in (torch.float32, torch.bfloat16)}
-    for made in kinds.values():
-        assert {**made.param_groups[0], "params": None} == {**plain.param_groups[0], "params": None}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("AdamW8bit", torch.float32), ("AdamW", torch.bfloat16)])
@@ -214,19 +179,6 @@ def test_numbers_become_the_codes_that_they_were(
         assert saved["state"][0][name].dtype == now.dtype == torch.float32
         assert torch.equal(was.codes, now.codes)
         assert torch.equal(was.scale, now.scale)
-
-
-def test_codes_go_to_cpu_memory_and_back() -> None:
-    parameter = weight()
-    optimizer = built(parameter)
-    take(optimizer, parameter, torch.ones(SIZE, SIZE))
-    before = [numbers.clone() for numbers in moments(optimizer, parameter)]
-    move_states(optimizer, torch.device("cpu"))
-    assert all(map(torch.equal, moments(optimizer, parameter), before))
-    move_states(optimizer, torch.device("meta"))
-    coded = optimizer.state[parameter]["exp_avg"]
-    assert isinstance(coded, OptimState8bit)
-    assert {coded.device.type, coded.codes.device.type, coded.scale.device.type} == {"meta"}
 
 
 # --- engines -------------------------------------------------------------------------------------------------------
@@ -354,33 +306,3 @@ def test_states_of_earlier_versions_are_read(saved: dict[Any, Any], tmp_path: Pa
     [alike] = run_ranks(1, with_bf16_states, saved["path"], tmp_path / "earlier")
     assert alike
     assert all(alike)
-
-
-# --- whole runs ----------------------------------------------------------------------------------------------------
-LR = 1e-4
-
-
-def losses(rank: int, path: str) -> dict[str, float]:
-    """The loss after 40 updates on the same rows, by optimizer; "plain" rounds bf16 weights to the nearest."""
-    found, settings = {}, {"lr": LR, "warmup": 0, "lr_scheduler_type": "constant"}
-    for name, (optimizer, dtype) in {"fp32": ("AdamW", "fp32"), **KINDS, "plain": ("AdamW", "bf16")}.items():
-        config = scheduled(**settings, optimizer=optimizer)
-        made = plain.built(path, config, model_dtype=dtype)
-        if name == "plain":
-            made.optimizer = torch.optim.AdamW(made.model.parameters(), LR, weight_decay=0.01, fused=True)
-        for _ in range(40):
-            made.train_mini_batch(conversations(), SFTSettings(), PassLimits("", 8))
-        metrics = made.evaluate(conversations(), SFTSettings(), PassLimits("", 8))
-        found[name] = metric_values(metrics)["sft/loss"]
-    return found
-
-
-@pytest.mark.deep
-@pytest.mark.long
-def test_the_loss_falls_as_in_float32(saved: dict[Any, Any]) -> None:
-    """To 5 % of it; with bf16 weights that lose small updates, it is more than twice as high."""
-    [found] = run_ranks(1, losses, saved["path"])
-    exact = found["fp32"]
-    assert exact < 1, "it was 5.6"
-    assert {name: found[name] for name in KINDS} == dict.fromkeys(KINDS, pytest.approx(exact, rel=0.05))
-    assert found["plain"] > 2 * exact

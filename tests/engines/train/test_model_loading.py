@@ -1,27 +1,37 @@
-"""Each rank reads its shards of a model's files, and all of them together are what transformers loads."""
+"""Each rank reads its shards of a model's files, which are what transformers loads; new heads, and what they say."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.engines.settings import PassLimits
+from grpo_dist.engines.settings import ModelSettings, PassLimits
+from grpo_dist.engines.train import model_loading
+from grpo_dist.engines.train.forward import ValueForward
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.engines.train.model_loading import as_in_files, lost_names
 from grpo_dist.engines.train.sharded_tensors import local_shard, whole
+from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.sequences import with_score_token
 from tests.engines.train.plain import built, causal_lm, told, weights
 from tests.messages import says
-from tests.models import random_batch, random_model, trainable_engine
+from tests.models import random_batch, random_classifier, random_model, trainable_engine
 from tests.ranks import run_ranks
-from tests.worker_settings import lora
+from tests.worker_settings import lora, model_settings
 
 LORA = lora()
 WEIGHTS = "model.safetensors"
@@ -237,6 +247,7 @@ WRONG: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(64, 32)})), [QUERY, "(64, 32)", "(32, 32)"]),
     ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(5, 32)})), [QUERY, "(5, 32)", "(32, 32)"]),
     ("tied", change_weights(lambda w: w[QUERY][31].fill_(torch.nan)), ["nan or infinity", QUERY]),  # of the last rank
+    ("tied", change_weights(lambda w: w[QUERY][31].fill_(-torch.inf)), ["nan or infinity", QUERY]),
     ("tied", change_weights(lambda w: w.update({"lm_head.weight": w[EMBEDDING] + 1})), ["lm_head.weight", EMBEDDING]),
     ("untied", change_weights(lambda w: w.pop("lm_head.weight")), ["incomplete", "lm_head.weight"]),
     ("qwen3_moe", change_weights(lambda w: w.pop(EXPERT)), ["model.layers.1.mlp.experts"]),
@@ -299,3 +310,131 @@ def test_code_that_comes_with_the_model(families: dict[str, str], tmp_path: Path
     for found in run_ranks(2, with_code, str(folder)):
         assert found[:2] == expected[:2]
         assert found[2] == pytest.approx(expected[2], abs=1e-4)
+
+
+# --- linear heads ----------------------------------------------------------------------------------------------------
+SEED, HIDDEN = 7, 32
+KEY = "reward_model.model.path"
+
+
+def settings(path: str, **changes: Any) -> ModelSettings:
+    return model_settings(path, **({"num_labels": 1, "key": KEY, "new_head_seed": SEED} | changes))
+
+
+def load(rank: int, model: ModelSettings, handed_out: bool = False) -> dict[str, Any]:
+    """Scores and head of a model; with `handed_out` it is loaded by rank 0 and handed out."""
+    if handed_out:
+        model_loading._why_whole = lambda *_: "so that it is"
+    torch.manual_seed(100 + rank)  # has no say
+    engine = FSDPEngine(model, device="cpu", temperature=1.0)
+    values = engine.compute_columns(with_score_token(random_batch(2, 2)), ("values",), PassLimits("", 2))["values"]
+    head = dict(engine.full_parameters("float32"))["score.weight"]
+    return {"scores": [row[-1].item() for row in values.rows()], "head": head.tolist()}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "tied"), [("Qwen3", True), ("Llama", False), ("Gemma3Text", True)])
+def test_a_new_head_on_a_causal_model(tmp_path: Path, family: str, tied: bool) -> None:
+    """Normal with standard deviation 1 / sqrt(hidden + 1), from the seed alone. Untied files have an output layer."""
+    path = random_model(family, tmp_path, tie_word_embeddings=tied)
+    assert any("lm_head" in name for name in load_file(tmp_path / "model.safetensors")) != tied
+    head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(SEED)) / math.sqrt(HIDDEN + 1)
+    expected = [score.item() for score in plain(path, "Sequence", random_batch(2, 2), head)]
+    assert max(expected) - min(expected) > 0.1, "they differ"
+    for ranks, handed_out in ((1, False), (2, False), (2, True)):
+        for found in run_ranks(ranks, load, settings(path), handed_out):
+            assert found["head"] == head.tolist()
+            assert found["scores"] == pytest.approx(expected, abs=2e-5)
+    (other,) = run_ranks(1, load, settings(path, new_head_seed=SEED + 1))
+    assert other["head"] != head.tolist()
+
+
+def test_a_head_in_the_files_is_kept_and_a_critics_new_one_is_small(tmp_path: Path) -> None:
+    """Its standard deviation is 1 / (hidden + 1)."""
+    (kept,) = run_ranks(1, load, settings(random_classifier(tmp_path / "has one")))
+    assert kept["head"] == load_file(tmp_path / "has one/model.safetensors")["score.weight"].tolist()
+    (new,) = run_ranks(1, load, settings(random_model("Llama", tmp_path / "has none"), small_new_head=True))
+    head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(SEED)) / (HIDDEN + 1)
+    assert new["head"] == head.tolist()
+
+
+def refused(rank: int, *models: ModelSettings) -> list[str]:
+    return [told(FSDPEngine, model, device="cpu", temperature=1.0) for model in models]
+
+
+def test_what_a_new_head_does_not_mend(tmp_path: Path) -> None:
+    path = random_model("Llama", tmp_path / "policy", tie_word_embeddings=False)
+    tensors = load_file(Path(path, "model.safetensors"))
+    norm = tensors.pop("model.norm.weight")
+    short, more = (str(shutil.copytree(path, tmp_path / name)) for name in ("short", "more"))
+    save_file(tensors, Path(short, "model.safetensors"), {"format": "pt"})
+    extra = tensors | {"model.norm.weight": norm, "extra.weight": norm.clone()}
+    save_file(extra, Path(more, "model.safetensors"), {"format": "pt"})
+    two = random_classifier(tmp_path / "two", "Qwen3", num_labels=2)
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (path, {"new_head_seed": None}, "score.weight"),
+        (path, {"lora": lora()}, "lora_rank=4"),
+        (short, {}, "model.norm.weight"),
+        (more, {}, "extra.weight"),
+        (two, {"new_head_seed": None}, "score.weight has 2 outputs"),
+    ]
+    (messages,) = run_ranks(1, refused, *(settings(folder, **changes) for folder, changes, _ in cases))
+    for message, (folder, changes, part) in zip(messages, cases, strict=True):
+        says(message, KEY if "lora" in changes else f"{KEY}={folder}", part)
+
+
+def values(rank: int, path: str, layout: str, num_labels: int, data: DataProto) -> tuple[list, str]:
+    """Of this rank's half of the rows, or of all on a single rank."""
+    engine = built(path, layout=layout, num_labels=num_labels)
+    size = torch.distributed.get_world_size()
+    own = np.array_split(np.arange(len(data)), size)[rank]
+    found = engine.compute_columns(data.index(own), ("values",), PassLimits("", 3))
+    return [row.tolist() for row in found["values"].rows()], engine.forward.report
+
+
+def plain(path: str, kind: str, data: DataProto, head: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """What transformers' own class says of each sequence alone."""
+    auto = getattr(transformers, f"AutoModelFor{kind}Classification")
+    changes = {} if head is None else {"num_labels": 1}
+    model = auto.from_pretrained(path, dtype=torch.float32, **changes).eval()
+    if head is not None:
+        model.score.weight.data.copy_(head)
+    rows = zip(data["prompts"].rows(), data["responses"].rows(), strict=True)
+    with torch.no_grad():
+        return [model(input_ids=torch.cat(row).long()[None]).logits[0] for row in rows]
+
+
+def test_values_are_those_of_the_token_before_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Two outputs, bad and good, and a bias, as a token classifier is saved: the log odds of good."""
+    path, data = random_classifier(tmp_path, "Qwen3", "Token", num_labels=2), random_batch(num_groups=3, n=2)
+    starts = data["prompts"].lengths.tolist()
+    logits = plain(path, "Token", data)
+    expected = [(of_row[:, 1] - of_row[:, 0])[k - 1 : -1] for k, of_row in zip(starts, logits, strict=True)]
+    for ranks in (1, 2):
+        found = [row for rows, _ in run_ranks(ranks, values, path, "shared", 2, data) for row in rows]
+        for row, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(row), wanted, atol=2e-5, rtol=0)
+
+
+def shuffled(rank: int, path: str) -> str:
+    """What the check says of a head of zeros and a packed layout in which every token is another one."""
+    run = ValueForward._run
+
+    def run_on_others(self: ValueForward, micro_batch: MicroBatch, **options: Any) -> Any:
+        if micro_batch.segments is not None:
+            micro_batch = replace(micro_batch, input_ids=micro_batch.input_ids.roll(1))
+        return run(self, micro_batch, **options)
+
+    ValueForward._run = run_on_others  # type: ignore[method-assign]
+    engine = built(path, layout="packed", num_labels=1)
+    torch.nn.init.zeros_(engine.model.score.weight)
+    values = engine.compute_columns(random_batch(2, 2), ("values",), PassLimits("", 4))["values"]
+    assert not values.values.any()
+    return engine.forward.report
+
+
+@pytest.mark.deep
+def test_a_head_of_zeros_does_not_hide_a_wrong_layout(tmp_path: Path) -> None:
+    (report,) = run_ranks(1, shuffled, random_classifier(tmp_path))
+    assert report.startswith("padded")
+    says(report, "instead", "packed", "values")

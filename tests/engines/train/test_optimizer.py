@@ -37,43 +37,25 @@ def settings(**changes: Any) -> OptimConfig:
     return scheduled(**(values | changes))
 
 
-def test_warm_up_is_linear_and_ends_at_the_peak() -> None:
-    assert [lr_ratio(step, settings(), STEPS) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    cosine = settings(lr_scheduler_type="cosine")
-    assert [lr_ratio(step, cosine, STEPS) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    assert lr_ratio(0, settings(warmup=0), STEPS) == 1.0
-    assert lr_ratio(0, settings(warmup=0, lr_scheduler_type="cosine"), STEPS) == 1.0
-
-
-def test_constant_stays() -> None:
-    assert lr_ratio(10_000, settings(), STEPS) == 1.0
+RISE = {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"),
+    ("kind", "changes", "total", "expected"),
     [
-        (4, 1.0),
-        (6, 0.1 + 0.9 * 0.5 * (1 + 2**-0.5)),  # a quarter of 8 decay steps: cos 45 degrees
-        (8, 0.1 + 0.9 * 0.5),
-        (12, 0.1),
-        (99, 0.1),  # stays at the end value, never rises again
+        ("constant", {}, STEPS, RISE | {10_000: 1.0}),
+        # a quarter of 8 decay steps: cos 45 degrees; it stays at the end value
+        ("cosine", {"min_lr_ratio": 0.1}, STEPS, RISE | {6: 0.1 + 0.45 * (1 + 2**-0.5), 8: 0.55, 12: 0.1, 99: 0.1}),
+        ("linear", {"min_lr_ratio": 0.1}, STEPS, RISE | {6: 0.1 + 0.9 * 0.75, 8: 0.55, 12: 0.1, 99: 0.1}),
+        ("cosine", {}, 4, RISE | {5: 0.0}),  # of warm-up only
+        ("constant", {"warmup": 0}, STEPS, {0: 1.0}),
+        ("cosine", {"warmup": 0}, STEPS, {0: 1.0}),
     ],
 )
-def test_cosine_from_the_peak_to_the_minimum(step: int, expected: float) -> None:
-    assert lr_ratio(step, settings(lr_scheduler_type="cosine", min_lr_ratio=0.1), STEPS) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("step", "expected"), [(4, 1.0), (6, 0.1 + 0.9 * 0.75), (8, 0.55), (12, 0.1), (99, 0.1)])
-def test_linear_from_the_peak_to_the_minimum(step: int, expected: float) -> None:
-    assert lr_ratio(step, settings(lr_scheduler_type="linear", min_lr_ratio=0.1), STEPS) == pytest.approx(expected)
-
-
-def test_a_run_of_warm_up_only() -> None:
-    short = settings(lr_scheduler_type="cosine")
-    assert [lr_ratio(step, short, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.0]
+def test_the_rate_at_each_step(kind: str, changes: dict, total: int, expected: dict[int, float]) -> None:
+    """A linear warm-up of four steps that ends at the peak, and what follows."""
+    own = settings(lr_scheduler_type=kind, **changes)
+    assert {step: lr_ratio(step, own, total) for step in expected} == pytest.approx(expected)
 
 
 def test_optimizer_and_schedule_move_by_the_rate() -> None:
@@ -102,33 +84,24 @@ def test_weight_decay_is_decoupled() -> None:
     assert weight.item() == pytest.approx(2 * (1 - 0.0125))
 
 
-def loaded_into(built: OptimConfig) -> tuple[dict, float, float]:
-    """(group, rate now, rate a step later) of an optimizer that takes over 6 steps of one with other settings."""
-    old, old_schedule = build_optimizer(
-        [torch.nn.Parameter(torch.tensor([2.0]))], settings(lr_scheduler_type="linear"), STEPS
-    )
+def test_settings_survive_a_saved_state_and_the_place_in_the_schedule_is_the_saved_one() -> None:
+    """After 6 of 12 steps, 4 of them warm-up, a quarter of the decay is behind: 0.75, then 0.625 of the peak."""
+    own = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.5, 0.6), "override_optimizer_config": {"eps": 1e-3}}
+    weights = [nn.Parameter(torch.tensor([2.0])) for _ in range(2)]
+    old, old_schedule = build_optimizer(weights[:1], settings(lr_scheduler_type="linear"), STEPS)
     for _ in range(6):
         old.step()
         old_schedule.step()
-    optimizer, schedule = build_optimizer([torch.nn.Parameter(torch.tensor([2.0]))], built, STEPS)
+    optimizer, schedule = build_optimizer(weights[1:], settings(lr_scheduler_type="linear", **own), STEPS)
     with keep_settings(optimizer, schedule):
         optimizer.load_state_dict(old.state_dict())
         schedule.load_state_dict(old_schedule.state_dict())
     [group] = optimizer.param_groups
-    now = group["lr"]
-    assert schedule.get_last_lr() == [now]
+    assert (schedule.get_last_lr(), group["lr"]) == ([group["lr"]], pytest.approx(0.075))
     optimizer.step()
     schedule.step()
-    return group, now, group["lr"]
-
-
-def test_settings_survive_a_saved_state_and_the_place_in_the_schedule_is_the_saved_one() -> None:
-    """After 6 of 12 steps, 4 of them warm-up, a quarter of the decay is behind: 0.75, then 0.625 of the peak."""
-    changed = {"lr_scheduler_type": "linear", "override_optimizer_config": {"eps": 1e-3, "fused": False}}
-    group, now, later = loaded_into(settings(lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), **changed))
-    assert (now, later) == (pytest.approx(0.075), pytest.approx(0.0625))
-    assert (group["weight_decay"], group["betas"], group["initial_lr"]) == (0.3, (0.5, 0.6), 0.1)
-    assert (group["eps"], group["fused"]) == (1e-3, False)
+    assert group["lr"] == pytest.approx(0.0625)
+    assert [group[name] for name in ("weight_decay", "betas", "initial_lr", "eps")] == [0.3, (0.5, 0.6), 0.1, 1e-3]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
@@ -160,12 +133,7 @@ def test_what_the_optimizer_does_not_take_is_refused(name: str, dtype: Any, entr
         )
 
 
-def test_the_same_settings_go_on_as_if_nothing_had_happened() -> None:
-    _, now, later = loaded_into(settings(lr_scheduler_type="linear"))
-    assert (now, later) == (0.5 * 0.75, 0.5 * 0.625)
-
-
-META = torch.device("meta")
+META, ALL = torch.device("meta"), ["parameters", "optimizer_states"]
 
 
 class Recorder(nn.Linear):
@@ -188,24 +156,6 @@ def stepped(model: nn.Module) -> torch.optim.AdamW:
     return optimizer
 
 
-def places(optimizer: torch.optim.Optimizer) -> set[str]:
-    return {value.device.type for state in optimizer.state.values() for value in state.values()}
-
-
-def test_weights_and_states_come_and_go() -> None:
-    model = Recorder()
-    optimizer = stepped(model)
-    offload = Offload(model, optimizer, META, parameters=True, optimizer_states=True)
-    with offload.on_device():
-        assert model.sent == ["meta"]
-        assert places(optimizer) == {"cpu"}, "only the update needs the states"
-    with offload.on_device(weights=False):  # a block that streams, as `whole` does
-        assert model.sent == ["meta"]
-        assert whole(model.weight.detach(), META, torch.bfloat16).device == META
-    move_states(optimizer, META)
-    assert places(optimizer) == {"meta"}
-
-
 def as_if_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in CPU memory plays the GPU's."""
     monkeypatch.setattr(nn.Module, "to", lambda model, device: model._apply(torch.clone))
@@ -216,53 +166,35 @@ def places_in_memory(model: nn.Module) -> list[int]:
     return [local_shard(weight).data_ptr() for weight in model.parameters()]
 
 
-def test_weights_that_were_only_read_are_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, home = nn.Linear(2, 2), torch.ones(2, 2)
-    as_if_on_gpu(monkeypatch)
-    offload, before = Offload(model, None, torch.device("cuda"), parameters=True), places_in_memory(model)
-    with offload.on_device(reads=True), torch.no_grad():
-        assert places_in_memory(model) != before
-    assert places_in_memory(model) == before
-    with offload.on_device(), torch.no_grad():
-        model.weight.copy_(home)
-    assert torch.equal(model.weight, home), "what was changed is copied"
-    assert places_in_memory(model) == before, "into the place that it had"
-
-
 def read_on_meta(rank: int, path: str) -> dict[str, Any]:
     """What a sharded engine has on the meta device, where values are lost, and after it."""
     engine = trainable_engine(path)
-    data = random_batch(num_groups=4, n=2).index(list(range(8))[rank :: torch.distributed.get_world_size()])
     offload, model = Offload(engine.model, None, META, parameters=True), engine.model
+    data = random_batch(num_groups=4, n=2).index(list(range(8))[rank :: torch.distributed.get_world_size()])
     before = engine.compute_log_probs(data, PassLimits("", 2)).values.numpy().copy()
-    there = set()
+    places = []
     for _ in range(2):
         with offload.on_device(reads=True):
-            there |= {str(weight.device) for weight in model.parameters()}
-    here = {str(weight.device) for weight in model.parameters()}
+            places.append({str(weight.device) for weight in model.parameters()})
+    places.append({str(weight.device) for weight in model.parameters()})
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(nn.Module, "to", Mock(side_effect=ValueError("full")))
         with pytest.raises(ValueError, match="full"), offload.on_device(reads=True):
             pass
-    alike = np.array_equal(engine.compute_log_probs(data, PassLimits("", 2)).values.numpy(), before)
+    found = {"places": places, "trains": all(weight.requires_grad for weight in model.parameters())}
+    found["alike"] = np.array_equal(engine.compute_log_probs(data, PassLimits("", 2)).values.numpy(), before)
     with pytest.MonkeyPatch.context() as monkeypatch, torch.no_grad():
         as_if_on_gpu(monkeypatch)
         with offload.on_device():
             next(model.parameters()).fill_(7)
-    return {
-        "there": there,
-        "here": here,
-        "trains": all(weight.requires_grad for weight in model.parameters()),
-        "alike": alike,
-        "a later change stays": bool((local_shard(next(model.parameters())) == 7).all()),
-    }
+    return found | {"a later change stays": bool((local_shard(next(model.parameters())) == 7).all())}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_that_were_only_read_are_back_from_a_device_that_has_lost_them(ranks: int, tmp_path: Path) -> None:
     """And a device that has no room for them leaves nothing that a later phase might take for the weights."""
     for found in run_ranks(ranks, read_on_meta, random_model("Qwen3", tmp_path / "model")):
-        assert (found.pop("there"), found.pop("here")) == ({"meta"}, {"cpu"})
+        assert found.pop("places") == [{"meta"}, {"meta"}, {"cpu"}]
         assert found == {"trains": True, "alike": True, "a later change stays": True}
 
 
@@ -288,7 +220,6 @@ def trained_away(rank: int, path: str, away: bool) -> dict[str, Any]:
     return {"weights": weights, "log-probs": computed, "stayed": stayed}
 
 
-@pytest.mark.deep
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sharded_model_trains_alike_wherever_its_weights_wait(ranks: int, tmp_path: Path) -> None:
     path = random_model("Qwen3", tmp_path / "model")
@@ -307,50 +238,37 @@ def test_weights_that_were_on_the_device_before_the_first_phase_leave_it(monkeyp
     assert {weight.device.type for weight in model.parameters()} == {"cpu"}
 
 
-def test_states_come_for_the_update_and_an_error_sends_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Recorder()
-    moves: list[torch.device] = []
-    offload = Offload(model, stepped(model), META, optimizer_states=True)
+@pytest.mark.parametrize(
+    ("phase", "device", "offloaded", "sent", "moved"),
+    [
+        (lambda of: of.on_device(), META, ALL, ["meta"], []),  # only the update needs the states
+        (lambda of: of.on_device(weights=False), META, ALL, [], []),  # a block that streams
+        (lambda of: of.on_device(optimizer=True), META, ["optimizer_states"], [], [META]),
+        (lambda of: of.states_on_device(), META, ALL, [], [META]),
+        (lambda of: of.on_device(optimizer=True), META, [], [], []),
+        (lambda of: of.states_on_device(), META, ["parameters"], [], []),
+        (lambda of: of.on_device(optimizer=True), torch.device("cpu"), ALL, [], []),
+    ],
+)
+def test_what_comes_for_a_phase_and_an_error_sends_away(
+    phase: Any, device: torch.device, offloaded: list, sent: list, moved: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, moves = Recorder(), []
     monkeypatch.setattr("grpo_dist.engines.train.optimizer.move_states", lambda *args: moves.append(args[1]) or {})
-    with pytest.raises(ValueError, match="stop"), offload.on_device(optimizer=True):
+    offload = Offload(model, stepped(model), device, **dict.fromkeys(offloaded, True))
+
+    def work() -> None:
+        assert (model.sent, moves) == (sent, moved)
         raise ValueError("stop")
-    assert moves == [META, torch.device("cpu")]
-    assert model.sent == []
+
+    with pytest.raises(ValueError, match="stop"), phase(offload):
+        work()
+    assert model.sent == sent
+    assert not moved or moves == [META, torch.device("cpu")]
 
 
-def test_a_step_brings_the_states_alone_and_an_error_sends_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Recorder()
-    moves: list[torch.device] = []
-    monkeypatch.setattr("grpo_dist.engines.train.optimizer.move_states", lambda *args: moves.append(args[1]) or {})
-    offload = Offload(model, stepped(model), META, parameters=True, optimizer_states=True)
-    with pytest.raises(ValueError, match="stop"), offload.states_on_device():
-        raise ValueError("stop")
-    assert moves == [META, torch.device("cpu")]
-    assert model.sent == []
-    with Offload(model, stepped(model), META, parameters=True).states_on_device():
-        pass
-    assert len(moves) == 2
-
-
-def test_nothing_moves_on_cpu_or_unasked() -> None:
-    model = Recorder()
-    for offload in (
-        Offload(model, stepped(model), torch.device("cpu"), parameters=True, optimizer_states=True),
-        Offload(model, stepped(model), META),
-        Offload(model, None, META, optimizer_states=True),
-    ):
-        with offload.on_device(optimizer=True):
-            pass
-    assert model.sent == []
-
-
-def test_values_survive_the_move() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = stepped(model)
-    before = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
-    move_states(optimizer, torch.device("cpu"))
-    for name, value in before.items():
-        assert torch.equal(optimizer.state[model.weight][name], value)
+def test_what_streams_is_taken_to_the_device() -> None:
+    assert whole(torch.ones(2), META, torch.bfloat16).device == META
 
 
 def test_states_come_back_into_the_places_that_they_had(monkeypatch: pytest.MonkeyPatch) -> None:

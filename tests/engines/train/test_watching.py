@@ -26,17 +26,10 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
     engine = trainable_engine(path, temperature=TEMPERATURE)
     plain = engine.compute_log_probs(row, PassLimits("", 1)).values
     seen, wobbled, again = watched(engine, row), watched(engine, row, EPS), watched(engine, row, EPS)
-    after = engine.compute_log_probs(row, PassLimits("", 1)).values
-    head = whole(engine.model.get_output_embeddings().weight.detach())
-    found = {
-        "prompt": {"ids": row["prompts"].values},
-        "response": {"ids": row["responses"].values},
-        "log_probs": {"before": plain, "after": after},
-        "head": {"weight": head},
-        "seen": seen,
-        "wobbled": wobbled,
-        "again": again,
-    }
+    found = {"seen": seen, "wobbled": wobbled, "again": again}
+    found |= {name: {"ids": row[f"{name}s"].values} for name in ("prompt", "response")}
+    found["log_probs"] = {"before": plain, "after": engine.compute_log_probs(row, PassLimits("", 1)).values}
+    found["head"] = {"weight": whole(engine.model.get_output_embeddings().weight.detach())}
     return {name: {key: each.numpy().copy() for key, each in part.items()} for name, part in found.items()}
 
 
@@ -47,25 +40,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor
 
 
 def test_operations_are_noted_in_their_order_with_a_row_for_each_token(done: dict[str, dict[str, Tensor]]) -> None:
-    prompt, response = done["prompt"]["ids"], done["response"]["ids"]
-    length, seen = len(prompt) + len(response), done["seen"]
+    seen, response = done["seen"], len(done["response"]["ids"])
     layer = "model.layers.1"
-    parts = ("q_proj", "q_norm", "rope.q", "attention", "o_proj")
-    names = [
-        "model.embed_tokens",
-        f"{layer}.input_layernorm",
-        *(f"{layer}.self_attn.{part}" for part in parts),
-        f"{layer}.post_attention_layernorm",
-        f"{layer}.mlp",
-        layer,
-        "model.norm",
-        "lm_head",
-        "log_probs",
-    ]
-    assert [name for name in seen if name in names] == names
-    widths = [32, 32, *[32] * len(parts), 32, 32, 32, 32]
-    assert [tuple(seen[name].shape) for name in names[:-2]] == [(length, width) for width in widths]
-    assert seen["lm_head"].shape == (len(response), 96)
+    names = ["model.embed_tokens", f"{layer}.input_layernorm"]
+    names += [f"{layer}.self_attn.{part}" for part in ("q_proj", "q_norm", "rope.q", "attention", "o_proj")]
+    names += [f"{layer}.post_attention_layernorm", f"{layer}.mlp", layer, "model.norm"]
+    assert [name for name in seen if name in (*names, "lm_head", "log_probs")] == [*names, "lm_head", "log_probs"]
+    assert {tuple(seen[name].shape) for name in names} == {(len(done["prompt"]["ids"]) + response, 32)}
+    assert seen["lm_head"].shape == (response, 96)
 
 
 def test_they_are_what_is_computed(done: dict[str, dict[str, Tensor]]) -> None:
@@ -89,14 +71,12 @@ def test_watching_changes_nothing(done: dict[str, dict[str, Tensor]]) -> None:
 
 
 def test_wobbling_moves_every_number_by_its_last_place_and_goes_on(done: dict[str, dict[str, Tensor]]) -> None:
-    seen, wobbled = done["seen"], done["wobbled"]
-    first = "model.embed_tokens"
+    """The same each time."""
+    seen, wobbled, first = done["seen"], done["wobbled"], "model.embed_tokens"
     moved = (wobbled[first] - seen[first]).abs() / seen[first].abs()
     torch.testing.assert_close(moved, torch.full_like(moved, EPS), rtol=0.6, atol=0)
-    for name in ("model.norm", "lm_head", "log_probs"):
-        size = (wobbled[name] - seen[name]).abs().max()
-        assert 0 < size < 1e-3, name
-    assert all(torch.equal(wobbled[name], done["again"][name]) for name in wobbled), "the same each time"
+    assert all(0 < (wobbled[name] - seen[name]).abs().max() < 1e-3 for name in ("model.norm", "lm_head", "log_probs"))
+    assert all(torch.equal(wobbled[name], done["again"][name]) for name in wobbled)
 
 
 def in_both_types(rank: int, path: str, world_size: int, layout: str) -> dict[str, Any]:

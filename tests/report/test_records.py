@@ -1,4 +1,4 @@
-"""Damaged records: a message about each, and the rest of the page."""
+"""The responses of a step, token by token; and of damaged records a message about each, and the rest of the page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.model_folder import load_tokenizer
 from grpo_dist.cli.entry import main
 from grpo_dist.report.page import overview
-from grpo_dist.report.rollouts import load_token_texts, read_step
+from grpo_dist.report.rollouts import TokenTexts, chosen_steps, load_token_texts, read_step
 from grpo_dist.runs import read_run
 from grpo_dist.tracking.jsonl import json_objects
 from grpo_dist.workers.records import _write_rows
 from tests.messages import says
-from tests.report.runs import write_run, write_step
+from tests.report.runs import TINY, write_run, write_step
 from tests.report.test_page import data_in
 
 DEEP = "[" * 100_000
@@ -34,9 +36,55 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sound_record_has_no_problems(run: Path) -> None:
-    assert read_run(run).problems == []
-    assert read_step(run, 1, load_token_texts(run))["problems"] == []
+def outputs(step: dict[str, Any]) -> list[str]:
+    return [response["output"] for group in step["groups"] for response in group["responses"]]
+
+
+def test_groups_with_their_numbers(run: Path) -> None:
+    write_step(run, 3, ["1+1=2 #### 2", "#### 3", "two", "5"], [1.0, 0.0, None, 0.5])
+    step = read_step(run, 3, load_token_texts(run))
+    assert (step["problems"], read_run(run).problems) == ([], [])
+    first, second = step["groups"]
+    assert [first["uid"], first["gts"], second["uid"]] == ["step3-prompt0", "1", "step3-prompt1"]
+    one, other = first["responses"]
+    assert "".join(step["pieces"][piece] for piece in one["tokens"]) == "1+1=2 #### 2"
+    shown = {"score": 1.0, "advantage": 0.5, "extra": {"acc": 1.0}, "truncated": True, "versions": [2, 3]}
+    numbers = {"log_probs": -2.75, "mismatch": 0.25, "kl": -0.5, "mask": 1}
+    assert {name: one[name] for name in shown | numbers} == shown | numbers
+    assert ("truncated" in other, "branches" in one, other["branches"]) == (False, False, [2])
+    assert second["responses"][0]["failure"] == "it raised"
+    assert "score" not in second["responses"][0]
+
+
+def test_without_tokens_there_is_the_text_without_secrets(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, ROWS)
+    write_step(folder, 3, ["sk-" + "a1" * 12, "2"], [1.0, 0.0], tokens=False)
+    assert load_token_texts(folder) is None
+    step = read_step(folder, 3, None)
+    assert (step["pieces"], outputs(step)[1]) == ([], "2")
+    assert "a1a1" not in str(step)
+
+
+def test_each_token_adds_its_text() -> None:
+    """Spaces stay, and a character of several tokens stands at the first of them."""
+    tokenizer = load_tokenizer(resolve_model_path(TINY), trust_remote_code=False)
+    texts = TokenTexts(tokenizer)
+    for said in ("9+6=15 #### 15", " 7 ", "a é 🌈 b"):
+        ids = tokenizer.encode(said, add_special_tokens=False)
+        found = texts.of(ids)
+        assert len(found) == len(ids)
+        assert "".join(found) == tokenizer.decode(ids)
+        assert texts.of(ids) == found, "the second time, from what is known"
+
+
+def test_steps_are_left_out_evenly(run: Path) -> None:
+    """Two responses each: of six steps ten responses would be five, which are no even choice but the nearest."""
+    steps = [1, 2, 3, 4, 5, 6]
+    for step in steps:
+        write_step(run, step, ["1", "2"], [1.0, 0.0], tokens=False)
+    chosen = {12: steps, 6: [1, 3, 6], 4: [1, 6], 1: [6]}  # the last, however many it has
+    assert {most: chosen_steps(run, steps, most) for most in chosen} == chosen
+    assert chosen_steps(run, [], 1) == []
 
 
 @pytest.mark.parametrize("end", [*LINE_ENDS, "\x00", "\ud800", "\ufeff"], ids=lambda end: f"U+{ord(end):04X}")
@@ -47,7 +95,7 @@ def test_responses_with_any_character(run: Path, end: str) -> None:
     step = read_step(run, 2, None)
     (group,) = step["groups"]
     assert (step["problems"], group["input"], group["gts"]) == ([], f"q{end}", end)
-    assert [response["output"] for response in group["responses"]] == [f"{end}a{end}b", "c"]
+    assert outputs(step) == [f"{end}a{end}b", "c"]
     assert main(["report", str(run)]) == 0
 
 
@@ -70,17 +118,11 @@ def test_a_damaged_line_of_metrics(run: Path, line: str) -> None:
     assert shown["charts"][0]["figure"]["data"][0]["y"] == [0.5, 0.75]
 
 
-def test_the_line_that_is_being_written_is_no_damage(run: Path) -> None:
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "cri')
-    assert (len(read_run(run).rows), read_run(run).problems) == (2, [])
-
-
-def test_numbers_that_are_not_finite_leave_gaps(run: Path) -> None:
+def test_a_line_that_is_being_written_and_numbers_that_are_not_finite_are_no_damage(run: Path) -> None:
     line = '{"step": 3, "critic/score/mean": NaN, "timing_s/step": Infinity, "timing_s/gen": -1e999}\n'
-    (run / "metrics.jsonl").write_text(line + (run / "metrics.jsonl").read_text())
+    (run / "metrics.jsonl").write_text(line + (run / "metrics.jsonl").read_text() + '{"step": 3, "cri')
     found = read_run(run)
-    assert found.problems == []
+    assert (len(found.rows), found.problems) == (3, [])
     json.dumps(overview([found]), allow_nan=False)
 
 
@@ -120,8 +162,8 @@ def test_records_that_are_folders_or_not_there(run: Path) -> None:
     found = read_run(run)
     says(found.problems, run / "config.yaml")
     assert found.rollout_steps == [1, 2]
-    says(read_step(run, 2, None)["problems"], "step 2", run / "rollouts" / "2.jsonl")
-    says(read_step(run, 9, None)["problems"], "step 9", run / "rollouts" / "9.jsonl")
+    for step in (2, 9):
+        says(read_step(run, step, None)["problems"], f"step {step}", run / "rollouts" / f"{step}.jsonl")
     assert main(["report", str(run)]) == 0
 
 
@@ -153,10 +195,8 @@ def test_rows_may_lack_what_they_are_shown_without(run: Path) -> None:
     (run / "rollouts" / "1.jsonl").write_text(f"{line}\n\n")
     step = read_step(run, 1, None)
     assert step["problems"] == []
-    assert step["groups"] == [
-        {"uid": "0", "input": "q", "gts": "null",
-         "responses": [{"output": "a", "extra": {"x": None, "y": None, "z": [{"api_key": "***"}]}}]}
-    ]  # fmt: skip
+    response = {"output": "a", "extra": {"x": None, "y": None, "z": [{"api_key": "***"}]}}
+    assert step["groups"] == [{"uid": "0", "input": "q", "gts": "null", "responses": [response]}]
 
 
 def parquet_of(**columns: Any) -> Callable[[Path], None]:
@@ -187,7 +227,7 @@ def test_tokens_that_cannot_be_read(run: Path, damage: Callable[[Path], None]) -
     damage(run / "rollouts" / "1.parquet")
     step = read_step(run, 1, load_token_texts(run))
     says(step["problems"], "step 1")
-    assert [response["output"] for response in step["groups"][0]["responses"]] == ["1", "2"]
+    assert outputs(step) == ["1", "2"]
     assert all("tokens" not in response for response in step["groups"][0]["responses"])
     json.dumps(step, allow_nan=False)
 
@@ -206,8 +246,7 @@ def test_a_tokenizer_that_cannot_be_loaded(run: Path, text: str | None, capsys: 
     file.unlink() if text is None else file.write_text(text)
     assert main(["report", str(run)]) == 0
     says(capsys.readouterr().err, "warning", run / "tokenizer")
-    (group,) = data_in((run / "report.html").read_text())["step-1"]["groups"]
-    assert [response["output"] for response in group["responses"]] == ["1", "2"]
+    assert outputs(data_in((run / "report.html").read_text())["step-1"]) == ["1", "2"]
 
 
 def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
