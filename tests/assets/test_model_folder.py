@@ -204,7 +204,7 @@ INDEXES = {
     "no map": (write_index({}), [INDEX, "weight_map"]),
     "an empty map": (write_index({"weight_map": {}}), [INDEX, "weight_map"]),
     "a map of numbers": (write_index({"weight_map": {"a": 3}}), [INDEX, "of a", "folder"]),
-    "a way out": (write_index({"weight_map": {"a": "../x.safetensors"}}), [INDEX, "folder"]),
+    "a way out": (write_index({"weight_map": {"a": "../x.safetensors"}}), [INDEX, "of a", "../x.safetensors"]),
     "a folder": (write_index({"weight_map": {"a": ".."}}), [INDEX, "files"]),
     "a name too long": (write_index({"weight_map": {"a": "x" * 5000}}), [SETTING, "long"]),
 }

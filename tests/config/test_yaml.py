@@ -1,16 +1,24 @@
-"""The YAML files of the commands against their schemas: the same keys on both sides, a comment on each."""
+"""YAML files: those of the commands have the keys of their schemas, and what a run writes down comes back."""
 
-import re
+import contextlib
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from grpo_dist.config.command import default_options
-from grpo_dist.config.keys import free_form_keys, leaf_keys, section_keys
-from grpo_dist.config.load import load_command
+from grpo_dist.config.command import default_options, documented_keys
+from grpo_dist.config.keys import free_form_keys, is_free_form, leaf_keys
+from grpo_dist.config.load import load_command, readable_config
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import RULES
-from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
+from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
+from grpo_dist.plugins.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from tests.config.read_back import read_back
 
 COMMANDS = (GRPO, REWARD_MODEL, SFT)
 EACH = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -22,63 +30,32 @@ GROUP_FILES = [
 ]
 
 
-def leaves(tree, schema, prefix=""):
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in free_form_keys(schema):
-            yield from leaves(value, schema, f"{key}.")
-        else:
-            yield key
-
-
-def read(path):
-    tree = yaml.safe_load(path.read_text()) or {}
-    tree.pop("defaults", None)
-    return tree
-
-
-def uncommented(text):
-    """Keys with a value on their line and no comment on the line above."""
-    lines = text.splitlines()
-    return [
-        line.strip()
-        for above, line in zip(["", *lines], lines, strict=False)
-        if re.match(r"\s*\w+: \S", line) and not above.strip().startswith("#")
-    ]
-
-
 @EACH
 def test_root_and_schema_have_the_same_keys(command):
     """Each in one file; but the settings of the health rules, whose defaults are in their table."""
     known = leaf_keys(command.schema)
     of_rules = {key for key in known if key.startswith(tuple(f"trainer.health.{rule}." for rule in RULES))}
-    there = [key for file in command.files for key in leaves(read(file), command.schema)]
-    assert sorted(there) == sorted(set(known) - of_rules)
+    there = [key for file in command.files for key in documented_keys(file, command.schema)]
+    assert sorted(key.name for key in there) == sorted(set(known) - of_rules)
+    assert [key.name for key in there if not key.comment] == []
 
 
-def test_there_are_keys_of_all_sections():
-    assert len(leaf_keys()) > 80
-    assert "actor_rollout_ref.actor.optim" in section_keys()
-    assert set(free_form_keys()) == {
-        "actor_rollout_ref.model.override_config",
-        "actor_rollout_ref.ref.model.override_config",
-        "critic.model.override_config",
-        "actor_rollout_ref.rollout.engine_kwargs",
-        "actor_rollout_ref.rollout.agent.agent_kwargs",
-        "actor_rollout_ref.rollout.agent.endpoint_kwargs",
-        "data.apply_chat_template_kwargs",
-        "custom_reward_function.reward_kwargs",
-        "trainer.stage_timeout_s",
-        "actor_rollout_ref.actor.optim.override_optimizer_config",
-        "critic.optim.override_optimizer_config",
-        "reward_model.retrain.optim.override_optimizer_config",
-    }
-    assert free_form_keys(REWARD_MODEL.schema) == ("model.override_config", "optim.override_optimizer_config")
-    assert set(free_form_keys(SFT.schema)) == {
-        "optim.override_optimizer_config",
-        "model.override_config",
-        "data.apply_chat_template_kwargs",
-    }
+# The mappings below which any name is accepted, and a misspelt one is not found.
+FREE = {
+    "train": """actor_rollout_ref.model.override_config actor_rollout_ref.ref.model.override_config
+        actor_rollout_ref.rollout.engine_kwargs actor_rollout_ref.rollout.agent.agent_kwargs
+        actor_rollout_ref.rollout.agent.endpoint_kwargs actor_rollout_ref.actor.optim.override_optimizer_config
+        critic.model.override_config critic.optim.override_optimizer_config data.apply_chat_template_kwargs
+        reward_model.retrain.optim.override_optimizer_config custom_reward_function.reward_kwargs
+        trainer.stage_timeout_s""",
+    "reward-model": "model.override_config optim.override_optimizer_config",
+    "sft": "model.override_config optim.override_optimizer_config data.apply_chat_template_kwargs",
+}
+
+
+@EACH
+def test_mappings_of_any_names_are_these(command):
+    assert {*free_form_keys(command.schema)} == {*FREE[command.name].split()}
 
 
 @EACH
@@ -91,37 +68,19 @@ def test_the_types_hold_for_the_defaults_and_another_model(command):
 
 
 @pytest.mark.parametrize(("command", "path"), GROUP_FILES)
-def test_groups_set_known_keys_only(command, path):
-    keys = list(leaves(read(path), command.schema))
+def test_groups_set_known_keys_only_each_with_a_comment_above(command, path):
+    keys = documented_keys(path, command.schema)
     assert keys or path.stem == "grpo", "only the default method changes nothing"
-    assert set(keys) <= set(leaf_keys(command.schema))
-    assert path.read_text().splitlines()[0] == "# @package _global_"
-    assert path.read_text().splitlines()[1].startswith("# ")
+    unknown = {key.name for key in keys} - {*leaf_keys(command.schema)}
+    assert [name for name in unknown if not is_free_form(name, command.schema)] == []
+    assert [key.name for key in keys if not (key.comment or isinstance(key.default, dict))] == []
+    package, comment, *_ = path.read_text().splitlines()
+    assert (package, comment[:2]) == ("# @package _global_", "# ")
 
 
-@pytest.mark.parametrize("path", [each.values[1] for each in GROUP_FILES])
-def test_every_key_of_a_group_has_a_comment_above(path):
-    assert uncommented(path.read_text()) == []
-
-
-@EACH
-def test_every_key_has_a_comment_above(command):
-    for file in command.files:
-        text = file.read_text()
-        defaults = re.search(r"^defaults:\n(?:  - .*\n)+", text, re.MULTILINE)
-        assert uncommented(text.replace(defaults[0], "") if defaults else text) == [], file
-
-
-def test_a_key_without_comment_is_seen():
-    assert uncommented("a:\n  # said\n  b: 1\n  c: 2\n") == ["c: 2"]
-
-
-def test_groups_are_found():
-    assert set(GRPO.group_options()) == {"model", "data", "cluster", "recipe"}
-    assert "qwen3_8b" in GRPO.group_options()["model"]
-    judged = ["arithmetic_outcomes", "arithmetic_steps"]
-    for command, more in ((REWARD_MODEL, judged), (SFT, [])):
-        assert command.group_options() == {"data": ["arithmetic", *more, "files"], "model": ["hf", "tiny"]}
+def test_a_key_without_a_comment_above_is_seen(tmp_path):
+    (file := tmp_path / "keys.yaml").write_text("trainer:\n  # said\n  seed: 1\n  nnodes: 2\n")
+    assert [key.comment for key in documented_keys(file, GRPO.schema)] == ["said", ""]
 
 
 @EACH
@@ -137,3 +96,56 @@ def test_every_file_belongs_to_a_command():
     used = {file for command in COMMANDS for file in command.files} | {each.values[1] for each in GROUP_FILES}
     others = {folder / f"{name}.yaml" for name in ("foreign_keys", "verl_defaults", "engine_arguments")}
     assert {file for file in folder.rglob("*.yaml")} - used == others
+
+
+# --- whatever the schema accepts comes back from the file that a run writes down, and so does the file ----------------
+DEFAULT = yaml.safe_load(readable_config(load_config([])[0]))
+VALUES: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 7, 1024, 0.0, 1e-6, 0.1, 0.5, 1.0, 1.7, 3.5, 1e30,
+    "text", "1e-6", "null", "it's: {x} # é", "grpo_dist.rewards.format", "my.module:function",
+    ["a.jsonl", "b c.parquet"], [0.9, 0.95], ["console", "wandb"], {}, {"name": [1, {"x": None}]},
+    "vllm", "fp32", "bf16", "float16", "fixed", "adaptive", "token", "sequence", "cosine", "middle",
+    "disable", "reinforce", "warn", "AdamW8bit", "episode", "R3",
+    *ADV_ESTIMATORS, *KL_LOSS_TYPES, *LOSS_AGG_MODES, *LOSS_MODES,
+]  # fmt: skip
+
+
+def with_value(raw: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy of `raw` with one key changed."""
+    section, _, rest = key.partition(".")
+    return raw | {section: with_value(raw[section], rest, value) if rest else value}
+
+
+@cache
+def accepted(key: str) -> list[Any]:
+    """Those of `VALUES` that a key may have."""
+    found = []
+    for value in VALUES:
+        with contextlib.suppress(ValidationError):
+            RunConfig.model_validate(with_value(DEFAULT, key, value))
+            found.append(value)
+    return found
+
+
+@pytest.mark.deep
+@given(st.data())
+def test_schema_to_yaml_to_schema_is_the_identity(data: st.DataObject) -> None:
+    raw = DEFAULT
+    for key in data.draw(st.sets(st.sampled_from(leaf_keys()), max_size=30)):
+        raw = with_value(raw, key, data.draw(st.sampled_from(accepted(key))))
+    config = RunConfig.model_validate(raw)
+    text = readable_config(config)
+    assert read_back(text) == config
+    assert readable_config(read_back(text)) == text
+
+
+def test_texts_that_look_like_numbers_and_infinity_come_back() -> None:
+    keys = ["actor_rollout_ref.actor.optim.lr=3e-7", "actor_rollout_ref.model.override_config.scale=-inf"]
+    config, _ = load_config([*keys, "trainer.logger=[]", "trainer.experiment_name='0123'"])
+    text = readable_config(config)
+    assert read_back(text) == config
+    assert "${" not in text
+
+
+def test_every_key_accepts_some_value_and_refuses_some() -> None:
+    assert [key for key in leaf_keys() if not 0 < len(accepted(key)) < len(VALUES)] == []

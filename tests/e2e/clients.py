@@ -7,6 +7,7 @@ is told of a tool `add`, it calls that one first, twice at once where the user s
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import sys
@@ -35,17 +36,26 @@ def answers(calls: Any) -> list[dict[str, Any]]:
     ]
 
 
-def chat_with_tools(create: Callable[..., Any], **more: Any) -> str:
-    """A conversation in OpenAI's form: the policy calls, the calls are answered, it answers."""
-    messages: list[Any] = [{"role": "user", "content": SUM}]
-    made = create(messages=messages, tools=[CHAT_TOOL], **more).choices[0].message
-    messages += [made.model_dump(exclude_none=True), *answers(made.tool_calls)]
-    return str(create(messages=messages, tools=[CHAT_TOOL], **more).choices[0].message.content)
+def in_openais_form(create: Callable[..., Any]) -> Cases:
+    """Of a function that creates a completion of messages."""
+    user: list[Any] = [{"role": "user", "content": SUM}]
 
+    def with_tools(**more: Any) -> str:
+        """The policy calls, the calls are answered, it answers."""
+        made = create(messages=user, tools=[CHAT_TOOL], **more).choices[0].message
+        said = [*user, made.model_dump(exclude_none=True), *answers(made.tool_calls)]
+        return str(create(messages=said, tools=[CHAT_TOOL], **more).choices[0].message.content)
 
-def streamed(chunks: Any) -> str:
-    """The text of a stream in OpenAI's form."""
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    def stream() -> str:
+        chunks = create(messages=user, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+    return {
+        "chat": lambda: create(messages=user).choices[0].message.content,
+        "stream": stream,
+        "strict tools": with_tools,
+        "parallel_tool_calls=False": lambda: with_tools(parallel_tool_calls=False),
+    }
 
 
 def of_openai(url: str, token: str) -> Cases:
@@ -53,9 +63,7 @@ def of_openai(url: str, token: str) -> Cases:
 
     client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
     user: list[Any] = [{"role": "user", "content": SUM}]
-
-    def create(**more: Any) -> Any:
-        return client.chat.completions.create(model="policy", **more)
+    create = functools.partial(client.chat.completions.create, model="policy")
 
     def calls(**more: Any) -> int:
         twice = [{"role": "user", "content": f"{SUM} Call twice."}]
@@ -63,17 +71,12 @@ def of_openai(url: str, token: str) -> Cases:
 
     def responses() -> str:
         tool: Any = {"type": "function", **ADD}
-        said: list[Any] = [{"role": "user", "content": SUM}]
-        made = client.responses.create(model="policy", input=said, tools=[tool], parallel_tool_calls=False).output
-        said += [made[0].model_dump(exclude_none=True)]
-        said += [{"type": "function_call_output", "call_id": made[0].call_id, "output": "5"}]
+        made = client.responses.create(model="policy", input=user, tools=[tool], parallel_tool_calls=False).output
+        output = {"type": "function_call_output", "call_id": made[0].call_id, "output": "5"}
+        said = [*user, made[0].model_dump(exclude_none=True), output]
         return str(client.responses.create(model="policy", input=said, tools=[tool]).output_text)
 
-    return {
-        "chat": lambda: create(messages=user).choices[0].message.content,
-        "stream": lambda: streamed(create(messages=user, stream=True)),
-        "strict tools": lambda: chat_with_tools(create),
-        "parallel_tool_calls=False": lambda: chat_with_tools(create, parallel_tool_calls=False),
+    return in_openais_form(create) | {
         "two calls": lambda: "5" if (calls(), calls(parallel_tool_calls=False)) == (2, 1) else "not 2 and 1",
         "responses": responses,
         "refused: tool_choice": lambda: create(messages=user, tools=[CHAT_TOOL], tool_choice="required"),
@@ -84,16 +87,8 @@ def of_openai(url: str, token: str) -> Cases:
 def of_litellm(url: str, token: str) -> Cases:
     import litellm
 
-    def create(**more: Any) -> Any:
-        return litellm.completion(model="openai/policy", base_url=url, api_key=token, num_retries=0, **more)
-
-    user = [{"role": "user", "content": SUM}]
-    return {
-        "chat": lambda: create(messages=user).choices[0].message.content,
-        "stream": lambda: streamed(create(messages=user, stream=True)),
-        "strict tools": lambda: chat_with_tools(create),
-        "parallel_tool_calls=False": lambda: chat_with_tools(create, parallel_tool_calls=False),
-    }
+    named = {"model": "openai/policy", "base_url": url, "api_key": token, "num_retries": 0}
+    return in_openais_form(functools.partial(litellm.completion, **named))
 
 
 def of_langchain(url: str, token: str) -> Cases:

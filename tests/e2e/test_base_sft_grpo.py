@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.tasks import arithmetic
-from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.metric_names import validation_accuracy
 from scripts.make_tiny_model import direct_response, operands
+from tests.e2e.runs import metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
 
@@ -37,44 +37,29 @@ def run(*command: str) -> None:
 
 def accuracies(run_dir: Path) -> list[float]:
     """Of each validation, in order."""
-    found = map(validation_accuracy, read_metrics(run_dir / "metrics.jsonl"))
-    return [accuracy for accuracy in found if accuracy is not None]
+    return [accuracy for row in metrics(run_dir) if (accuracy := validation_accuracy(row)) is not None]
 
 
-def write_answers(path: Path) -> None:
+def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
     """Two of three answers are hasty, each third is worked out."""
+    base, sft, grpo, answers = (tmp_path / name for name in ("base", "sft", "grpo", "answers.parquet"))
     rows = []
     for number, row in enumerate(arithmetic.rows("train")):
         answer = (direct_response if number % 3 else arithmetic.worked_answer)(*operands(row))
         rows.append({"messages": [*row["prompt"], {"role": "assistant", "content": answer}]})
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
-def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
-    base, sft, grpo = tmp_path / "base", tmp_path / "sft", tmp_path / "grpo"
-    answers = tmp_path / "answers.parquet"
-    write_answers(answers)
+    pq.write_table(pa.Table.from_pylist(rows), answers)
     run("scripts/make_tiny_model.py", "--untrained", str(base))
-    run(
-        *("-m", "grpo_dist.main", *COMMON, f"actor_rollout_ref.model.path={base}", "trainer.val_only=true"),
-        f"trainer.default_local_dir={grpo}",
-    )
+    train, to_grpo = ("-m", "grpo_dist.main", *COMMON), f"trainer.default_local_dir={grpo}"
+    run(*train, f"actor_rollout_ref.model.path={base}", "trainer.val_only=true", to_grpo)
     (base_accuracy,) = accuracies(grpo / "val_only")
     run(
-        *("-m", "grpo_dist", "sft", *COMMON, f"model.path={base}", "optim.lr=3e-3"),
-        *(f"data.train_files={answers}", "trainer.total_epochs=10", "trainer.val_before_train=false"),
-        *(
-            "trainer.total_training_steps=1200",
-            "trainer.test_freq=-1",
-            "cluster.world_size=2",
-            "cluster.num_threads_per_worker=1",
-            f"trainer.default_local_dir={sft}",
-        ),
+        *("-m", "grpo_dist", "sft", *COMMON, f"model.path={base}", "optim.lr=3e-3", f"data.train_files={answers}"),
+        *("trainer.total_epochs=10", "trainer.val_before_train=false", "trainer.total_training_steps=1200"),
+        *("trainer.test_freq=-1", "cluster.world_size=2", "cluster.num_threads_per_worker=1"),
+        f"trainer.default_local_dir={sft}",
     )
-    run(
-        *("-m", "grpo_dist.main", *COMMON, f"actor_rollout_ref.model.path={sft}/huggingface"),
-        *("trainer.total_training_steps=20", "trainer.test_freq=20", f"trainer.default_local_dir={grpo}"),
-    )
+    length = ("trainer.total_training_steps=20", "trainer.test_freq=20")
+    run(*train, f"actor_rollout_ref.model.path={sft}/huggingface", *length, to_grpo)
     sft_accuracy, grpo_accuracy = accuracies(grpo)
     assert sft_accuracy > base_accuracy + MARGIN
     assert grpo_accuracy > sft_accuracy + MARGIN

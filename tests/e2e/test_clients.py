@@ -67,27 +67,22 @@ async def test_a_client_uses_tools_as_it_does_elsewhere(client: str, tmp_path: P
         said = [*tokenizer.encode(says(tokenizer.decode(ids)), add_special_tokens=False), tokenizer.eos_token_id]
         return Response(said, [-0.5] * len(said), False, [0] * len(said))
 
-    async def make_app(sample: Any) -> Any:
-        return await openai_app.openai_app(engine, MODEL, sample, OPTIONS)
-
-    gateway = Gateway(make_app)
+    gateway = Gateway(lambda sample: openai_app.openai_app(engine, MODEL, sample, OPTIONS))
     session = Session(Recording(SamplingSettings(1, 1.0, 1.0, -1, 4000, 0), tokenizer, 8000, 100_000), sample)
     printed = OutputLines()
     openai_app._say_that_tools_are_free.cache_clear()
     try:
         with printing_to(printed):  # as a worker opens it
             await gateway.open(session)
-        command = [await asyncio.to_thread(interpreter, tmp_path, CLIENTS[client])]
-        command += [str(Path(__file__).with_name("clients.py")), client, f"{gateway.url}/v1", session.token]
-        playing = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        python = await asyncio.to_thread(interpreter, tmp_path, CLIENTS[client])
+        program = (python, Path(__file__).with_name("clients.py"), client, f"{gateway.url}/v1", session.token)
+        playing = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         told, errors = await playing.communicate()
     finally:
         await gateway.stop()
-    found = dict(json.loads(line) for line in told.splitlines() if line.startswith(b"["))
+    found: dict[str, Any] = dict(json.loads(line) for line in told.splitlines() if line.startswith(b"["))
     assert found, errors.decode()[-3000:]
     assert not any(found.values()), "\n".join(f"{case}: {fault}" for case, fault in found.items() if fault)
     assert bool(session.recording.calls) == any("refused" not in case for case in found), "what is sampled is recorded"
-    left_out = [
-        line for line in printed.take()[0] if "endpoint_kwargs.tool_call_parser" in line
-    ]  # others import and print
-    assert len(left_out) == any("strict" in case for case in found), "the run says once what is left out"
+    said = [line for line in printed.take()[0] if "endpoint_kwargs.tool_call_parser" in line]  # others import and print
+    assert len(said) == any("strict" in case for case in found), "the run says once what is left out"

@@ -1,21 +1,21 @@
-"""Runs whose episodes bring their rewards, and fail now and then, from the command to the files that they leave."""
+"""Runs whose episodes bring their rewards, fail now and then, or branch: from the command to the files they leave."""
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo_dist.cli.replay import UPDATE_METRICS, first_difference, reupdate
+from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.runs import read_recorded
-from grpo_dist.tracking.jsonl import read_metrics
+from tests.e2e.runs import AGENT, PLAIN, command, rollouts, sized, steps, train, write_rows
 from tests.messages import says
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), pytest.mark.deep]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 GAME = """
@@ -37,55 +37,31 @@ class Game(AgentLoop):
         episode.append(" over")
         episode.reward, episode.metrics = float(episode.index), {"moves": 3}
 """
-FAST = [
-    f"actor_rollout_ref.rollout.name={ROOT}/tests/engines/fakes.py:FakeRolloutEngine",
-    "actor_rollout_ref.rollout.n=2",
-    "data.train_batch_size=4",
-    "data.shuffle=false",
-    "data.val_files=null",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    "trainer.total_training_steps=3",
-    "trainer.save_freq=-1",
-    "trainer.export_hf_model=false",
-    "trainer.health.agreement.action=off",  # that engine's log-probs are made up
-    "ray_kwargs.ray_init.address=local",
-]
 
 
 def play(folder: Path, arguments: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     (folder / "game.py").write_text(GAME)
-    lines = [json.dumps({"prompt": f"game {i}", "extra_info": {"index": i}}) + "\n" for i in range(16)]
-    (folder / "rows.jsonl").write_text("".join(lines))
-    agent = "actor_rollout_ref.rollout.agent"
-    loop = [f"{agent}.default_agent_loop={folder}/game.py:Game", f"{agent}.agent_kwargs={arguments}"]
-    data = [f"data.train_files={folder}/rows.jsonl"]
     run = [
-        sys.executable,
-        "-m",
-        "grpo_dist.main",
-        f"trainer.default_local_dir={folder}",
-        *FAST,
-        *loop,
-        *data,
-        *overrides,
+        f"actor_rollout_ref.rollout.name={ROOT}/tests/engines/fakes.py:FakeRolloutEngine",
+        "trainer.health.agreement.action=off",  # that engine's log-probs are made up
+        *(f"{AGENT}.default_agent_loop={folder}/game.py:Game", f"{AGENT}.agent_kwargs={arguments}"),
+        *(*PLAIN, *sized(4, n=2), "data.shuffle=false", "trainer.total_training_steps=3"),
+        write_rows(folder / "rows.jsonl", [{"prompt": f"game {i}", "extra_info": {"index": i}} for i in range(16)]),
     ]
-    return subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command(folder, *run, *overrides), capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.deep
 def test_failed_episodes_cost_what_they_must_and_no_more(tmp_path: Path) -> None:
     """Rows without ground truth and data source, groups of 3 of which 2 must be left. Of the 4 prompts of step 1 one
     fails, and row 4 takes its place; row 2 trains with episodes 0 and 2, and row 3 with all, at their second attempt.
     What a run has recorded of such a step can be computed again.
     """
-    sizes = [
-        "actor_rollout_ref.rollout.n=3",
-        "algorithm.min_group_size=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    ]
-    done = play(tmp_path, "{broken: [1, 6], flaky: [3], lame: [2]}", *sizes)
+    sizes = ["actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    done = play(tmp_path, "{broken: [1, 6], flaky: [3], lame: [2]}", *sizes, "algorithm.min_group_size=2")
     assert done.returncode == 0, done.stderr[-3000:]
     says(done.stdout + done.stderr, "OSError", "game.py")
-    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]
+    rows = steps(tmp_path)
     # rows 3 and 2 have 3 failed attempts each; two episodes of rows 1 and 6 have 3 each, and the third up to 2
     assert 12 <= rows[0]["agent/failures/error"] <= 14
     assert 6 <= rows[1]["agent/failures/error"] <= 8
@@ -93,26 +69,84 @@ def test_failed_episodes_cost_what_they_must_and_no_more(tmp_path: Path) -> None
     assert [row.get("agent/missing_episodes", 0) for row in rows] == [1.0, 0, 0]
     assert rows[0]["critic/score/mean"] == (0 + 2 + 3 * (0 + 1 + 2)) / 11
     assert rows[0]["reward_extra/moves/mean"] == 3
-    trained = [
-        [json.loads(line) for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
-        for step in (1, 2, 3)
-    ]
-    assert [sorted({int(row["uid"].split("prompt")[1].split("-")[0]) for row in step}) for step in trained] == [
-        [0, 2, 3, 4],
+    trained = [Counter(row["uid"].split("-", 1)[1] for row in rollouts(tmp_path, step)) for step in (1, 2, 3)]
+    assert trained[0] == {"prompt0": 3, "prompt2": 2, "prompt3": 3, "prompt4-try2": 3}
+    assert [sorted(int(uid.split("-")[0].removeprefix("prompt")) for uid in step) for step in trained[1:]] == [
         [5, 7, 8, 9],
         [10, 11, 12, 13],
     ]
-    assert trained[0][0]["parts"][1] == ["environment", " over"]
-    assert sorted(Counter(row["uid"] for row in trained[0]).items()) == [
-        ("step1-prompt0", 3), ("step1-prompt2", 2), ("step1-prompt3", 3), ("step1-prompt4-try2", 3)
-    ]  # fmt: skip
+    assert rollouts(tmp_path, 1)[0]["parts"][1] == ["environment", " over"]
     recorded = read_recorded(tmp_path, 1)
     had = {name: recorded.metrics[name] for name in UPDATE_METRICS if name in recorded.metrics}
     assert first_difference(had, reupdate(recorded)[1], 1e-4) is None
 
 
+@pytest.mark.deep
 def test_too_many_failures_end_the_run_with_the_first_ones_reason(tmp_path: Path) -> None:
-    key = "actor_rollout_ref.rollout.agent.max_failure_rate"
-    done = play(tmp_path, "{broken: [2]}", f"{key}=0")
+    done = play(tmp_path, "{broken: [2]}", f"{AGENT}.max_failure_rate=0")
     assert done.returncode == 1
-    says(done.stderr, f"{key}=0", "OSError", "game.py", "Game")
+    says(done.stderr, f"{AGENT}.max_failure_rate=0", "OSError", "game.py", "Game")
+
+
+STEPS = 10
+TEAM = """
+import asyncio
+import re
+
+from openai import AsyncOpenAI
+
+from grpo_dist.agents import AgentLoop
+
+
+class Team(AgentLoop):
+    gives_reward = True
+
+    async def run(self, episode):
+        sums, right = episode.row.extra_info["sums"], {}
+
+        async def ask(messages, total, agent="planner"):
+            its = client.with_options(base_url=endpoint.of_agent(agent).base_url)
+            reply = await its.chat.completions.create(model="policy", messages=messages, max_tokens=40)
+            text = reply.choices[0].message.content
+            right.setdefault(agent, []).append(re.findall(r"[0-9]+", text)[-1:] == [str(total)])
+            return [*messages, {"role": "assistant", "content": text}]
+
+        def asked(i):
+            return [{"role": "user", "content": "{}+{}=?".format(*sums[i])}]
+
+        async with episode.endpoint() as endpoint:
+            client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0)
+            said = await ask(list(episode.row.messages), sum(sums[0]))
+            await asyncio.gather(*(ask(asked(i), sum(sums[i]), f"helper{i}") for i in (1, 2, 3)))
+            await ask(said + asked(4), sum(sums[4]))
+            await ask(asked(5), sum(sums[5]))  # what was said is forgotten
+        episode.reward = sum(map(sum, right.values())) / 6
+        for name, answers in right.items():
+            episode.add_step_reward(sum(answers) / len(answers), agent_name=name)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("credit", "estimator"), [("episode", "gigpo"), ("agent", "grpo")])
+def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(
+    tmp_path: Path, credit: str, estimator: str
+) -> None:
+    """It has three of them, and forgets what was said."""
+    (tmp_path / "team.py").write_text(TEAM)
+    drawn = np.random.default_rng(0).integers(100, 500, (600, 6, 2)).tolist()
+    rows = [{"prompt": "{}+{}=?".format(*sums[0]), "extra_info": {"sums": sums}} for sums in drawn]
+    metrics = train(
+        tmp_path,
+        *(f"algorithm.adv_estimator={estimator}", f"algorithm.credit={credit}"),
+        *(f"{AGENT}.default_agent_loop={tmp_path}/team.py:Team", write_rows(tmp_path / "rows.jsonl", rows)),
+        *(*PLAIN, *sized(16), f"trainer.total_training_steps={STEPS}"),
+        *("data.max_prompt_length=64", "data.max_response_length=400"),
+    )
+    assert {row["agent/delivered_tokens"] for row in metrics} == {1.0}
+    scores = [row["critic/score/mean"] for row in metrics]
+    assert np.mean(scores[-2:]) > np.mean(scores[:2]) + 0.15, scores
+    data = read_parquet(tmp_path / "rollouts" / f"{STEPS}.parquet", ["responses", "predecessors", "num_turns"])
+    assert set(data["num_turns"].tolist()) == {6}
+    for follows in data["predecessors"].rows():
+        branches = (follows.numpy() != np.arange(-1, len(follows) - 1)).sum()
+        assert branches >= 3, "the sub-agents and the last call"

@@ -56,6 +56,7 @@ NEEDED = {
     "algorithm.adv_estimator=gae": ("critic.enable=false",),
     "algorithm.adv_estimator=distill": ("actor_rollout_ref.ref.model.path=builtin:tiny-qwen3",),
 }
+WEIGHT_VERSIONS = [-1]  # that the engines have held
 CASES = [
     # the i-th name of each door, round and round: every name is there, in company
     *(
@@ -89,21 +90,15 @@ def roles(local_ray: None) -> Iterator[Roles]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def weight_versions() -> list[int]:
-    """Those that the engines have held."""
-    return [-1]
-
-
 @pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: ",".join(o.rpartition(".")[2] for o in overrides))
-def test_one_step(roles: Roles, weight_versions: list[int], overrides: list[str], tmp_path: Path) -> None:
+def test_one_step(roles: Roles, overrides: list[str], tmp_path: Path) -> None:
     needed = [more for override in overrides for more in NEEDED.get(override, ())]
     config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides, *needed])
     prompts, _ = load_run_prompts(config, policy_folder(config))
     trainer = recorded_trainer(make_plan(config, 1), roles, prompts)
-    trainer.weight_version = max(weight_versions)  # the engines take newer weights only
+    trainer.weight_version = WEIGHT_VERSIONS[-1]  # the engines take newer weights only
     trainer.fit()
-    weight_versions.append(trainer.weight_version)
+    WEIGHT_VERSIONS.append(trainer.weight_version)
     step = history(trainer)[-1]
     assert step["step"] == 1
     assert all(math.isfinite(value) for value in step.values()), step

@@ -2,96 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import os
 import re
 import shutil
-import signal
 import sqlite3
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.tracking.jsonl import read_metrics
-from tests.chaos.runs import STEPS, Outcome, train
+from tests.chaos.runs import STEPS, Outcome
+from tests.chaos.runs import train as train_main
 from tests.config.read_back import read_back
+from tests.e2e.runs import AGENT, rollouts, sized, train
 from tests.messages import says
-from tests.observed import assert_gone, command_line
 from tests.trainer.metrics_page import PAGE, undocumented
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
-SMALL = [
-    "data.train_batch_size=16",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-    "data.val_max_samples=64",
-    "ray_kwargs.ray_init.address=local",
+TWO_STEPS = [
+    *("algorithm.adv_estimator=grpo", *sized(16), "data.val_max_samples=64"),
+    *("trainer.total_training_steps=2", "trainer.val_before_train=false"),
 ]
 
 
-def command(run_dir: Path, *overrides: str) -> list[str]:
-    local = f"trainer.default_local_dir={run_dir}"
-    return [sys.executable, "-m", "grpo_dist.main", "algorithm.adv_estimator=grpo", local, *SMALL, *overrides]
-
-
-def descendants(process: psutil.Process) -> set[psutil.Process]:
-    try:
-        return {process, *process.children(recursive=True)}
-    except psutil.NoSuchProcess:
-        return set()
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-@contextlib.contextmanager
-def run_in_training(tmp_path: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen, Path, set[psutil.Process]]]:
-    """A run that has finished its first step: the process, its log, and its whole family."""
-    log = tmp_path / "log"
-    arguments = command(tmp_path / "run", *overrides)
-    with log.open("w") as stream:
-        # a background job of a script has SIGINT ignored, and its children inherit that
-        run = subprocess.Popen(
-            arguments, stderr=stream, stdout=stream, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-        )
-    try:
-        deadline = time.monotonic() + 400
-        while "step 1/" not in log.read_text():
-            assert run.poll() is None, log.read_text()[-2000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        yield run, log, descendants(psutil.Process(run.pid))
-    finally:
-        run.kill()
-
-
-def test_metrics_have_each_step_once(main_run: Outcome) -> None:
+def test_metrics_have_each_step_once_are_healthy_and_explained(main_run: Outcome) -> None:
     rows = main_run.metrics()
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    step = rows[1]
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "perf/throughput"):
-        assert name in step
-    assert step["actor/kl_loss"] < rows[-1]["actor/kl_loss"], "the policy leaves the reference"
+        assert name in rows[1]
+    assert rows[1]["actor/kl_loss"] < rows[-1]["actor/kl_loss"], "the policy leaves the reference"
     assert rows[3]["actor/kl_loss"] > 1e-5
     assert all(row["training/weight_version"] == row["step"] for row in rows[1:])
     assert f"step {STEPS}/{STEPS}" in main_run.log
     assert "validation accuracy" in main_run.log
     says(main_run.log, "2 actor, 1 rollout, 1 ref, 1 reward")
-
-
-def test_the_run_is_healthy_and_its_metrics_are_explained(main_run: Outcome) -> None:
-    rows = main_run.metrics()
-    health = {name: value for row in rows for name, value in row.items() if name.startswith("health/") and value}
-    assert health == {}
+    assert [(row["step"], name) for row in rows for name in row if name.startswith("health/") and row[name]] == []
     assert "health/grad_norm" in rows[-1]
     assert undocumented({name for row in rows for name in row} - {"step"}, PAGE.read_text()) == []
 
@@ -106,12 +56,17 @@ def test_trainer_and_engine_agree_on_log_probs(main_run: Outcome) -> None:
 
 
 def test_run_directory(main_run: Outcome) -> None:
+    """The trained model loads."""
     run_dir = main_run.run_dir
     assert read_back((run_dir / "config.yaml").read_text()).trainer.total_training_steps == STEPS
-    rows = [json.loads(line) for line in (run_dir / f"rollouts/{STEPS}.jsonl").read_text().splitlines()]
-    assert len(rows) == 4 * 4
+    assert len(rollouts(run_dir, STEPS)) == 4 * 4
     assert list(run_dir.glob("tensorboard/*tfevents*"))
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == f"{STEPS}"
+    trained = AutoModelForCausalLM.from_pretrained(run_dir / "huggingface")
+    start = AutoModelForCausalLM.from_pretrained(resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32)
+    for one, other in zip(trained.parameters(), start.parameters(), strict=True):
+        assert one.ndim == 1 or (one - other).abs().max() > 0
+    assert AutoTokenizer.from_pretrained(run_dir / "huggingface").eos_token == "<|im_end|>"
 
 
 def slices(trace: dict) -> dict[str, list[tuple[float, float]]]:
@@ -161,28 +116,12 @@ def test_trackers_have_what_the_run_has(main_run: Outcome) -> None:
     assert "off for the rest of the run" not in main_run.log
 
 
-def test_the_trained_model_loads(main_run: Outcome) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from grpo_dist.assets import resolve_model_path
-
-    folder = main_run.run_dir / "huggingface"
-    trained = AutoModelForCausalLM.from_pretrained(folder)
-    start = AutoModelForCausalLM.from_pretrained(resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32)
-    changed = [
-        (a - b).abs().max().item() for a, b in zip(trained.parameters(), start.parameters(), strict=True) if a.ndim > 1
-    ]
-    assert min(changed) > 0
-    assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
-
-
 @pytest.mark.long
 def test_a_checkpoint_is_validated_beside_the_record_of_its_training(main_run: Outcome, tmp_path: Path) -> None:
     """In a copy of its folder."""
     shutil.copytree(main_run.run_dir, tmp_path / "run")
     path = f"trainer.resume_from_path={tmp_path}/run/global_step_{STEPS}"
-    outcome = train(tmp_path, [], "trainer.val_only=true", "trainer.resume_mode=resume_path", path)
+    outcome = train_main(tmp_path, [], "trainer.val_only=true", "trainer.resume_mode=resume_path", path)
     assert outcome.metrics() == main_run.metrics()
     row = read_metrics(tmp_path / "run/val_only/metrics.jsonl")[-1]
     found = {name: value for name, value in main_run.metrics()[-1].items() if name.startswith("val-core/")}
@@ -190,45 +129,6 @@ def test_a_checkpoint_is_validated_beside_the_record_of_its_training(main_run: O
     assert {name: row[name] for name in found} == found
     assert row["step"] == STEPS
     assert (tmp_path / f"run/val_only/validation/{STEPS}.jsonl").is_file()
-
-
-@pytest.mark.long  # tests/chaos does so with SIGTERM
-def test_ctrl_c_saves_and_leaves_no_process(tmp_path: Path) -> None:
-    with run_in_training(tmp_path) as (run, log, family):
-        os.kill(run.pid, signal.SIGINT)
-        assert run.wait(120) == 128 + signal.SIGINT, log.read_text()[-2000:]
-        assert_gone(family)
-    step = (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text()
-    says(log.read_text(), f"{tmp_path}/run/global_step_{step}", "grpo-dist", "algorithm.adv_estimator=grpo")
-
-
-@pytest.mark.long  # tests/chaos kills one in a run that goes on
-def test_a_killed_actor_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    with run_in_training(tmp_path, "trainer.max_actor_restarts=0") as (run, log, family):
-        next(p for p in family if "ActorWorker" in command_line(p)).kill()
-        assert run.wait(60) == 1, log.read_text()[-2000:]
-        says(log.read_text(), "error: actor worker", "died")
-        assert_gone(family)
-
-
-@pytest.mark.long  # tests/workers/test_rollout.py runs episodes on an engine
-def test_a_run_with_an_agent_loop(tmp_path: Path) -> None:
-    """The calculator of examples/: calls are answered, and trainer and engine agree on what was sampled."""
-    loop = Path(__file__).parents[2] / "examples" / "calculator" / "calculator.py"
-    overrides = [
-        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}:Calculator",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-    ]
-    done = subprocess.run(command(tmp_path, *overrides), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for row in metrics(tmp_path)[-2:]:
-        assert (row["num_turns/min"], row["num_turns/max"] >= 4) == (1, True)
-        assert row["training/rollout_probs_diff_max"] < 0.01
-    outputs = [json.loads(line)["output"] for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
-    sums = [re.fullmatch(r"(\d)\+(\d)=(\d+)", output.split()[0]) for output in outputs if "=" in output.split()[0]]
-    assert len(sums) > 10
-    assert all(int(found[1]) + int(found[2]) == int(found[3]) for found in sums if found)
 
 
 TOOL_TEMPLATE = (
@@ -261,26 +161,18 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
     model = shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model")
     (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
     (tmp_path / "mine.py").write_text(CHECK)
-    agent = "actor_rollout_ref.rollout.agent"
-    overrides = [
-        f"actor_rollout_ref.model.path={model}",
-        f"{agent}.default_agent_loop=tool_agent",
-        f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:check'], tool_parser: '{tmp_path}/mine.py:parse'}}",
-        f"{agent}.max_assistant_turns=2",
-        "actor_rollout_ref.actor.observation_coeff=0.5",
-        "actor_rollout_ref.actor.fsdp_config.dtype=fp32",
-        "actor_rollout_ref.rollout.dtype=fp32",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=false",
-    ]
-    done = subprocess.run(command(tmp_path, *overrides), capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for row in metrics(tmp_path)[-2:]:
+    rows = train(
+        tmp_path,
+        *(*TWO_STEPS, f"actor_rollout_ref.model.path={model}", f"{AGENT}.default_agent_loop=tool_agent"),
+        f"{AGENT}.agent_kwargs={{tools: ['{tmp_path}/mine.py:check'], tool_parser: '{tmp_path}/mine.py:parse'}}",
+        *(f"{AGENT}.max_assistant_turns=2", "actor_rollout_ref.actor.observation_coeff=0.5"),
+        *("actor_rollout_ref.actor.fsdp_config.dtype=fp32", "actor_rollout_ref.rollout.dtype=fp32"),
+    )
+    for row in rows:
         assert row["training/rollout_probs_diff_max"] < 0.01
         assert 1 < row["reward_extra/tool_calls/mean"] <= 2
-    surprises = [row["actor/observation_loss"] for row in metrics(tmp_path)[-2:]]
-    assert surprises[1] < surprises[0], "the policy learns what the tool answers"
-    shown = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
+    assert rows[1]["actor/observation_loss"] < rows[0]["actor/observation_loss"], "it learns what the tool answers"
+    shown = rollouts(tmp_path, 2)
     assert all(row["input"].startswith("system\ncheck\nuser\n") for row in shown)
     called = [row["parts"] for row in shown if "parts" in row]  # those to which a tool has answered
     pairs = [(parts[0][1], re.fullmatch(r"\ntool\n(\d)\?\nassistant\n", parts[1][1])) for parts in called]

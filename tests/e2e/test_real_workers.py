@@ -29,14 +29,13 @@ from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.call import Call
 from grpo_dist.runtime.event_loop import run
-from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.rollout.job import group_seed
 from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.scorer import Task
-from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
+from grpo_dist.workers.weight_transport import ObjectStoreTransport
 from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -88,6 +87,18 @@ class Lab:
         self.version = trainer.weight_version
         return trainer
 
+    def train_as(self, folder: Path, *overrides: str) -> GRPOTrainer:
+        """A run by other settings, with the same reward model."""
+        scorer = f"reward_model.model.path={self.plan.config.reward_model.model.path}"
+        config, _ = load_config([*overrides, scorer, f"trainer.default_local_dir={folder}"])
+        trainer = replace(self, plan=make_plan(config, STEPS)).train()
+        self.version = trainer.weight_version
+        return trainer
+
+    def save(self, folder: Path) -> None:
+        run(self.roles.actor.begin_save(str(folder)))
+        run(self.roles.actor.finished_save(wait=True))
+
 
 @pytest.fixture(scope="module")
 def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
@@ -98,9 +109,9 @@ def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         plan = make_plan(config, STEPS)
         roles = spawn_roles(plan, stack)
         start_roles(plan, roles)
-        run(roles.actor.begin_save(str(folder / "start")))
-        run(roles.actor.finished_save(wait=True))
-        yield Lab(plan, roles, str(folder / "start"))
+        made = Lab(plan, roles, str(folder / "start"))
+        made.save(folder / "start")
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +125,7 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
     """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
     config, roles, rows = lab.plan.config, lab.roles, []
     actor, transport = roles.actor.workers, ObjectStoreTransport()
-    prompts, objective, targets = (
-        load_run_prompts(config, policy_folder(config))[0],
-        lab.plan.objective,
-        lab.plan.targets,
-    )
+    prompts, _ = load_run_prompts(config, policy_folder(config))
     for step in range(1, STEPS + 1):
         lab.version += 1
         run(roles.rollout.sync_weights(actor, transport, version=lab.version, dtype="float32"))
@@ -126,9 +133,9 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
         groups = scored(lab, [sample(lab, prompt, step) for prompt in drawn], drawn)
         batch = DataProtoRef.concat(groups).union(reference_log_probs(lab, groups))
         seed = group_seed(config.trainer.seed, step, -1)
-        computed, metrics = run(roles.reward.compute_targets(batch, targets, 0.0, seed))
+        computed, metrics = run(roles.reward.compute_targets(batch, lab.plan.targets, 0.0, seed))
         batch = batch.replace(computed)
-        _, update = run(roles.actor.update(batch, [np.arange(len(batch))], objective, step))
+        _, update = run(roles.actor.update(batch, [np.arange(len(batch))], lab.plan.objective, step))
         scores = {"critic/score/mean": float(batch["score"].mean())}
         rows.append(metrics | scores | metric_values(update))
     return rows
@@ -136,7 +143,6 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
 
 def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = PASSES) -> DataProtoRef:
     """By default in the passes that a run makes."""
-    assert lab.roles.reference is not None
     computed = []
     for part in np.array_split(np.arange(len(groups)), passes):
         batch = DataProtoRef.concat([groups[i] for i in part])
@@ -163,7 +169,6 @@ def task_of(prompt: Any) -> Task:
 
 def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> list[DataProtoRef]:
     """By the reward model, in the passes that a run makes, then by the reward function."""
-    assert lab.roles.reward_model is not None
     found = []
     for part in np.array_split(np.arange(len(groups)), PASSES):
         batch = DataProtoRef.concat([groups[i] for i in part])
@@ -182,8 +187,10 @@ def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> 
 
 @pytest.mark.deep
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
+    """At another temperature than 1, probabilities differ by far more where one of the roles leaves it out."""
     rows, weights = undisturbed
     assert rows[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6), "before its first step the policy is the reference"
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows), "engine and actor"
     run(lab.roles.actor.load_checkpoint(lab.start))
     before = lab.weights()
     plain = plain_loop(lab)
@@ -210,14 +217,6 @@ def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturb
 
 
 @pytest.mark.deep
-def test_sampler_policy_and_reference_have_the_same_temperature(undisturbed: tuple) -> None:
-    """At another one than 1, probabilities differ by far more where one of them leaves it out."""
-    rows, _ = undisturbed
-    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows), "engine and actor"
-    assert abs(rows[0]["actor/kl_loss"]) < 1e-6, "actor and reference, which still have the same weights"
-
-
-@pytest.mark.deep
 def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_first_update(
     lab: Lab, undisturbed: tuple[list[dict[str, float]], np.ndarray], tmp_path: Path
 ) -> None:
@@ -225,8 +224,7 @@ def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_firs
     rows, _ = undisturbed
     assert rows[0]["training/agreement/mean"] < 1e-5
     assert rows[0]["training/agreement/of_limit"] < 1
-    run(lab.roles.actor.begin_save(str(tmp_path)))
-    run(lab.roles.actor.finished_save(wait=True))
+    lab.save(tmp_path)
     last = lab.weights()
 
     def poison(trainer: GRPOTrainer) -> None:
@@ -237,7 +235,7 @@ def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_firs
             lab.version = trainer.weight_version
             run(lab.roles.actor.load_checkpoint(str(tmp_path)))
 
-        trainer.sync_weights = sync_and_move_on  # type: ignore[method-assign]
+        trainer.sync_weights = sync_and_move_on
 
     with refuses(HealthError, "health/agreement", "step 1", 0.0001, 0.005, "grpo-dist agreement", "worst") as caught:
         lab.train(poison)
@@ -245,110 +243,52 @@ def test_engines_with_other_weights_than_the_trainer_are_noticed_before_the_firs
     assert (lab.weights() == last).all(), "no step was taken"
 
 
-@pytest.mark.deep
-def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
+def kill_engine(trainer: GRPOTrainer) -> None:
     """It has answered one group by then, which is scored after its death, and is at work on others."""
+    workers = trainer.roles.rollout.workers
+    value, process = workers.value, workers.call(0, "test", "address").pid
 
-    def prepare(trainer: GRPOTrainer) -> None:
-        workers = trainer.roles.rollout.workers
-        value, process = workers.value, workers.call(0, "test", "address").pid
+    async def then_kill(call: Call) -> Any:
+        answer = await value(call)
+        if call.stage == "generate" and call.rank == 0:
+            workers.value = value
+            os.kill(process, signal.SIGKILL)
+        return answer
 
-        async def then_kill(call: Call) -> Any:
-            answer = await value(call)
-            if call.stage == "generate" and call.rank == 0:
-                workers.value = value  # type: ignore[method-assign]
-                os.kill(process, signal.SIGKILL)
-            return answer
-
-        workers.value = then_kill  # type: ignore[method-assign]
-
-    restarts = len(lab.roles.restarts.failures)
-    trainer = lab.train(prepare)
-    assert len(lab.roles.restarts.failures) == restarts + 1
-    assert_same(trainer, lab.weights(), undisturbed)
+    workers.value = then_kill
 
 
-class Deadly(ObjectStoreTransport):
-    """Kills an engine in the second sync, after the actor has sent the weights."""
-
-    syncs = 0
-
-    async def sync(
-        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
-    ) -> Outcomes:
-        self.syncs += 1
-        if self.syncs == 2:
-            process = (await rollout.ask(ranks[-1], "test", "address")).pid
-            os.kill(process, signal.SIGKILL)  # maybe the only one: the other may still be starting
-        return await super().sync(actor, rollout, ranks, version=version, dtype=dtype)
-
-
-@pytest.mark.deep
-def test_a_reward_model_killed_while_it_scores_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
+def kill_reward_model(trainer: GRPOTrainer) -> None:
     """Its weights come from the folder again, and the pass is repeated."""
+    workers = trainer.roles.reward_model.workers
+    submit, process = workers.submit, workers.call(0, "test", "address").pid
 
-    def prepare(trainer: GRPOTrainer) -> None:
-        assert trainer.roles.reward_model is not None
-        workers = trainer.roles.reward_model.workers
-        submit, process = workers.submit, workers.call(0, "test", "address").pid
+    def then_kill(rank: int, stage: str, method: str, *args: Any) -> Call:
+        call = submit(rank, stage, method, *args)
+        if stage == "reward_model":
+            workers.submit = submit
+            os.kill(process, signal.SIGKILL)
+        return call
 
-        def then_kill(rank: int, stage: str, method: str, *args: Any) -> Call:
-            call = submit(rank, stage, method, *args)
-            if stage == "reward_model":
-                workers.submit = submit  # type: ignore[method-assign]
-                os.kill(process, signal.SIGKILL)
-            return call
-
-        workers.submit = then_kill  # type: ignore[method-assign]
-
-    restarts = len(lab.roles.restarts.failures)
-    trainer = lab.train(prepare)
-    assert "reward_model" in str(lab.roles.restarts.failures[-1])
-    assert len(lab.roles.restarts.failures) == restarts + 1
-    assert_same(trainer, lab.weights(), undisturbed)
+    workers.submit = then_kill
 
 
-@pytest.mark.long  # tests/workers/test_weight_transport.py kills one in a sync, too
-def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
-    def prepare(trainer: GRPOTrainer) -> None:
-        trainer.transport = Deadly()
-
+# In a sync: test_layouts.py, and tests/workers/test_weight_transport.py.
+@pytest.mark.deep
+@pytest.mark.parametrize(("prepare", "role"), [(kill_engine, "rollout"), (kill_reward_model, "reward_model")])
+def test_one_that_is_killed_at_work_changes_nothing(
+    lab: Lab, undisturbed: tuple, prepare: Callable[[GRPOTrainer], None], role: str
+) -> None:
+    rows, weights = undisturbed
     restarts = len(lab.roles.restarts.failures)
     trainer = lab.train(prepare)
     assert len(lab.roles.restarts.failures) == restarts + 1
-    assert_same(trainer, lab.weights(), undisturbed)
-
-
-def assert_same(trainer: GRPOTrainer, weights: np.ndarray, undisturbed: tuple) -> None:
-    rows, expected = undisturbed
-    assert (weights == expected).all()
+    assert role in str(lab.roles.restarts.failures[-1])
+    assert (lab.weights() == weights).all()
     for row, other in zip(history(trainer), rows, strict=True):
         names = [name for name in row if name.startswith(("critic/", "actor/", "reward_extra/", "response_length/"))]
         assert {"reward_extra/rm_score/mean", "reward_extra/rule/mean"} <= set(names)
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
-
-
-def validating_run(lab: Lab, folder: Path, *overrides: str) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
-    """What the validations of a run have said, and the files that they have written."""
-    asked = "actor_rollout_ref.rollout.val_kwargs"
-    config, _ = load_config(
-        [
-            *(text for text in CONFIG if "val_files" not in text and "log_rollouts" not in text),
-            *(
-                f"reward_model.model.path={lab.plan.config.reward_model.model.path}",
-                f"trainer.default_local_dir={folder}",
-            ),
-            *("data.val_max_samples=12", "trainer.test_freq=1", f"{asked}.n=2", f"{asked}.do_sample=true"),
-            *(f"{asked}.temperature=1.0", *overrides),
-        ]
-    )
-    trainer = replace(lab, plan=make_plan(config, STEPS)).train()
-    lab.version = trainer.weight_version
-    metrics: dict[int, dict[str, float]] = {}
-    for row in history(trainer):
-        said = {name: value for name, value in row.items() if name.startswith("val-")}
-        metrics[int(row["step"])] = metrics.get(int(row["step"]), {}) | said
-    return metrics, {path.name: path.read_text() for path in (folder / "validation").iterdir()}
 
 
 @pytest.mark.deep
@@ -356,25 +296,34 @@ def test_validation_beside_training_says_what_it_says_in_the_foreground(lab: Lab
     """By sampled responses, scores of a reward model too, and in the same files. One step ahead, where the policy
     depends on the moment of each sync, no token of it comes from other weights either: the run would end.
     """
-    metrics, files = validating_run(lab, tmp_path / "foreground")
+
+    def validating_run(name: str, *overrides: str) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
+        """What the validations of a run have said, and the files that they have written."""
+        asked = "actor_rollout_ref.rollout.val_kwargs"
+        validated = [text for text in CONFIG if "val_files" not in text and "log_rollouts" not in text]
+        more = ("data.val_max_samples=12", "trainer.test_freq=1", f"{asked}.n=2", f"{asked}.do_sample=true")
+        trainer = lab.train_as(tmp_path / name, *validated, *more, f"{asked}.temperature=1.0", *overrides)
+        metrics: dict[int, dict[str, float]] = {}
+        for row in history(trainer):
+            said = {name: value for name, value in row.items() if name.startswith("val-")}
+            metrics[int(row["step"])] = metrics.get(int(row["step"]), {}) | said
+        return metrics, {path.name: path.read_text() for path in (tmp_path / name / "validation").iterdir()}
+
+    metrics, files = validating_run("foreground")
     assert [*metrics] == [1, 2]
     assert metrics[1] != metrics[2], "the policy has changed"
     assert len(metrics[1]) > 10
     assert sorted(files) == ["1.jsonl", "2.jsonl"]
-    beside = validating_run(lab, tmp_path / "beside", "trainer.val_in_background=true")
-    assert beside == (metrics, files)
-    ahead, _ = validating_run(lab, tmp_path / "ahead", "trainer.max_staleness=1", "trainer.val_in_background=true")
+    assert validating_run("beside", "trainer.val_in_background=true") == (metrics, files)
+    ahead, _ = validating_run("ahead", "trainer.max_staleness=1", "trainer.val_in_background=true")
     assert [len(said) for said in ahead.values()] == [len(said) for said in metrics.values()]
 
 
 @pytest.mark.deep
 def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:
     """Real engines take new weights while they sample for the next step."""
-    scorer = f"reward_model.model.path={lab.plan.config.reward_model.model.path}"
-    config, _ = load_config([*CONFIG, scorer, "trainer.max_staleness=1", f"trainer.default_local_dir={tmp_path}"])
-    trainer = replace(lab, plan=make_plan(config, STEPS)).train()
-    lab.version = trainer.weight_version
-    assert [row["staleness/max"] for row in history(trainer)] == [0, 1]
-    assert history(trainer)[0]["training/rollout_probs_diff_max"] < 1e-4, "sampled by the weights it trains"
-    assert history(trainer)[1]["training/rollout_probs_diff_max"] > 1e-4, "by older ones"
-    assert 0.5 < history(trainer)[1]["rollout_corr/rollout_is_mean"] < 1.5
+    first, second = history(lab.train_as(tmp_path, *CONFIG, "trainer.max_staleness=1"))
+    assert [row["staleness/max"] for row in (first, second)] == [0, 1]
+    assert first["training/rollout_probs_diff_max"] < 1e-4, "sampled by the weights it trains"
+    assert second["training/rollout_probs_diff_max"] > 1e-4, "by older ones"
+    assert 0.5 < second["rollout_corr/rollout_is_mean"] < 1.5

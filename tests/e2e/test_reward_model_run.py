@@ -1,15 +1,8 @@
-"""`grpo-dist reward-model` on real ranks and the built-in task, from its start to its end.
-
-The runs share a Ray cluster, as runs that join one do.
-"""
+"""`grpo-dist reward-model` on real ranks and the built-in task, from its start to its end."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +10,9 @@ import transformers
 from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.main import reward_model as main
+from grpo_dist.main import reward_model as job
 from grpo_dist.tasks import arithmetic
-from tests.messages import says
+from tests.e2e.runs import Rows, metrics, train_here
 from tests.trainer.metrics_page import PAGE, undocumented
 
 pytestmark = [
@@ -31,25 +24,12 @@ pytestmark = [
 ]
 
 STEPS, VALIDATED = 4, 20
-SETTINGS = (
-    "data.train_max_samples=48",
-    "data.train_batch_size=12",
-    f"data.val_max_samples={VALIDATED}",
-    "optim.lr=1e-4",
-    "trainer.save_freq=2",
-    "trainer.test_freq=2",
-    "trainer.logger=[console]",
-)
 
 
-def train(folder: Path, *overrides: str) -> Path:
-    """A run to its end; returns its folder."""
-    assert main([*SETTINGS, f"trainer.default_local_dir={folder}", *overrides]) == 0
-    return folder
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def train(folder: Path, *overrides: str) -> Rows:
+    data = ("train_max_samples=48", "train_batch_size=12", f"val_max_samples={VALIDATED}")
+    usual = (*(f"data.{key}" for key in data), "optim.lr=1e-4", "trainer.save_freq=2", "trainer.test_freq=2")
+    return train_here(folder, *usual, *overrides, job=job)
 
 
 def trained_file(folder: Path) -> Path:
@@ -59,7 +39,9 @@ def trained_file(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole run on two ranks."""
-    return train(tmp_path_factory.mktemp("run") / "whole", "cluster.world_size=2")
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    train(folder, "cluster.world_size=2")
+    return folder
 
 
 def test_each_step_is_on_record_and_validation_where_it_is_due(finished: Path) -> None:
@@ -95,23 +77,23 @@ def test_the_exported_folder_scores_pairs_as_the_validation_did(finished: Path) 
 def test_resumed_in_the_middle_it_ends_in_the_same_file(finished: Path, tmp_path: Path) -> None:
     """In a folder of its own, from the checkpoint that the whole run wrote after half of its steps."""
     half = f"trainer.resume_from_path={finished}/global_step_2"
-    resumed = train(tmp_path / "resumed", "cluster.world_size=2", "trainer.resume_mode=resume_path", half)
-    assert trained_file(resumed).read_bytes() == trained_file(finished).read_bytes()
+    rows = train(tmp_path / "resumed", "cluster.world_size=2", "trainer.resume_mode=resume_path", half)
+    assert trained_file(tmp_path / "resumed").read_bytes() == trained_file(finished).read_bytes()
     names = ("step", "reward_model/loss", "reward_model/accuracy", "reward_model/grad_norm", "reward_model/lr")
     last = [{name: row[name] for name in names} for row in metrics(finished)[-2:]]
-    assert [{name: row[name] for name in names} for row in metrics(resumed)] == last
+    assert [{name: row[name] for name in names} for row in rows] == last
 
 
 def test_one_rank_with_other_passes_trains_the_same_model(finished: Path, tmp_path: Path) -> None:
     """To rounding, which AdamW turns into real steps where a gradient is near 0: all weights are compared at once."""
     passes = ("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=128")
-    alone = train(tmp_path / "alone", "cluster.world_size=1", "trainer.save_freq=-1", *passes)
+    alone, whole = train(tmp_path / "alone", "cluster.world_size=1", "trainer.save_freq=-1", *passes), metrics(finished)
     for name in ("reward_model/loss", "reward_model/margin", "val/reward_model/loss"):
-        found, expected = ([row[name] for row in metrics(folder) if name in row] for folder in (alone, finished))
+        found, expected = ([row[name] for row in rows if name in row] for rows in (alone, whole))
         assert found == pytest.approx(expected, abs=1e-3), name
-    assert metrics(alone)[1]["reward_model/loss"] == pytest.approx(metrics(finished)[1]["reward_model/loss"], rel=1e-5)
+    assert alone[1]["reward_model/loss"] == pytest.approx(whole[1]["reward_model/loss"], rel=1e-5)
     start = load_file(Path(resolve_model_path("builtin:tiny-qwen3")) / "model.safetensors")
-    one, two = (load_file(trained_file(folder)) for folder in (alone, finished))
+    one, two = (load_file(trained_file(folder)) for folder in (tmp_path / "alone", finished))
     assert one.keys() == two.keys()
     backbone = [name for name in one if name in start]
     assert len(backbone) == len(start), "the head is new, and the output layer of the causal LM is tied"
@@ -119,16 +101,3 @@ def test_one_rank_with_other_passes_trains_the_same_model(finished: Path, tmp_pa
     moved = sum(float((two[name] - start[name]).square().sum()) for name in backbone)
     assert moved > 0
     assert apart < 1e-3 * moved
-
-
-def test_what_cannot_be_trained_on_ends_with_exit_code_2(tmp_path: Path) -> None:
-    """From a shell, and before Ray starts."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "2"}) + "\n")
-    overrides = [f"data.train_files={rows}", "data.max_length=64", f"trainer.default_local_dir={tmp_path}/run"]
-    command = [sys.executable, "-m", "grpo_dist", "reward-model", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stderr
-    says(done.stderr, "data.train_files", f"{rows}, line 1", "chosen and rejected")
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()

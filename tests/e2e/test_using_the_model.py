@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.cli.entry import main
-from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol import Ragged
 from grpo_dist.protocol.parquet import read_parquet, write_parquet
 from tests.chaos.runs import STEPS, Outcome
 from tests.messages import says
 
-pytestmark = pytest.mark.ray  # the run needs it
+pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 
-@pytest.mark.deep
 def test_eval_gives_the_figures_that_the_run_gave(main_run: Outcome) -> None:
     """The run has validated its first and its last policy; the base model is its first."""
     command = [sys.executable, "-m", "grpo_dist", "eval", str(main_run.run_dir), "--base", "--json"]
@@ -34,7 +33,6 @@ def test_eval_gives_the_figures_that_the_run_gave(main_run: Outcome) -> None:
     assert base["prompts"] == 16
 
 
-@pytest.mark.deep
 def test_steps_of_a_run_are_computed_again(main_run: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
     """The first, by the model's own weights, and a later one by those of a checkpoint: two optimizer steps each."""
     for step in (1, STEPS):
@@ -44,41 +42,24 @@ def test_steps_of_a_run_are_computed_again(main_run: Outcome, capsys: pytest.Cap
         says(told, "old_log_probs", "advantages", f"actor/grad_norm {row['actor/grad_norm']:.4g}")
 
 
-@pytest.fixture
-def copied(main_run: Outcome, tmp_path: Path) -> Path:
-    """What a replay without an update needs of the run."""
+def test_the_first_number_that_differs_is_named_and_what_cannot_be_replayed(
+    main_run: Outcome, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rollouts").mkdir()
-    for name in ("config.yaml", "metrics.jsonl", "rollouts/2.parquet"):
+    for name in ("config.yaml", "metrics.jsonl", "rollouts/2.parquet"):  # what a replay without an update needs
         shutil.copy(main_run.run_dir / name, tmp_path / name)
-    return tmp_path
-
-
-def change(run_dir: Path, name: str, place: int, value: float) -> DataProto:
-    path = run_dir / "rollouts" / "2.parquet"
-    data = read_parquet(path)
-    column = data[name]
-    values = column.values if isinstance(column, Ragged) else column
-    values[place] = value
-    write_parquet(data, path)
-    return data
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", ["score", "advantages"])
-def test_the_first_number_that_differs_is_named(name: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = int(read_parquet(copied / "rollouts" / "2.parquet")["responses"].lengths[0])
-    place = 1 if name == "score" else first + 2  # of the second response
-    data = change(copied, name, place, 17.0)
-    assert main(["replay", str(copied), "2"]) == 1
-    token = "" if name == "score" else "token 2"
-    says(capsys.readouterr().out, name, 17, f"response 1 ({data['uid'][1]})", *filter(None, [token]))
-
-
-@pytest.mark.deep
-def test_steps_that_cannot_be_replayed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(copied), "5"]) == 2
-    says(capsys.readouterr().err, "step 5", copied / "rollouts" / "5.parquet", 2)
-    assert main(["replay", str(copied), "2", "--update"]) == 2
+    path = tmp_path / "rollouts" / "2.parquet"
+    assert main(["replay", str(tmp_path), "5"]) == 2
+    says(capsys.readouterr().err, "step 5", tmp_path / "rollouts" / "5.parquet", 2)
+    assert main(["replay", str(tmp_path), "2", "--update"]) == 2
     says(capsys.readouterr().err, "step 2", "trainer.save_freq")
-    assert main(["replay", str(copied), "2"]) == 0, "rewards and advantages are as they were"
+    assert main(["replay", str(tmp_path), "2"]) == 0, "rewards and advantages are as they were"
     says(capsys.readouterr().out, "update", "trainer.save_freq")
+    second = int(read_parquet(path)["responses"].lengths[0])  # where the second response begins
+    for name, place, told in (("score", 1, []), ("advantages", second + 2, ["token 2"])):
+        data = read_parquet(main_run.run_dir / "rollouts" / "2.parquet")
+        column = data[name]
+        (column.values if isinstance(column, Ragged) else column)[place] = 17.0
+        write_parquet(data, path)
+        assert main(["replay", str(tmp_path), "2"]) == 1
+        says(capsys.readouterr().out, name, 17, f"response 1 ({data['uid'][1]})", *told)
