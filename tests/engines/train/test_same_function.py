@@ -146,9 +146,9 @@ def test_a_compiler_that_does_not_fit_is_left_off(random_models: dict[str, str],
         np.testing.assert_array_equal(found[name], own[name])
 
 
-def lora_variants(rank: int, path: str, most: int) -> str:
+def lora_variants(rank: int, path: str) -> str:
     """What is told after the passes of a run with LoRA, of one row and of several, on rows of many lengths."""
-    with mock.patch.object(lm_head, "MOST_VARIANTS", most), mock.patch.object(torch, "compile", COMPILERS["compiled"]):
+    with mock.patch.object(torch, "compile", COMPILERS["compiled"]):
         engine = trainable_engine(path, layout="padded", use_torch_compile=True, lora=lora())
         for rows in (8, 1, 5):
             data, limits = random_batch(num_groups=4, n=2, seed=rows).slice(0, rows), PassLimits("", 3)
@@ -159,13 +159,26 @@ def lora_variants(rank: int, path: str, most: int) -> str:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("most", "refused"), [(lm_head.MOST_VARIANTS, False), (3, True)])
-def test_layers_with_factors_stay_compiled(random_models: dict[str, str], most: int, refused: bool) -> None:
+def test_layers_with_factors_stay_compiled(random_models: dict[str, str]) -> None:
     """Their graphs are of passes that train, do not, and leave the factors out, each for one size, all, and one row:
     fewer than torch takes by itself, 8, since the first layer's input has a gradient like all others'.
     """
-    (told,) = run_ranks(1, lora_variants, random_models["tied"], most)
-    assert (int(told.split()[2]) < 8, "no more" in told) == (True, refused), told
+    (told,) = run_ranks(1, lora_variants, random_models["tied"])
+    assert int(told.split()[2]) < 8, told
+    assert "no more" not in told
+    says(told, "compiled")
+
+
+def test_a_compiler_that_has_made_all_its_variants_says_so() -> None:
+    """The third type of numbers runs uncompiled."""
+    with mock.patch.object(lm_head, "MOST_VARIANTS", 2), mock.patch.object(torch, "compile", COMPILERS["compiled"]):
+        compiler = lm_head.Compiler()
+        doubled, told = compiler(lambda numbers: numbers + numbers), []
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            assert doubled(torch.ones(2, dtype=dtype)).tolist() == [2, 2]
+            told.append(compiler.variants)
+    assert [int(text.split()[2]) for text in told] == [1, 2, 2]
+    assert ["no more" in text for text in told] == [False, True, True]
 
 
 def test_experts_in_float32_are_not_compiled(tmp_path: Path) -> None:
