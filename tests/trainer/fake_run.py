@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def make_trainer(
     tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, length: int = 8, bad: int = -1
 ) -> GRPOTrainer:
-    """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches."""
+    """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches; with a reference where there is a group."""
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "reward.py").write_text(REWARD.replace("BAD", str(bad)))
     config, _ = load_config(
@@ -51,13 +51,14 @@ def make_trainer(
     )
     restarts = RestartBudget(config.trainer.max_worker_restarts)
     pool = RewardPool(groups["reward"], restarts)
-    plan = make_plan(config, 3)
+    plan = make_plan(config, config.trainer.total_training_steps)
     run(pool.start([RewardSettings.of(plan, template_kwargs(config))]))
     groups["rollout"].call_all("test", "set_length", length)
     groups["actor"].call_all("test", "forget")
-    ref = ReferenceGroup(groups["ref"], restarts)
     rollout = RolloutGroup(groups["rollout"], restarts)
-    roles = Roles({"actor": ActorGroup(groups["actor"]), "rollout": rollout, "ref": ref, "reward": pool}, restarts)
+    roles = Roles({"actor": ActorGroup(groups["actor"]), "rollout": rollout, "reward": pool}, restarts)
+    if "ref" in groups:
+        roles.groups["ref"] = ReferenceGroup(groups["ref"], restarts)
     if config.needs_critic:
         groups["critic"].call_all("test", "forget")
         roles.groups["critic"] = TrainedGroup(groups["critic"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.plan.plan import Plan
@@ -45,3 +48,15 @@ def history(trainer: GRPOTrainer) -> list[dict[str, float]]:
     rows = trainer.trackers._active["rows"]
     assert isinstance(rows, Rows)
     return rows.rows
+
+
+def shown_by(trainer: GRPOTrainer) -> list[str]:
+    """What it will tell the user."""
+    shown: list[str] = []
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    return shown
+
+
+def trained_rows(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The responses of a step, as its run has written them."""
+    return [json.loads(line) for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]

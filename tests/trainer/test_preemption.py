@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from tests.messages import says
 from tests.trainer.fake_run import make_trainer
+from tests.trainer.recorded import shown_by, trained_rows
 
 SIGNALS = pytest.mark.parametrize(
     ("number", "ends"), [(signal.SIGTERM, Terminated), (signal.SIGINT, Interrupted)], ids=["SIGTERM", "SIGINT"]
@@ -78,18 +78,14 @@ NEVER = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_fi
 
 def goes_on_as_if_undisturbed(tmp_path: Path, groups: dict[str, WorkerGroup], num_restored: int = 0) -> None:
     """The run that was stopped in `b` resumes at step 1 and trains on what the one in `a` trains on."""
-
-    def trained(name: str, step: int) -> list[str]:
-        lines = (tmp_path / name / f"run/rollouts/{step}.jsonl").read_text().splitlines()
-        return [json.loads(line)["uid"] for line in lines]
-
     make_trainer(tmp_path / "a", groups, *NEVER).fit()
     resumed = make_trainer(tmp_path / "b", groups, *NEVER)
     assert resumed.step == 1
     assert len(resumed.sampler.restored) >= num_restored, "nor are its responses"
     resumed.fit()
     for step in (1, 2, 3):
-        assert trained("b", step) == trained("a", step)
+        first, second = (trained_rows(tmp_path / name / "run", step) for name in "ab")
+        assert [row["uid"] for row in first] == [row["uid"] for row in second]
 
 
 def terminated_in_the_rollout(
@@ -163,18 +159,15 @@ def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups:
 @pytest.mark.deep
 @pytest.mark.ray
 @pytest.mark.usefixtures("handlers")
-def test_a_checkpoint_that_cannot_be_written_is_told(
-    tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """The workers had the signal too, say. The run ends as SIGTERM ends it."""
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
-    said: list[str] = []
-    monkeypatch.setattr(trainer.progress, "message", said.append)
+    said = shown_by(trainer)
 
     async def begin(*args: Any) -> None:
         raise WorkerLost("its process died", "actor", 0)
 
-    monkeypatch.setattr(trainer.saver, "begin", begin)
+    trainer.saver.begin = begin  # type: ignore[method-assign, assignment]
     terminated_in_the_rollout(trainer, step=2, num_scored=0)
     assert said[-1].startswith("SIGTERM: no checkpoint could be written: actor worker 0")
 

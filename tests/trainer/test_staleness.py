@@ -15,27 +15,20 @@ import pytest
 from grpo_dist.algorithms.settings import ObjectiveSettings
 from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.plan.commands import load_config
-from grpo_dist.plan.plan import make_plan
 from grpo_dist.protocol import DataProto
 from grpo_dist.runtime.batch_ref import DataProtoRef, Label
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.runtime.nodes import RestartBudget
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.checkpoint.saver import find_resumed
-from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.actor import ActorGroup
-from grpo_dist.workers.reward import RewardPool, RewardWorker
-from grpo_dist.workers.roles import Roles
-from grpo_dist.workers.rollout import RolloutGroup, group_batch
-from grpo_dist.workers.scorer import RewardSettings
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.rollout import group_batch
 from tests.messages import says
-from tests.models import policy_folder
 from tests.processes import spawned
+from tests.trainer import fake_run
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
-from tests.trainer.recorded import history, recorded_trainer
+from tests.trainer.recorded import history, shown_by
 
 pytestmark = pytest.mark.ray
 
@@ -94,35 +87,18 @@ def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
         yield {"actor": actor, "rollout": rollout, "reward": reward}
 
 
+AHEAD = (
+    *("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.use_kl_loss=false"),
+    *("data.val_files=null", "trainer.val_before_train=false", "trainer.log_rollouts=false", "trainer.save_freq=-1"),
+    f"trainer.total_training_steps={STEPS}",
+)
+
+
 def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, seconds: float = 0.1) -> GRPOTrainer:
     """4 prompts x 4 responses a step, no reference, one optimizer step."""
-    config, _ = load_config(
-        [
-            "data.train_batch_size=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.actor.use_kl_loss=false",
-            "actor_rollout_ref.rollout.n=4",
-            "data.val_files=null",
-            "trainer.val_before_train=false",
-            "trainer.log_rollouts=false",
-            "trainer.save_freq=-1",
-            "trainer.health.agreement.action=off",
-            f"trainer.total_training_steps={STEPS}",
-            f"trainer.default_local_dir={tmp_path}/run",
-            *overrides,
-        ]
-    )
-    restarts = RestartBudget(config.trainer.max_worker_restarts)
-    pool = RewardPool(groups["reward"], restarts)
-    plan = make_plan(config, STEPS)
-    run(pool.start([RewardSettings.of(plan, {})]))
     for role in ("actor", "rollout"):
         groups[role].call_all("test", "set_seconds", seconds)
-    groups["actor"].call_all("test", "forget")
-    rollout = RolloutGroup(groups["rollout"], restarts)
-    prompts, _ = load_run_prompts(config, policy_folder(config))
-    roles = Roles({"actor": ActorGroup(groups["actor"]), "rollout": rollout, "reward": pool}, restarts)
-    return recorded_trainer(plan, roles, prompts)
+    return fake_run.make_trainer(tmp_path, groups, *AHEAD, *overrides)
 
 
 def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:
@@ -229,8 +205,7 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
     with spawned("rollout", SlowRolloutWorker, [(), ()]) as rollout:
         mortal = groups | {"rollout": rollout}
         trainer = make_trainer(tmp_path, mortal, f"trainer.max_staleness={staleness}", seconds=0.5)
-        shown: list[str] = []
-        trainer.progress.message = shown.append  # type: ignore[method-assign]
+        shown = shown_by(trainer)
         trainer.sync_weights()
         run(begin_to_sample(trainer))
         mortal["rollout"].tell(0, "die")

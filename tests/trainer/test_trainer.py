@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from pathlib import Path
 
@@ -26,16 +25,9 @@ from tests.processes import spawned
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.fakes import FakePolicyWorker, RecordingRolloutWorker, StuckRewardWorker
 from tests.trainer.metrics_page import PAGE, undocumented
-from tests.trainer.recorded import history
+from tests.trainer.recorded import history, shown_by, trained_rows
 
 pytestmark = pytest.mark.ray
-
-
-def shown_by(trainer: GRPOTrainer) -> list[str]:
-    """What it will tell the user."""
-    shown: list[str] = []
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
-    return shown
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +78,10 @@ def test_metrics_are_right(finished: tuple) -> None:
 def test_a_batch_that_has_trained_is_let_go_before_the_next_one_is_sampled(
     groups: dict[str, WorkerGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(tmp_path, groups)
+    """Without validation files nothing is validated."""
+    trainer = make_trainer(tmp_path, groups, "data.val_files=null")
+    sampling = trainer.plan.val_sampling
+    assert (sampling.n, sampling.temperature, sampling.seed) == (1, 0.0, None), "greedy"
     trained: list[weakref.ref] = []
     held: list[int] = []
     measure, rollout = trainer.measure, trainer.sampler.rollout
@@ -104,6 +99,7 @@ def test_a_batch_that_has_trained_is_let_go_before_the_next_one_is_sampled(
     monkeypatch.setattr(trainer.sampler, "rollout", count)
     trainer.fit()
     assert held == [0, 0, 0]
+    assert not any(name.startswith("val-") for row in history(trainer) for name in row)
 
 
 AGREEMENT, BF16 = "trainer.health.agreement.action", "actor_rollout_ref.actor.fsdp_config.dtype=bf16"
@@ -132,11 +128,16 @@ def test_engines_with_other_log_probs_end_the_run_before_its_first_update(
     assert measured == pytest.approx([0.25, 0.25, 0.25 / limits[0]])
 
 
-def test_engines_that_differ_by_rounding_are_left_to_go_on(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+def test_engines_that_differ_by_rounding_are_left_to_go_on_and_rules_that_warn_end_nothing(
+    tmp_path: Path, groups: dict[str, WorkerGroup]
+) -> None:
     """In float32 the trainer is 0.1 off from itself in bf16, so 0.3 is the limit."""
-    trainer = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", BF16)
+    trainer = make_trainer(tmp_path, groups, f"{AGREEMENT}=stop", BF16, "trainer.health.rollout_mismatch.steps=1")
     shown = shown_by(trainer)
     trainer.fit()
+    (told,) = [text for text in shown if text.startswith("health/")]
+    says(told, "health/rollout_mismatch", "step 1")
+    assert [row["step"] for row in history(trainer)] == [0, 1, 2, 3]
     first, *others = history(trainer)[1:]
     assert first["training/agreement/of_limit"] == pytest.approx(0.25 / 0.3)
     assert first["health/agreement"] == 0
@@ -191,19 +192,10 @@ def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, gr
     assert (tmp_path / "run/rollouts/2.jsonl").is_file()
 
 
-def test_a_health_rule_that_warns_lets_the_run_go_on(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    trainer = make_trainer(tmp_path, groups, "trainer.health.rollout_mismatch.steps=1")
-    shown = shown_by(trainer)
-    trainer.fit()
-    assert [row["step"] for row in history(trainer)] == [0, 1, 2, 3]
-    (told,) = [text for text in shown if text.startswith("health/")]
-    says(told, "health/rollout_mismatch", "step 1")
-
-
 def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
     """test_freq=2, save_freq=2, and both after the last step."""
     trainer, run_dir, _ = finished
-    rows = [json.loads(line) for line in (run_dir / "rollouts/1.jsonl").read_text().splitlines()]
+    rows = trained_rows(run_dir, 1)
     assert len(rows) == 16
     assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage", "half"}
     assert [row["half"] for row in rows] == [row["score"] / 2 for row in rows], "what the function says besides"
@@ -225,9 +217,8 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path:
     assert trainer.saver.last == folder
     trainer.fit()
     assert [row["step"] for row in history(trainer)] == [3]
-    prompts = [path / "rollouts/3.jsonl" for path in (run_dir, tmp_path / "run")]
-    first, second = ([json.loads(line)["uid"] for line in path.read_text().splitlines()] for path in prompts)
-    assert first == second
+    first, second = (trained_rows(path, 3) for path in (run_dir, tmp_path / "run"))
+    assert [row["uid"] for row in first] == [row["uid"] for row in second]
     assert history(trainer)[0]["training/weight_version"] == history(before)[3]["training/weight_version"]
 
 
@@ -397,11 +388,3 @@ def test_validation_samples_in_its_own_way(
         assert first == second
         assert len(first) == 2
         assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score", "half"}
-
-
-def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    trainer = make_trainer(tmp_path, groups, "data.val_files=null")
-    sampling = trainer.plan.val_sampling
-    assert (sampling.n, sampling.temperature, sampling.seed) == (1, 0.0, None), "greedy"
-    trainer.fit()
-    assert not any(name.startswith("val-") for row in history(trainer) for name in row)

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.messages import says
 from tests.processes import spawned
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.fakes import HeldRolloutWorker
-from tests.trainer.recorded import history
+from tests.trainer.recorded import history, shown_by
 from tests.trainer.test_preemption import terminated_in_the_rollout
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
@@ -61,24 +61,18 @@ def log_events(trainer: GRPOTrainer) -> list[str]:
     """Notes updates and syncs, by the weights that the engines have before; and steps that are logged."""
     log: list[str] = []
 
-    def note_calls(name: str) -> None:
-        call = getattr(trainer, name)
+    def note(holder: object, name: str, said: Callable[..., str]) -> None:
+        call = getattr(holder, name)
 
         def noted(*args: Any) -> Any:
-            log.append(f"{name} {trainer.weight_version}")
+            log.append(f"{name} {said(*args)}")
             return call(*args)
 
-        setattr(trainer, name, noted)
+        setattr(holder, name, noted)
 
-    note_calls("update")
-    note_calls("sync_weights")
-    logged = trainer.trackers.log
-
-    def note_logged(metrics: dict[str, float], step: int) -> None:
-        log.append(f"log {step}{' validated' if METRIC in metrics else ''}")
-        logged(metrics, step)
-
-    trainer.trackers.log = note_logged  # type: ignore[method-assign, assignment]
+    for name in ("update", "sync_weights"):
+        note(trainer, name, lambda *args: str(trainer.weight_version))
+    note(trainer.trackers, "log", lambda metrics, step: f"{step}{' validated' if METRIC in metrics else ''}")
     return log
 
 
@@ -113,9 +107,8 @@ def test_new_weights_wait_for_it_and_training_does_not_until_then(holding: dict,
 
 def test_where_no_engine_is_left_with_the_weights_its_figures_are_missing(holding: dict, tmp_path: Path) -> None:
     """Its only engine dies in the update; the next one gets the weights after it. What is lost is said."""
-    trainer, workers, shown = make_trainer(tmp_path, holding, *BESIDE), holding["rollout"], list[str]()
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
-    finished = trainer.validation.finished
+    trainer, workers = make_trainer(tmp_path, holding, *BESIDE), holding["rollout"]
+    shown, finished = shown_by(trainer), trainer.validation.finished
 
     async def killed() -> RolloutJob:
         if trainer.weight_version == 1:
@@ -176,10 +169,8 @@ def test_a_run_that_is_stopped_meanwhile_validates_again_when_it_goes_on(groups:
 def test_the_value_that_ends_the_run_ends_it_at_its_own_step(groups: dict, tmp_path: Path) -> None:
     """The next step is sampled by then; it does not train. The checkpoint is written again, with the figures."""
     ends = (*BESIDE, "trainer.save_freq=1", f"trainer.stop_at={{metric: {METRIC}, value: 8}}")
-    shown: list[str] = []
     trainer = make_trainer(tmp_path, groups, *ends)
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
-    log = log_events(trainer)
+    shown, log = shown_by(trainer), log_events(trainer)
     trainer.fit()
     assert log == ["sync_weights -1", "update 0", "sync_weights 0", "log 1", "log 1 validated"]
     says(shown, "step 1", METRIC, "trainer.stop_at.value=8")

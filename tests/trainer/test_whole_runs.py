@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
 from grpo_dist.trainer.checkpoint.folder import read_state
 from tests.trainer.fake_run import make_trainer
-from tests.trainer.recorded import history
+from tests.trainer.recorded import history, trained_rows
 
 pytestmark = pytest.mark.ray
 
@@ -73,10 +72,6 @@ def test_the_curriculum_learns_from_every_step(groups: dict, tmp_path: Path) -> 
     curriculum = read_state(tmp_path / "run" / "global_step_3").sampler["curriculum"]
     assert sum(curriculum["visits"]) == 12
     assert curriculum["range"] == [0.0, 11.0], "responses of 8 to 11 tokens score 8 to 11"
-
-
-def trained_rows(run_dir: Path, step: int) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.deep
