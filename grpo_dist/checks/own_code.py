@@ -33,8 +33,9 @@ from grpo_dist.rewards.weighted import chosen_components
 
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
 _KL_IN_REWARD = "algorithm.kl_penalty"
-# What an estimator may need besides the rewards.
-_OPTIONAL = ("values", "entropies", "gradient_norms", "turn_states", "step_mask", "reward_baselines")
+# What an estimator may need of each token, and in all, besides the rewards.
+_OF_TOKENS = ("entropies", "gradient_norms", "turn_states")
+_OPTIONAL = ("values", *_OF_TOKENS, "step_mask", "reward_baselines")
 
 
 def resolve_names(config: RunConfig) -> None:
@@ -86,9 +87,8 @@ def import_reward(config: RunConfig) -> RowNeeds:
             "name the one that says which responses are good"
         )
     if "reward_components" in ADVANTAGE.needs(algorithm.adv_estimator):
-        keys, penalty = algorithm.gdpo_reward_keys, config.reward.overlong_buffer.enable
-        weights = algorithm.gdpo_reward_weights
-        chosen_components(keys, weights, declared=scorer.components, overlong_penalty=penalty)
+        chosen = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+        chosen_components(*chosen, declared=scorer.components, overlong_penalty=config.reward.overlong_buffer.enable)
     return scorer.needs
 
 
@@ -168,7 +168,7 @@ def _made_up(config: RunConfig) -> dict[str, Tensor]:
     drawn = ("log_probs", "old_log_probs", "ref_log_probs", "values")
     batch = {name: -torch.rand(len(rows), LENGTH, generator=random) * mask for name in drawn}
     batch["log_probs"].requires_grad_()
-    batch |= {name: torch.ones_like(mask) for name in _OPTIONAL[1:4]}
+    batch |= {name: torch.ones_like(mask) for name in _OF_TOKENS}
     return batch | {
         "reward_baselines": torch.zeros(len(rows)),
         "response_mask": mask,
