@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,15 @@ import ray
 import torch
 
 from grpo_dist.config.schema_roles import CheckpointEngineConfig
-from grpo_dist.engines.settings import GroupAddress, RankSettings
+from grpo_dist.engines.settings import RankSettings
 from grpo_dist.engines.weights.buckets import unpack
-from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
-from grpo_dist.runtime.call import Call
-from grpo_dist.runtime.event_loop import TimeLimits, run
+from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.runtime.process import Address
 from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
-from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
+from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
 from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together
@@ -278,173 +276,3 @@ def test_engines_that_get_changes_only_hold_the_actors_weights_to_the_bit(
         answers = [generate(rollout, rank, PROMPTS, sampling()) for rank in range(4)]
         for name in ("responses", "rollout_log_probs"):
             assert all(torch.equal(answers[3][name].values, each[name].values) for each in answers), name
-
-
-def test_transports_by_name() -> None:
-    assert isinstance(
-        weight_transport("object_store", workers_per_engine=2, collective_timeout_s=600.0), ObjectStoreTransport
-    )
-    ipc = weight_transport("ipc", workers_per_engine=1, collective_timeout_s=600.0)
-    assert isinstance(ipc, BroadcastTransport)
-    broadcast = weight_transport("broadcast", workers_per_engine=2, collective_timeout_s=600.0)
-    assert isinstance(broadcast, BroadcastTransport)
-    assert (ipc.backend, broadcast.backend, broadcast.workers_per_engine) == ("ipc", "broadcast", 2)
-    actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
-    assert broadcast.rank_timeout_s(actor) == 4.5, "sooner than the driver gives up"
-    assert broadcast.rank_timeout_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0, (
-        "sooner than other ranks of the actor"
-    )
-
-
-class Scripted(WorkerGroup):
-    """Processes that are none: each method's results by rank, None where none are given. Notes what was asked."""
-
-    def __init__(self, role: str, size: int, **results: Any) -> None:
-        super().__init__(role, [object() for _ in range(size)], TimeLimits(60.0))
-        self.results, self.asked, self.told = results, [], []  # told: with arguments
-        self.states: dict[int, str] = {}
-
-    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
-        self.asked.append((method, rank))
-        self.told.append((method, rank, *args))
-        return Call(method, self, rank, stage, time.monotonic(), 60.0, self.handles[rank])  # type: ignore[arg-type]
-
-    async def value(self, call: Call) -> Any:
-        result = self.results.get(str(call.ref), {}).get(call.rank)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    async def _states(self, ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: self.states.get(rank, "running") for rank in ranks}
-
-
-def formed(rollout: WorkerGroup) -> BroadcastTransport:
-    """A transport whose group these engines are."""
-    transport = BroadcastTransport(1, 300.0)
-    transport._members = list(rollout.handles)
-    return transport
-
-
-@pytest.mark.deep
-def test_nothing_is_sent_while_an_engines_responses_end() -> None:
-    actor, rollout = Scripted("actor", 2), Scripted("rollout", 2, receive_weights={0: 3, 1: 3})
-    rollout.asked = actor.asked  # one list of both
-    sync = formed(rollout).sync(actor, rollout, [0, 1], version=3, dtype="float32")
-    assert run(sync) == {0: 3, 1: 3}
-    pauses, sends = [("pause_for_weights", rank) for rank in (0, 1)], [("broadcast_weights", rank) for rank in (0, 1)]
-    assert actor.asked == [*pauses, *sends, ("receive_weights", 0), ("receive_weights", 1)]
-
-
-@pytest.mark.deep
-def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where() -> None:
-    """On GPUs that roles share each rank has engines beside it. Two engines of two workers, on two machines."""
-    host = {"open_weight_store": {0: ("10.0.0.1", 77)}}
-    here, there = (Address("host", ip, 1, "node") for ip in ("10.0.0.1", "10.0.0.2"))
-    actor, rollout = Scripted("actor", 3, **host), Scripted("rollout", 2, address={0: here, 1: there})
-    actor.note_addresses([here, here, there])
-    rollout.asked = actor.asked
-    assert run(BroadcastTransport(2, 300.0, "ipc")._form(actor, rollout, [0, 1], rollout.handles)) == {}
-    joins = [(rank, args) for method, rank, *args in actor.told if method == "join_weight_group"]
-    assert [rank for rank, _ in joins] == [0, 1, 2]
-    assert joins[0][1] == [GroupAddress("10.0.0.1", 77, 1, 7, 30.0, "ipc", 3)], "half of what the driver waits"
-    assert [first for _, rank, _, first in rollout.told[2:]] == [3, 5]
-    assert actor.told[0] == ("open_weight_store", 0, ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"])
-
-
-@pytest.mark.deep
-def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:
-    lost = WorkerLost("its process died", "rollout", 0, "node", "sync_weights")
-    actor, rollout = Scripted("actor", 1), Scripted("rollout", 2, pause_for_weights={0: lost})
-    found = run(formed(rollout)._attempt(actor, rollout, [0, 1], 3, "float32"))
-    assert found[0] is lost
-    assert isinstance(found[1], WeightSyncError), "it gets a second attempt"
-    assert not actor.asked
-
-
-@pytest.mark.deep
-def test_an_actor_rank_that_is_lost_is_named_and_not_the_one_whose_connection_broke() -> None:
-    broken = WorkerError("RuntimeError: Connection closed by peer", "actor", 0, "node", "sync_weights")
-    actor, rollout = Scripted("actor", 2, broadcast_weights={0: broken}), Scripted("rollout", 1)
-    actor.states = {1: "gone"}
-    with refuses(WorkerLost, "actor worker 1", "'sync_weights'", "gone"):
-        run(formed(rollout).sync(actor, rollout, [0], version=3, dtype="float32"))
-
-
-def worker_class() -> type:
-    """A class of its own: Ray sends it by value, so workers start fast."""
-
-    class Worker:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-            self.log: list = []
-            self.answer: object = None
-
-        def behave(self, answer: object) -> None:
-            self.answer, self.log = answer, []
-
-        def calls(self) -> list:
-            return self.log
-
-        def export_weights(self, dtype: str) -> list:
-            import ray
-
-            started = time.monotonic()
-            if self.answer == "fail":
-                raise RuntimeError("gather failed")
-            time.sleep(0.2 * self.rank)
-            self.log.append(("export", dtype, started, time.monotonic()))
-            return [ray.put(f"bucket {i} in {dtype}") for i in range(2)] if self.rank == 0 else []
-
-        def load_weights(self, buckets: list, version: int) -> object:
-            import ray
-
-            self.log.append(("load", ray.get(buckets), version, time.monotonic()))
-            return version if self.answer is None else self.answer
-
-    return Worker
-
-
-@pytest.fixture(scope="module")
-def groups(local_ray: None) -> Iterator[tuple[WorkerGroup, RolloutGroup]]:
-    ranks: list[tuple] = [(0,), (1,)]
-    with spawned("actor", worker_class(), ranks) as actor, spawned("rollout", worker_class(), ranks) as rollout:
-        yield actor, RolloutGroup(rollout)
-
-
-@pytest.fixture(autouse=True)
-def _fresh(groups: tuple[WorkerGroup, RolloutGroup]) -> None:
-    for workers in (groups[0], groups[1].workers):
-        workers.call_all("behave", "behave", None)
-
-
-def test_every_engine_loads_rank_0s_buckets_once_all_ranks_have_exported(groups: tuple) -> None:
-    actor, rollout = groups
-    run(rollout.sync_weights(actor, ObjectStoreTransport(), version=4, dtype="float32"))
-    exports = [log for (log,) in actor.call_all("calls", "calls")]
-    loads = [log for (log,) in rollout.workers.call_all("calls", "calls")]
-    assert [log[:2] for log in exports] == [("export", "float32")] * 2, "once per rank, in the engines' type"
-    assert [log[:3] for log in loads] == [("load", ["bucket 0 in float32", "bucket 1 in float32"], 4)] * 2
-    assert max(log[3] for log in exports) < min(log[3] for log in loads)
-
-
-def test_versions_follow_one_another(groups: tuple) -> None:
-    for version in (0, 1, 2):
-        run(groups[1].sync_weights(groups[0], ObjectStoreTransport(), version=version, dtype="bfloat16"))
-    assert [[log[2] for log in rank] for rank in groups[1].workers.call_all("calls", "calls")] == [[0, 1, 2]] * 2
-
-
-@pytest.mark.parametrize("held", [3, -1, "4"])
-def test_an_engine_that_confirms_another_version_stops_the_run(groups: tuple, held: object) -> None:
-    actor, rollout = groups
-    rollout.workers.call(1, "behave", "behave", held)
-    with refuses(GrpoDistError, "rollout worker 1", f"version {held}", "sync of 4"):
-        run(rollout.sync_weights(actor, ObjectStoreTransport(), version=4, dtype="float32"))
-
-
-def test_no_engine_is_touched_when_the_export_fails(groups: tuple) -> None:
-    actor, rollout = groups
-    actor.call(1, "behave", "behave", "fail")
-    with refuses(WorkerError, "actor worker 1", "'sync_weights'", "RuntimeError: gather failed"):
-        run(rollout.sync_weights(actor, ObjectStoreTransport(), version=5, dtype="float32"))
-    assert rollout.workers.call_all("calls", "calls") == [[], []]
