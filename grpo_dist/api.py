@@ -63,6 +63,8 @@ def train(
     eval_dataset: Rows | None = None,
     config: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
+    *,
+    rehearse: bool = False,
 ) -> TrainingResult:
     """Train a policy by GRPO, or by whatever the config says, and wait until it is done.
 
@@ -81,6 +83,7 @@ def train(
             With `trainer.dry_run` the plan is printed and everything is checked, and nothing is trained.
         callbacks: each is called after every training step with its number and metrics. If one returns something
             true, the run ends with this step as with its last.
+        rehearse: whether the run is rehearsed instead, small and whole, on this machine's CPUs (docs/rehearsal.md).
 
     Raises:
         ConfigError: an argument and `config` both set a key, or no rows are given for a model of your own.
@@ -99,7 +102,7 @@ def train(
                 f"callbacks={type(callback).__name__}: a callback is a function of a step's number and metrics that "
                 "returns true to end the run with this step; TRL's TrainerCallback is not taken"
             )
-    given = dict(config or {})
+    given = dict(config or {}) | ({"trainer.rehearse": True} if rehearse else {})
     is_option = str(model) in GRPO.group_options()["model"] and not Path(str(model)).is_dir()
     model_key = "model" if is_option else "actor_rollout_ref.model.path"
     set_by = {
@@ -137,6 +140,12 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     run_dir = checked.trainer.record_dir.absolute()
     if checked.trainer.dry_run:
         dry_run(checked, notes, changed_keys(checked, GRPO))
+        return TrainingResult(run_dir, None, [])
+    if checked.trainer.rehearse:
+        from grpo_dist.cli.rehearse import rehearse
+
+        if rehearse(checked):
+            raise ConfigError("the rehearsal has failed, as it says above")
         return TrainingResult(run_dir, None, [])
     from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
 

@@ -19,6 +19,7 @@ from grpo_dist.config.command import AnyCommand, usage
 from grpo_dist.config.environment import recorded
 from grpo_dist.config.keys import flatten, shown
 from grpo_dist.config.load import default_values, load_command
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError, require_current_folder
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT
@@ -47,6 +48,10 @@ def run_command(command: AnyCommand, arguments: list[str] | None = None) -> int:
         if config.trainer.dry_run:
             dry_run(config, notes, None if full else changed_keys(config, command))
             return 0
+        if isinstance(config, RunConfig) and config.trainer.rehearse:
+            from grpo_dist.cli.rehearse import rehearse
+
+            return rehearse(config)
         if config.trainer.console:
             show(format_summary(config, notes) + "\n")
         from grpo_dist.run.run import run  # its imports are slow, so only after the config was checked
@@ -95,12 +100,13 @@ def dry_run(config: JobConfig, notes: list[str], changed: Sequence[str] | None) 
         DataError: a model cannot be built of its files.
     """
     show(format_plan(config, notes, changed) + "\n")
-    if config.trainer.dry_run == "config":
-        return
-    from grpo_dist.run.run import check_this_machine
+    if config.trainer.dry_run != "config":
+        from grpo_dist.run.run import check_this_machine
 
-    show("\nchecked on this machine\n")
-    check_this_machine(config, lambda line: show(f"  {line}\n"))
+        show("\nchecked on this machine\n")
+        check_this_machine(config, lambda line: show(f"  {line}\n"))
+    if isinstance(config, RunConfig):
+        show("\nnext: trainer.rehearse=true in the place of trainer.dry_run runs all of it here, with a small model\n")
 
 
 def _tell_how_to_go_on(command: AnyCommand, overrides: list[str], checkpoint: Path | None, config: JobConfig) -> None:

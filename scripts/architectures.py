@@ -49,6 +49,20 @@ tokens see later ones, ends the run with its name.
 |---|---|---|
 | padded, packed and shared prompts | | {everywhere} |
 {rest}
+
+## Rehearsed
+
+`grpo-dist rehearse` ([how](rehearsal.md)) runs these whole in `make test-long`, the two in bold letters in
+`make test-deep`: a model of their architecture with random weights, three steps, a driver that is killed, a resume, the
+export, and its reload by transformers and vLLM.
+
+| What | Model, shrunk from |
+|---|---|
+| all of `grpo_dist/config/recipe`: **`ppo`**, ... | the built-in model |
+| **`examples/run_qwen3-8b.sh`** | Qwen3-8B's config.json |
+| `examples/run_mistral13b_skyworkrm_hhrlhf.sh`, `run_smollm2_cpu.sh` | the same |
+| `examples/calculator`, `custom_reward`, `instructions`, `tools` | the same |
+| `examples/openai_agent`, `examples/planner` (GRPO) | the same |
 """
 VOCABULARY, LIMIT_S = 256, 240.0
 # Largest difference of a log-prob, in nats, and of the gradient, of its size, that rounding explains.

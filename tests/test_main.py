@@ -36,14 +36,10 @@ def test_help_says_how_the_command_is_called(
 
 @COMMANDS
 def test_a_mistake_is_told_with_its_key_and_exit_code_2(command: Main, capsys: pytest.CaptureFixture[str]) -> None:
-    for given, named in (
-        (["trainer.sed=3", "data.train_batch_size=0"], ["trainer.sed:", "trainer.seed", "data.train_batch_size=0"]),
-        (["data.train_files=nowhere.parquet"], ["nowhere.parquet"]),
-    ):
-        assert command(given) == 2
-        shown = capsys.readouterr()
-        says(shown.err, *named)
-        assert (shown.out, "Traceback" in shown.err) == ("", False)
+    assert command(["trainer.sed=3", "data.train_batch_size=0"]) == 2
+    shown = capsys.readouterr()
+    says(shown.err, "trainer.sed:", "trainer.seed", "data.train_batch_size=0")
+    assert (shown.out, "Traceback" in shown.err) == ("", False)
 
 
 def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +54,7 @@ def test_a_dry_run_of_the_config_checks_nothing_of_this_machine(
 ) -> None:
     assert command(["trainer.dry_run=config", "data.val_files=gone.jsonl"]) == 0
     out = capsys.readouterr().out
-    says(out, "data.val_files=gone.jsonl:")  # as a note
+    says(out, "gone.jsonl")
     assert "checked on this machine" not in out
     if command is main.main:
         elsewhere = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "custom_reward_function.path=gone.py"]

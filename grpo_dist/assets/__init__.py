@@ -17,7 +17,7 @@ POLICY_SECTION = "actor_rollout_ref.model"
 TEACHER_KEY, TEACHER_SECTION = "actor_rollout_ref.ref.model.path", "actor_rollout_ref.ref.model"
 TRAINED_MODEL_KEY = "model.path"  # of commands that train one model
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _WEIGHTS = "*.safetensors"
 _MODEL_FILES = ["*.json", _WEIGHTS, "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]
 

@@ -125,7 +125,8 @@ def read_object(
 ) -> dict[str, Any]:
     """Read a JSON file that must contain an object; `remedy` is for a folder without it."""
     if not file.is_file():
-        raise DataError(f"{setting}: no {file.name} in the folder; {remedy}")
+        lacks = f"no {file.name} in the folder" if file.parent.is_dir() else f"no such folder (looked in {Path.cwd()})"
+        raise DataError(f"{setting}: {lacks}; {remedy}")
     try:
         content = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

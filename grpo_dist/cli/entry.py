@@ -21,6 +21,7 @@ ENTRIES: dict[str, tuple[str, str]] = {
     "train": ("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (also python -m grpo_dist.main)"),
     "sft": ("grpo_dist.main:sft", "fine-tune a model on conversations"),
     "reward-model": ("grpo_dist.main:reward_model", "train a reward model"),
+    "rehearse": ("grpo_dist.cli.rehearse:main", "run the whole of a training here, small, before a GPU is paid for"),
     "check-reward": ("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
     "generate": ("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),
     "eval": ("grpo_dist.cli.evaluate:main", "compare models on rows, with confidence intervals"),

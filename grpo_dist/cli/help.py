@@ -25,7 +25,8 @@ COMMON = frozenset(
     actor_rollout_ref.model.lora_rank trainer.max_staleness trainer.n_gpus_per_node trainer.nnodes cluster.colocate
     actor_rollout_ref.model.enable_gradient_checkpointing {_ACTOR}.ppo_micro_batch_size_per_gpu
     {_ROLLOUT}.gpu_memory_utilization {_ROLLOUT}.tensor_model_parallel_size trainer.experiment_name
-    trainer.project_name trainer.default_local_dir trainer.logger trainer.dry_run data.curriculum.enable
+    trainer.project_name trainer.default_local_dir trainer.logger trainer.dry_run trainer.rehearse
+    data.curriculum.enable
     """.split()
 )
 """The keys of docs/common_keys.md."""

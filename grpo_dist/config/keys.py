@@ -209,7 +209,7 @@ class Problem:
 
     Args:
         text: one line: key=value, what is wrong, what to do.
-        missing_file: whether a file or folder is missing; `trainer.dry_run=config` only mentions that in a note.
+        missing_file: whether code or a package is missing here; `trainer.dry_run=config` only mentions that in a note.
     """
 
     text: str

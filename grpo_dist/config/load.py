@@ -69,7 +69,7 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
 
     Returns:
         The config, and notes for the user: settings that have no effect, choices made on their behalf and, with
-        trainer.dry_run=config, files that do not exist on this machine.
+        trainer.dry_run=config, code and packages that are not on this machine.
 
     Raises:
         ConfigError: lists every problem, one a line.

@@ -199,6 +199,7 @@ class TrainerConfig(JobTrainerConfig):
     profile_steps: Annotated[Annotated[tuple[Count, ...], field_types.Pair] | None, field_types.Distinct, Resume.FREE]
     stage_timeout_s: Annotated[dict[field_types.TimedStage, PositiveFloat | None], Resume.FREE]
     health: Annotated[HealthConfig, Resume.FREE]
+    rehearse: Annotated[bool, Resume.FREE]
 
     @property
     def samples_during_updates(self) -> bool:

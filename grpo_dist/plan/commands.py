@@ -36,8 +36,7 @@ GRPO = Command(
     schema=RunConfig,
     rules=(
         *(rules.job_rules, rules.between_values, *placement.PLACEMENT_RULES, rules.engine_takes_it),
-        *(model_rules.models_take_it, rules.files_exist, model_rules.model_folders_exist),
-        *(rules.custom_code_exists, rules.packages_are_installed),
+        *(model_rules.models_take_it, rules.custom_code_exists, rules.packages_are_installed),
     ),
     notes=(
         *(rules.surprises, rules.truncated_samples, rules.engine_notes, model_rules.experts_stay_frozen),
@@ -63,9 +62,8 @@ GRPO = Command(
 _SUPERVISED: dict[str, Any] = {
     "shared": CONFIG_DIR / "commands" / "supervised.yaml",
     "rules": (
-        *(rules.job_rules, rules.files_exist, model_rules.model_folders_exist, placement.roles_fit_on_the_gpus),
-        *(placement.ranks_are_divided, placement.passes_hold_the_longest_row),
-        *(model_rules.models_take_it, rules.packages_are_installed),
+        *(rules.job_rules, placement.roles_fit_on_the_gpus, placement.ranks_are_divided),
+        *(placement.passes_hold_the_longest_row, model_rules.models_take_it, rules.packages_are_installed),
     ),
     "notes": (memory_notes, rules.job_notes),
     "load": f"{_TRAINER}.supervised.rows:load",

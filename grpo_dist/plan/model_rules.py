@@ -11,14 +11,11 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_dist.assets import BUILTIN, is_file, is_folder, resolve_model_path
 from grpo_dist.assets.model_folder import count, text_config
-from grpo_dist.config.keys import Problem, between_keys, missing_path, shown, value_of, with_values
+from grpo_dist.config.keys import Problem, between_keys, shown, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.schema_roles import ADAPTER_KEY
 from grpo_dist.engines.base import rollout_backend
-from grpo_dist.errors import ConfigError
 from grpo_dist.plan.memory import memory_problems
 from grpo_dist.plan.model_shape import MLP_NAMES, model_config_at_hand, num_experts
 from grpo_dist.plan.roles import Model, models_of
@@ -181,27 +178,3 @@ def experts_stay_frozen(config: RunConfig) -> Iterator[str]:
     if model.trains_factors and num_experts(text_config(model_config_at_hand(model.path) or {})):
         why = "LoRA adapts the linear layers of a mixture of experts; the experts and their router stay frozen"
         yield f"<model.lora_rank>, <model.path>: {why}"
-
-
-def model_folders_exist(config: JobConfig) -> Iterator[Problem]:
-    """A built-in model is known, a path that is no hub name is a folder with a config.json, and adapters are there."""
-    for key, path in dict.fromkeys((model.key, model.path) for model in models_of(config)):
-        section = key.removesuffix(".path")
-        adapter = getattr(value_of(config, section), ADAPTER_KEY, None)
-        if adapter is not None and not is_folder(adapter):
-            yield missing_path(f"{section}.{ADAPTER_KEY}", adapter, "folder")
-        if path.startswith(BUILTIN):
-            try:
-                resolve_model_path(path, key=key)
-            except ConfigError as error:
-                yield Problem(str(error), (key,))
-        elif looks_like_folder(path):
-            if not is_folder(path):
-                yield missing_path(key, path, "folder")
-            elif not is_file(f"{path}/config.json"):
-                yield missing_path(key, path, "config.json in the folder")
-
-
-def looks_like_folder(path: str) -> bool:
-    """Tell if a model path means a local folder rather than a hub name (NAME or OWNER/NAME)."""
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or is_folder(path)

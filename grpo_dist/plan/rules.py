@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from grpo_dist.assets import expanded, is_file, is_folder
-from grpo_dist.config.data_files import parse_data_file
+from grpo_dist.assets import expanded, is_file
 from grpo_dist.config.field_types import EIGHT_BIT, NEEDS_TORCHAO
 from grpo_dist.config.keys import Problem, between_keys, leaf_keys, missing_path, shown, value_of
 from grpo_dist.config.processor import is_wsl
@@ -413,16 +412,6 @@ _PACKAGES = {
     f".optimizer={EIGHT_BIT}": ("torchao", NEEDS_TORCHAO),
     ".model_dtype=bf16": ("torchao", f"for weights that train it {NEEDS_TORCHAO}"),
 }
-
-
-def files_exist(config: JobConfig) -> Iterator[Problem]:
-    """The checkpoint to resume from is there, and data files and folders, of a kind that can be read."""
-    trainer = config.trainer
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path and not is_folder(trainer.resume_from_path):
-        yield missing_path("trainer.resume_from_path", trainer.resume_from_path, "folder")
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        parsed = (parse_data_file(key, name) for name in files)
-        yield from (problem for problem in parsed if isinstance(problem, Problem))
 
 
 def _own_code(config: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -62,10 +62,8 @@ class RolloutWorker(Mailbox, Process):
         """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
         if settings.gpus:  # before CUDA is set up
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
-        backend = rollout_backend(settings.rollout.name)
-        self.check_build(settings.device, backend.needs)
-        engine, folder = backend.load(), self.find_model(settings.model.path)
-        self.engine = engine(replace(settings, model=settings.model.replaced(path=folder)))
+        self.check_build(settings.device, rollout_backend(settings.rollout.name).needs)
+        self.engine = self.make_engine(settings)
         taken = await self.engine.start()
         if settings.sleeps:  # other roles load meanwhile, and a sync brings weights in any case
             await self.engine.weights.sleep()
@@ -73,6 +71,11 @@ class RolloutWorker(Mailbox, Process):
             watch()  # what agents start ends with this process
             await self._start_agent()
         return taken
+
+    def make_engine(self, settings: EngineSettings) -> RolloutEngine:
+        """Make the engine, which does not run yet, once its model is on this machine."""
+        engine, folder = rollout_backend(settings.rollout.name).load(), self.find_model(settings.model.path)
+        return engine(replace(settings, model=settings.model.replaced(path=folder)))
 
     async def _start_agent(self) -> None:
         agent, model = self.engine.settings.rollout.agent, self.engine.settings.model

@@ -59,11 +59,11 @@ ARROWS: dict[str, set[str]] = {
     "trainer": BASE | PARTS | {"plan", "agents", "runtime", "workers"},
     "checks": BASE | PARTS | {"plan", "agents", "runtime", "trainer"},
     "run": BASE | PARTS | {"plan", "runtime", "workers", "trainer", "checks"},
-    "main": BASE | {"plan", "run"},
-    "api": BASE | {"plan", "run", "main", "tracking", "trainer", "runtime"},
+    "main": BASE | {"plan", "run", "cli"},
+    "api": BASE | {"plan", "run", "main", "tracking", "trainer", "runtime", "cli"},
     "runs": BASE | {"plan", "tracking", "trainer"},
     "report": BASE | {"plan", "tracking", "trainer", "runs"},
-    "cli": BASE | PARTS | {"plan", "runtime", "workers", "trainer", "checks", "run", "runs", "report"},
+    "cli": BASE | PARTS | {"plan", "agents", "runtime", "workers", "trainer", "checks", "run", "runs", "report"},
     "__main__": {"cli"},
 }
 MAY_USE_RAY = {"runtime", "workers", "trainer", "run"}

@@ -184,6 +184,23 @@ def test_all_that_is_wrong_is_told_at_once(dry_run) -> None:
     says(lines, "model", "builtin:tiny-qwen3")  # what is right is said
 
 
+def test_files_that_are_missing_are_told_at_once(dry_run, tmp_path: Path) -> None:
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3")
+    models = (f"{PATH}=./gone", f"{TEACHER}={{a: builtin:tiny-qwen3, b: a/b/gone}}", "critic.model.path=builtin:none")
+    message = dry_run("recipe=ppo", *models, "data.train_files=gone.parquet", code=2)[1]
+    says(message, "4 problems", f"{PATH}=./gone", "folder", Path.cwd(), "a/b/gone", "critic.model.path=builtin:none")
+    says(message, "builtin:tiny-qwen3", "data.train_files=gone.parquet")
+    says(dry_run(*resume, code=2)[1], f"trainer.resume_from_path={tmp_path}/global_step_3", "folder")
+    says(
+        dry_run(*LENGTHS, "data.train_files=rows.csv", code=2)[1],
+        "data.train_files=rows.csv",
+        ".parquet, .jsonl or .json",
+    )
+    mine = (f"model.path={tmp_path}", "data.train_files=gone.jsonl", "data.max_length=64")
+    message = dry_run(*mine, code=2, main=sft)[1]
+    says(message, "2 problems", f"model.path={tmp_path}", "config.json", "data.train_files=gone.jsonl")
+
+
 def test_columns_that_would_change_the_task_are_told_or_refused(dry_run: Any, file: Path) -> None:
     file.write_text(rows("1+1?", "2+2?", agent_name="tool_agent", extra_info={"tools_kwargs": {"calc": {"x": 1}}}))
     checked, _ = dry_run(*LENGTHS, f"data.train_files={file}")

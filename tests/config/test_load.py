@@ -69,7 +69,7 @@ WRONG = {
     f"{ACTOR}.ppo_mini_batch_size=5": ["data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=5", "multiple"],
     f"{ROLLOUT}.max_model_len=10": ["max_model_len=10", "data.max_prompt_length=64", "data.max_response_length=64"],
     "trainer.logger=console,wandb": ["trainer.logger=console,wandb", "trainer.logger=[console,wandb]"],
-    "data.val_files=nowhere.parquet": ["data.val_files=nowhere.parquet", "file"],
+    "algorithm.kl_penalty=nowhere.py:f": ["algorithm.kl_penalty=nowhere.py", "file"],
     "trainer.total_training_steps": ["trainer.total_training_steps:", "key=value"],
     "trainer.default_local_dir=${nowhere}/x": ["'nowhere'"],
 }
@@ -178,15 +178,6 @@ def test_a_mini_batch_is_the_batch_unless_it_is_set(batch):
         assert config.on_policy == ("recipe=ppo" not in overrides)
     assert load(size, f"{MINI}=2").critic.ppo_mini_batch_size == 2
     assert refused("data.train_batch_size=0").count("\n") == 1, "said once"
-
-
-def test_missing_files_stop_a_run_and_a_dry_run_of_this_machine_but_not_one_of_the_config():
-    overrides = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "data.train_files=gone.parquet"]
-    says(refused(*overrides), "data.train_files=gone.parquet", Path.cwd())
-    says(refused(*overrides, "trainer.dry_run=true"), "data.train_files=gone.parquet", Path.cwd())
-    config, notes = load_config([*overrides, "trainer.dry_run=config"])
-    assert config.trainer.n_gpus_per_node == 8
-    says(notes, "here", "data.train_files=gone.parquet")
 
 
 def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():

@@ -1,7 +1,5 @@
 """Mistakes that people make, each answered with the key and what to do."""
 
-from pathlib import Path
-
 import pytest
 
 from grpo_dist.config.keys import ELSEWHERE, leaf_keys
@@ -46,8 +44,6 @@ MISTAKES = {
     "an estimator misspelt": ("algorithm.adv_estimator=reinforce_pp", "'reinforce_plus_plus'?"),
     "another engine": (f"{R}.name=hf", "vllm"),
     # keys against each other
-    "a path to nothing": ("data.train_files=trian.parquet", str(Path.cwd())),
-    "a model that is not there": (f"{M}.path=./models/qwen", "folder"),
     "no model": ("model=hf", f"{M}.path=Qwen/Qwen3-0.6B"),
     "no rows": ("data=files", "data.train_files="),
     "a reward file that is not there": ("custom_reward_function.path=rewrad.py", "file"),

@@ -65,6 +65,7 @@ def test_the_tutorial(shell) -> None:
 def test_the_readme(shell) -> None:
     (block,) = [each for each in blocks(README, "bash") if "check-reward" in each]
     lines = block.replace(". .venv/bin/activate\n", "").replace("FOLDER_OR_HUB_NAME", "builtin:tiny-qwen3")
+    lines = lines.replace("grpo-dist rehearse", "grpo-dist train")
     told = shell(lines.replace("cluster=cpu", "cluster=cpu trainer.dry_run=config"))
     says(told, "right=1", "2 scored", "0 failed")
     says(told, "2 prompts * n=8 = 16")

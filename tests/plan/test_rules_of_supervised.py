@@ -30,9 +30,6 @@ def notes(overrides: str = "", command: Any = REWARD_MODEL) -> list[str]:
 REFUSED: dict[str, tuple[str, list[str]]] = {
     "validation of nothing": ("trainer.val_only=true data.val_files=null", ["trainer.val_only=true", "data.val_files"]),
     "a checkpoint without a path": ("trainer.resume_mode=resume_path", ["trainer.resume_from_path=null"]),
-    "missing rows": ("data.train_files=gone.jsonl data.max_length=64", ["data.train_files=gone.jsonl:"]),
-    "missing validation rows": ("data.val_files=gone.jsonl", ["data.val_files=gone.jsonl:"]),
-    "a missing model": ("model.path=./gone", ["model.path=./gone:", "folder"]),
     "no model": ("model=hf", ["model.path=Qwen/Qwen3-0.6B"]),
     "no rows": ("data=files data.max_length=64", ["data.train_files="]),
     "more ranks than GPUs": (

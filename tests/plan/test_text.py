@@ -105,16 +105,18 @@ def test_what_a_gpu_holds_in_all():
 
 def test_plan_of_a_local_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    text = plan(f"model.path={tmp_path}  cluster.actor_world_size=2  trainer.dry_run=config  data.val_files=x.json")
+    text = plan(
+        f"model.path={tmp_path}  cluster.actor_world_size=2  trainer.dry_run=config  algorithm.adv_estimator=x.py:f"
+    )
     for part in (
-        "  algorithm:\n    adv_estimator: grpo\n",
+        "  algorithm:\n    adv_estimator: x.py:f\n",
         "actor               2 ranks, weights fp32, compute fp32",
         "ref                 1 rank, fp32",
         "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered weights 0.132 + activations 0.0371 + ",
         " = 1.4 GiB",
         "checkpoint 0.752 = 1.25 GiB",
         "23,301",
-        "data.val_files=x.json",
+        "algorithm.adv_estimator=x.py",
         "model=hf",
     ):
         says(text, part)

@@ -30,6 +30,8 @@ from grpo_dist.runtime.resources import nodes_in_order, release, reserve
 NODES = 3
 LIMIT_S = 120.0
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+ON_CPUS = ("trainer.n_gpus_per_node=0", "cluster.actor_world_size=4")
+ON_CPUS += ("cluster.rollout_world_size=null", f"{TENSOR_PARALLEL}=1")
 
 
 def start() -> Cluster:
@@ -99,7 +101,7 @@ if __name__ == "__main__":
     report = {
         "three": layout(f"trainer.nnodes={NODES}"),
         "two": layout("trainer.nnodes=2"),
-        "cpu": layout(f"trainer.nnodes={NODES}", "trainer.n_gpus_per_node=0", "cluster.actor_world_size=4"),
+        "cpu": layout(f"trainer.nnodes={NODES}", *ON_CPUS),
         "beside": beside_another_job(),
         "pair": gpus(),
         "shared": gpus(f"{TENSOR_PARALLEL}=2", "actor_rollout_ref.actor.use_kl_loss=false"),

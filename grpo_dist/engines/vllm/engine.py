@@ -105,6 +105,18 @@ class VLLMEngine:
             return None
         return [_response(r) for r in sorted(done, key=lambda r: r.index)]
 
+    async def score(self, prompt: Sequence[int], response: Sequence[int]) -> Response:
+        """Return a given response as if it had been sampled at temperature 1."""
+        tokens = [*prompt, *response]
+        self._check_prompt(tokens)
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._call(self._final_output(tokens, params, None))
+        places = list(zip(tokens, output.prompt_logprobs, strict=True))[len(prompt) :]
+        log_probs = [known[token].logprob for token, known in places]
+        return Response(list(response), log_probs, False, [self.weights.version] * len(response))
+
     async def watched(self, prompt: Sequence[int], sampling: SamplingSettings) -> tuple[Response, dict[str, Any]]:
         """Sample a response alone in the engine, and note what each operation gives on the way; see `Watching`.
 

@@ -1,0 +1,177 @@
+"""`grpo-dist rehearse`: what it writes before the run, and whole rehearsals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.model_folder import load_tokenizer
+from grpo_dist.cli import rehearse
+from grpo_dist.cli.entry import main
+from grpo_dist.data.prompts import Prompt
+from grpo_dist.data.tokenize import TokenizedPrompt
+from grpo_dist.plan.commands import load_config
+from grpo_dist.workers.rehearsal import REPLIES
+from tests.cli.test_rehearse_mistakes import HERMES, REWARD, TOOL
+from tests.examples.test_examples import EXAMPLES, run_script
+from tests.messages import says
+from tests.models import builtin_reward_model
+from tests.plan.test_shrink import RECIPES, TEACHER
+
+AGENT = "actor_rollout_ref.rollout.agent"
+
+
+def prompts(truth: Any, **extra: Any) -> SimpleNamespace:
+    row = Prompt(3, "arithmetic", [{"role": "user", "content": "12+30=?"}], truth, extra, "line 1")
+    return SimpleNamespace(train=[TokenizedPrompt(row, np.array([1], np.int32))])
+
+
+def replies(folder: Path, rows: SimpleNamespace, *line: str) -> tuple[str, list[str]]:
+    """What is said of the replies to row 3, and these as text."""
+    config, _ = load_config([*line])
+    said = rehearse.write_replies(config, rows, folder)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, trust_remote_code=False)
+    first, ids = json.loads((folder / REPLIES).read_text())
+    assert (first, list(ids)) == (2, ["3"])
+    assert all(each[-1] == tokenizer.eos_token_id for each in ids["3"])
+    return said, [tokenizer.decode(each[:-1]) for each in ids["3"]]
+
+
+def test_a_truth_takes_the_form_that_is_paid_for(tmp_path: Path) -> None:
+    """The built-in scorer of sums looks for ####."""
+    model = f"actor_rollout_ref.model.path={resolve_model_path('builtin:tiny-qwen3')}"
+    rows = "data.train_files=builtin:arithmetic/train"
+    said, texts = replies(tmp_path, prompts("42"), model, rows)
+    assert texts == ["#### 42"]
+    says(said, "ground truth", "#### 42")
+    (tmp_path / "reward.py").write_text(f"{REWARD}    return 1 / ('box' not in solution_str)\n")
+    own = f"custom_reward_function.path={tmp_path}/reward.py"
+    assert replies(tmp_path, prompts("42"), model, rows, own)[1] == ["\\boxed{42}"], "on which the function raises"
+    said, texts = replies(tmp_path, prompts(None), model, rows, own, f"{AGENT}.default_agent_loop=single_turn_agent")
+    says(said, "42")
+
+
+def test_a_tool_is_called_as_the_template_writes_calls(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder)
+    (folder / "chat_template.jinja").write_text(HERMES)
+    (tmp_path / "tools.py").write_text(f"{TOOL}    return name\n")
+    said, texts = replies(
+        tmp_path, prompts("42", solution="12+30=42 #### 42"), f"actor_rollout_ref.model.path={folder}",
+        "data.train_files=builtin:arithmetic/train", f"{AGENT}.default_agent_loop=tool_agent",
+        f"{AGENT}.agent_kwargs={{tools: [{tmp_path}/tools.py:look], tool_parser: hermes}}",
+    )  # fmt: skip
+    assert json.loads(texts[0].removeprefix("<tool_call>").removesuffix("</tool_call>")) == {
+        "name": "look",
+        "arguments": {"name": "text"},
+    }
+    assert texts[1:] == ["12+30=42 #### 42"]
+    says(said, "solution", "1 tools")
+
+
+def test_services_of_others_are_named_and_may_be_left_out(tmp_path: Path) -> None:
+    line = ["actor_rollout_ref.ref.model.endpoint.base_url=https://far.org/v1", "recipe=distill"]
+    line += ["actor_rollout_ref.ref.model.endpoint.model=x", "custom_reward_function.path=grpo_dist.rewards.http"]
+    config, _ = load_config(
+        [*line, "custom_reward_function.reward_kwargs.url=http://judge.org", "trainer.dry_run=config"]
+    )
+    assert rehearse.services(config) == {
+        "actor_rollout_ref.ref.model.endpoint.base_url": "https://far.org/v1",
+        "custom_reward_function.reward_kwargs.url": "http://judge.org",
+    }
+    assert rehearse.services(rehearse.without_services(config, tmp_path)) == {}
+    near, _ = load_config([f"{AGENT}.default_agent_loop=external", f"{AGENT}.agent_kwargs.url=http://localhost:1/play"])
+    assert rehearse.services(near) == {}
+    config, _ = load_config([f"{AGENT}.default_agent_loop=external", f"{AGENT}.agent_kwargs.url=http://play.org/play"])
+    assert rehearse.services(config) == {f"{AGENT}.agent_kwargs.url": "http://play.org/play"}
+    alone = rehearse.without_services(config, tmp_path)
+    assert alone.actor_rollout_ref.rollout.agent.is_single_turn
+    assert rehearse.services(alone) == {}
+
+
+def rehearsed(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, str]:
+    """The states of the parts of a rehearsal, by name."""
+    assert main(["rehearse", "--json", *line]) == 0
+    (told,) = (text for text in capsys.readouterr().out.splitlines() if text.startswith("[{"))
+    return {part["name"].strip(): part["state"] for part in json.loads(told)}
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where rehearsals have their folders, of which none is left behind."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # names of sockets are short
+    yield tmp_path / "temporary"
+    assert list((tmp_path / "temporary").glob("grpo_dist-rehearsal-*")) == []
+
+
+STAGES = {"reward", "update_actor", "update_weights", "save_checkpoint", "testing", "export and reload"}
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=pytest.mark.deep if name == "ppo" else pytest.mark.long) for name in RECIPES]
+)
+def test_a_recipe_is_rehearsed(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    more = TEACHER.get(recipe, ())
+    if "reward_model" in str(more):
+        more = (f"reward_model.model.path={builtin_reward_model(tmp_path / 'scorer')}",)
+    states = rehearsed(capsys, f"recipe={recipe}", *more)
+    assert set(states.values()) == {"ok"}
+    assert set(states) >= STAGES
+
+
+QWEN3_8B = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False, "eos_token_id": 2,
+    "pad_token_id": 0, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+# The script -> what it asks for by the environment; those with rows of their own make them.
+OWN_ROWS = ("instructions/run.sh", "planner/run_qwen3-0.6b.sh", "tools/run.sh")
+SCRIPTS = {
+    "run_qwen3-8b.sh": (),
+    "run_mistral13b_skyworkrm_hhrlhf.sh": ("REWARD_MODEL_PATH",),
+    "run_smollm2_cpu.sh": ("SMOLLM2_DIR",),
+    "calculator/run.sh": (),
+    "custom_reward/run.sh": (),
+    "instructions/run.sh": ("SMOLLM2_DIR",),
+    "openai_agent/run.sh": (),
+    "planner/run_qwen3-0.6b.sh": (),
+    "tools/run.sh": ("TOOLS_MODEL",),
+}
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(name, marks=pytest.mark.deep if name == "run_qwen3-8b.sh" else pytest.mark.long) for name in SCRIPTS],
+)
+def test_an_example_is_rehearsed(script: str, tmp_path: Path) -> None:
+    """With a model of public shapes, the built-in tokenizer, and sums as rows where it has none of its own."""
+    folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model"))
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    env = {"PLANNER_DATA": str(tmp_path / "rows"), "DATA_DIR": str(tmp_path / "data"), "HF_HUB_OFFLINE": "1"}
+    env |= dict.fromkeys(SCRIPTS[script], str(folder))
+    if "REWARD_MODEL_PATH" in env:
+        env["REWARD_MODEL_PATH"] = builtin_reward_model(tmp_path / "scorer")
+    if "TOOLS_MODEL" in env:
+        shutil.copy(EXAMPLES / "tools" / "chat_template.jinja", folder)
+    line = [f"actor_rollout_ref.model.path={folder}", "trainer.rehearse=true"]
+    if script not in OWN_ROWS:
+        line += ["data.train_files=builtin:arithmetic/train", "data.val_files=builtin:arithmetic/validation"]
+    told, _ = run_script(EXAMPLES / script, *line, cwd=tmp_path, **env)
+    assert "FAILED" not in told
+    says(told, "update_weights", "export and reload")
