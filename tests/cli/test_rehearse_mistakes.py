@@ -52,7 +52,8 @@ def agent(body: str, *line: str) -> Mistake:
 
 def tool(body: str, *line: str) -> Mistake:
     named = (f"{AGENT}.default_agent_loop=tool_agent", f"{AGENT}.agent_kwargs.tools=[tools.py:look]")
-    return Mistake((*named, f"{AGENT}.agent_kwargs.tool_parser=hermes", *line), {"tools.py": body}, template=HERMES)
+    line = (*named, f"{AGENT}.agent_kwargs.tool_parser=hermes", "data.max_prompt_length=600", *line)
+    return Mistake(line, {"tools.py": body}, {"max_position_embeddings": 1024}, HERMES)
 
 
 SAMPLER = """
@@ -167,7 +168,6 @@ MISTAKES = {
     "optimizer: a keyword": Mistake(("actor_rollout_ref.actor.optim.override_optimizer_config={no_such: 1}",)),
     "sampler: state": sampler("{'rows': {1, 2}}"),
     "sampler: resume": sampler("{}"),
-    "tracker: credentials": Mistake(("trainer.logger=[wandb]",)),
     "tracker: raises": Mistake(("trainer.logger=[mine.py:Mine]",), {"mine.py": TRACKER}),
     "folder: cannot be written": Mistake(("trainer.default_local_dir=reward.py/run",), {"reward.py": ""}),
     "metric: none of that name": Mistake(("trainer.keep_best_metric=val-core/no/such",)),
@@ -175,6 +175,58 @@ MISTAKES = {
         ("data.val_files=val.jsonl",), {"val.jsonl": json.dumps(row("1+1=?", None)) + "\n"}
     ),
     "groups: none differs": reward(f"{REWARD}    return 0.0\n", "algorithm.filter_groups.enable=true"),
+}
+
+
+# A word of what is shown, or the line to look at.
+SHOWS = {
+    "reward: raises on a real answer": "IndexError",
+    "reward: text": "'1.0'",
+    "reward: nan": "nan",
+    "reward: too few scores": "1",
+    "reward: package": "no_such_package",
+    "reward: extra_info": "level",
+    "reward: truth is no dict": "TypeError",
+    "reward: hangs": "reward.timeout_s",
+    "reward: never pays": "reward",
+    "reward: no score": "score",
+    "reward: a file": "words.txt",
+    "reward: all the same": "reward",
+    "reward: no such name": "score",
+    "template: no system message": "no system",
+    "template: takes turns": "roles must alternate",
+    "template: a variable": "no such effort",
+    "template: no tools": "tools",
+    "tokenizer: larger than the model": "vocab",
+    "tool: raises": "tools",
+    "tool: hangs": "tools",
+    "tool: no docstring": "look",
+    "tool: another parser": "tool",
+    "tool: import": "no_such_package",
+    "agent: constructor": "no game",
+    "agent: no coroutine": "run",
+    "agent: no answer": "loop.py",
+    "agent: no reward": "reward",
+    "agent: hangs": "timeout",
+    "agent: elsewhere": "127.0.0.1:9",
+    "teacher: does not answer": "127.0.0.1:9",
+    "engine: another architecture": "openai-gpt",
+    "engine: a keyword": "no_such",
+    "model: too few positions": "64",
+    "lora: no module": "no_such",
+    "estimator: nan where scores are equal": "mine",
+    "loss: wrong shape": "mine",
+    "scorer: two labels": "2",
+    "critic: fewer tokens": "64",
+    "teacher: fewer tokens": "64",
+    "optimizer: a keyword": "no_such",
+    "sampler: state": "state_dict",
+    "sampler: resume": "rows",
+    "tracker: raises": "full",
+    "folder: cannot be written": "reward.py/run",
+    "metric: none of that name": "val-core/no/such",
+    "validation: no truths": "val.jsonl",
+    "groups: none differs": "max_num_gen_batches",
 }
 
 
@@ -215,8 +267,7 @@ def test_a_rehearsal_shows_a_mistake(name: str, tmp_path: Path) -> None:
     )
     said = [text for text in done.stdout.splitlines() if text.startswith("[{")]
     parts = json.loads(said[-1]) if said else []
-    looks = [part["name"] for part in parts if part["state"] == "look"]
-    told = [f"{part['name']}: {part['text']}" for part in parts if part["state"] == "FAILED"] or [done.stderr]
-    print("SHOWN", name, done.returncode, looks, told[0][-300:].replace(chr(10), " | "))
-    assert done.returncode or looks, done.stdout
+    shown = [f"{part['name']}: {part['text']}" for part in parts if part["state"] != "ok"]
+    told = "\n".join([*shown, done.stderr if done.returncode else ""])
+    assert SHOWS[name] in told, done.stdout + done.stderr
     assert "Traceback (most" not in done.stderr, done.stderr
