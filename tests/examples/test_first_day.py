@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.plan.commands import load_config
 from scripts import fitting
 from tests.messages import says
 from tests.programs import program
@@ -86,18 +85,6 @@ def test_some_cells_of_the_page_are_the_plans() -> None:
         ("Qwen3-1.7B", "24 GB", "8-bit states"),
     ):
         assert cells(model)[columns.index((gpu, kind))] == fitting.fewest(model, fitting.GPUS[gpu], kind)
-
-
-def test_what_the_page_says_of_8b_on_80_gb_loads() -> None:
-    count, _, mark = cells("Qwen3-8B")[list(fitting.GPUS).index("80 GB")].partition(" ")
-    assert (int(count), mark) == (2, "(in turns)")
-    on = (*fitting.RUN, "cluster=node8", f"trainer.n_gpus_per_node={count}", "cluster.gpu_memory_gib=79.1")
-    offloads = [f"{section}.fsdp_config.param_offload=true" for section in (fitting.ACTOR, fitting.REF)]
-    offloads += [f"{fitting.ACTOR}.fsdp_config.optimizer_offload=true", f"{fitting.MODEL}.path=Qwen/Qwen3-8B"]
-    offloads += [f"{fitting.MODEL}.enable_activation_offload=true", f"{fitting.ROLLOUT}.free_cache_engine=true"]
-    turns = ("cluster.colocate=all", f"{fitting.ROLLOUT}.gpu_memory_utilization=0.85", "trainer.dry_run=config")
-    _, notes = load_config([*on, *offloads, *turns])
-    assert not any("GiB" in note for note in notes), "it fits"
 
 
 @pytest.mark.long

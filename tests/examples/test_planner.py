@@ -18,7 +18,6 @@ from grpo_dist.plugins.registry import load_attribute
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.format import tag_contents
 from tests.messages import refuses, says
-from tests.rewards.scoring import scored
 from tests.tasks.conftest import prompts_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "planner"
@@ -45,14 +44,11 @@ PERFECT = {"score": 1.0, **dict.fromkeys(WEIGHTS, 1.0), "acc": 1.0}
 NOTHING = {"score": 0.0, **dict.fromkeys(WEIGHTS, 0.0), "acc": 0.0}
 
 
-def test_the_truth_earns_one() -> None:
+def test_the_truth_earns_one_wherever_it_stands() -> None:
     assert sum(WEIGHTS.values()) == pytest.approx(1.0)
     assert score(TRUTH) == pytest.approx(PERFECT)
     assert score(TRUTH, json.dumps(TRUTH)) == pytest.approx(PERFECT)  # as JSON text
     assert score([{**step, "why": "extra fields are free"} for step in TRUTH]) == pytest.approx(PERFECT)
-
-
-def test_where_a_plan_may_stand() -> None:
     for text in (
         "I plan:\n```json\n{}\n```\ndone",
         "```\n{}\n```",
@@ -61,13 +57,9 @@ def test_where_a_plan_may_stand() -> None:
         "```json\n[]\n```\nNo, better:\n```json\n{}\n```",
     ):
         assert score(text.replace("{}", json.dumps(TRUTH)))["score"] == pytest.approx(1.0), text
-
-
-def test_in_a_tag() -> None:
-    text = f"<think>[1]</think><plan>{json.dumps(TRUTH)}</plan>[2]"
-    assert score(text, tag="plan")["score"] == pytest.approx(1.0)
-    assert score(text, tag="answer") == NOTHING
-    assert score(text) == NOTHING  # from the first [ to the last ] is no JSON
+    tagged = f"<think>[1]</think><plan>{json.dumps(TRUTH)}</plan>[2]"
+    assert score(tagged, tag="plan")["score"] == pytest.approx(1.0)
+    assert score(tagged, tag="answer") == score(tagged) == NOTHING  # from the first [ to the last ] is no JSON
 
 
 def test_no_json_earns_nothing_and_an_empty_plan_is_only_json() -> None:
@@ -76,21 +68,19 @@ def test_no_json_earns_nothing_and_an_empty_plan_is_only_json() -> None:
     assert score([]) == {**NOTHING, "json": 1.0, "score": pytest.approx(0.1)}
 
 
-def test_swapped_steps() -> None:
-    found = score([TRUTH[1], TRUTH[0], TRUTH[2]])
-    assert found["order"] == pytest.approx(2 / 3)  # the longest common subsequence has two agents
-    assert found["tasks"] == pytest.approx(2 / 3)
-    assert (found["schema"], found["agents"], found["steps"], found["acc"]) == (1.0, 1.0, 1.0, 0.0)
-    assert found["score"] == pytest.approx(0.1 * 4 + 0.3 * 2 / 3 * 2)
-
-
-def test_a_missing_and_a_superfluous_step() -> None:
-    shorter = score(TRUTH[:2])
-    assert [shorter[part] for part in ("order", "tasks", "steps")] == pytest.approx([2 / 3] * 3)
-    longer = score([*TRUTH, TRUTH[0]])
-    assert [longer[part] for part in ("order", "tasks", "steps")] == pytest.approx([3 / 4] * 3)
-    assert longer["score"] == pytest.approx(0.3 + 0.7 * 3 / 4)
-    assert score(TRUTH * 50)["score"] < 0.4  # no gain from repetition
+def test_other_steps() -> None:
+    """Swapped ones: the longest common subsequence has two agents. No gain from repetition."""
+    for plan, share, steps in (
+        ([TRUTH[1], TRUTH[0], TRUTH[2]], 2 / 3, 1.0),
+        (TRUTH[:2], 2 / 3, 2 / 3),
+        ([*TRUTH, TRUTH[0]], 3 / 4, 3 / 4),
+    ):
+        found = score(plan)
+        assert [found[part] for part in ("order", "tasks", "steps", "acc")] == pytest.approx([share, share, steps, 0])
+        assert found["score"] == pytest.approx(0.3 + 0.6 * share + 0.1 * steps)
+    assert score(TRUTH * 50)["score"] < 0.4
+    assert score(TRUTH[:2], weights={"order": 3.0})["score"] == pytest.approx(2.0)
+    assert score(TRUTH[:2], weights={"json": 1, "steps": 0.5})["score"] == pytest.approx(1 + 1 / 3)
 
 
 def test_other_words_for_a_task() -> None:
@@ -101,26 +91,17 @@ def test_other_words_for_a_task() -> None:
     assert (found["order"], found["acc"]) == (1.0, 0.0)
 
 
-def test_broken_steps() -> None:
+def test_broken_steps_and_agents_that_are_allowed() -> None:
     found = score([TRUTH[0], {"agent": "code"}, "writer"])
     assert (found["schema"], found["agents"], found["order"]) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
     assert found["steps"] == 1.0
     for bad in ({"agent": " ", "task": "t"}, {"agent": 1, "task": "t"}, [], None, {"agent": ["search"], "task": "t"}):
         assert score([bad])["schema"] == 0.0
-
-
-def test_allowed_agents() -> None:
     plan = [*TRUTH, {"agent": "lawyer", "task": "sue"}]
     assert score(plan)["agents"] == 0.75  # those of the truth
     assert score(plan, agents=["lawyer"])["agents"] == 0.25
     assert score(plan, extra_info={"agents": ["search", "lawyer"]})["agents"] == 0.5
     assert score(plan, extra_info={"agents": ["search"]}, agents=["code", "writer", "lawyer"])["agents"] == 0.75
-
-
-def test_weights() -> None:
-    plan = TRUTH[:2]
-    assert score(plan, weights={"order": 3.0})["score"] == pytest.approx(2.0)
-    assert score(plan, weights={"json": 1, "steps": 0.5})["score"] == pytest.approx(1 + 1 / 3)
 
 
 @pytest.mark.parametrize("truth", [None, [], "[]", "{", {}, [{"agent": "a"}], "4", [1]])
@@ -141,13 +122,6 @@ def test_a_broken_truth_is_an_error(truth: object) -> None:
 def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) -> None:
     with refuses(ConfigError, *words):
         load_reward_function(SCORER, "compute_score", kwargs)
-
-
-def test_the_parts_become_metrics() -> None:
-    function = load_reward_function(SCORER, "compute_score", {"agents": ["search"]})
-    result = scored(json.dumps(TRUTH), TRUTH, function=function)
-    assert result.score == pytest.approx(0.9 + 0.1 / 3)
-    assert result.extra.keys() == {*WEIGHTS, "acc"}
 
 
 NUMBERS = {"train": 60, "test": 20, "sft": 40}
@@ -181,7 +155,8 @@ def test_the_right_plan_earns_all_and_another_does_not(size: str, tmp_path: Path
 
 
 def test_no_plan_stands_in_two_rows_and_both_trainers_read_them(tmp_path: Path) -> None:
-    rows = prepare(tmp_path)
+    rows, other = prepare(tmp_path), prepare(tmp_path / "other", "--seed=1")
+    assert rows["train"] != other["train"]
     assert {split: len(found) for split, found in rows.items()} == NUMBERS
     requests = [request_of(row) for split in NUMBERS for row in rows[split]]
     assert len(set(requests)) == sum(NUMBERS.values())
@@ -196,12 +171,6 @@ def test_no_plan_stands_in_two_rows_and_both_trainers_read_them(tmp_path: Path) 
     check = functools.partial(conversation_row, messages_key="messages")
     chats = checked_rows([str(tmp_path / "sft.parquet")], key="f", check=check)
     assert [(chat.messages[-1]["role"], chat.trained) for chat in chats] == [("assistant", (2,))] * NUMBERS["sft"]
-
-
-def test_the_seed_decides(tmp_path: Path) -> None:
-    a, b, c = prepare(tmp_path / "a"), prepare(tmp_path / "b"), prepare(tmp_path / "c", "--seed=1")
-    assert a == b
-    assert a["train"] != c["train"]
 
 
 def test_a_sentence_in_every_form() -> None:
@@ -240,13 +209,10 @@ def test_hasty_answers_keep_the_order_of_the_request(tmp_path: Path) -> None:
     assert 0 < some < changed < NUMBERS["sft"]
 
 
-def test_impossible_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in (*(f"--{name}_size=0" for name in NUMBERS), "--hasty_share=1.5"):
         assert main(["--local_save_dir", str(tmp_path), option]) == 2
         says(capsys.readouterr().err, option, "from 0 to 1" if "share" in option else "at least 1")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_more_requests_than_there_are() -> None:
     with refuses(DataError, "--train_size", "20,000", "only 13,824"):
         draw_requests(20_000, SIZES["small"], seed=0)

@@ -88,13 +88,8 @@ def test_the_only_number_counts_whatever_stands_around_it(score: float, rows: li
 def test_penalty_share(length: int, linear: float, cosine: float) -> None:
     assert penalty_share(length, 10, 18) == linear
     assert penalty_share(length, 10, 18, "cosine") == pytest.approx(cosine)
-
-
-def test_words_and_characters() -> None:
-    assert length_penalty("d", "one two  three\n", "", {}, budget=2, limit=4) == {"score": -0.5, "length": 3.0}
-    found = length_penalty("d", "one two", "", {}, budget=0, limit=7, unit="characters", shape="cosine")
-    assert found == {"score": -1.0, "length": 7.0}
-    assert str(length_penalty("d", "", "", {}, budget=0, limit=1)["score"]) == "0.0"
+    found = length_penalty("d", "x" * length, "", {}, budget=10, limit=18, unit="characters", shape="cosine")
+    assert found == {"score": pytest.approx(-cosine), "length": float(length)}
 
 
 def test_with_a_reward_by_weighted() -> None:
@@ -204,8 +199,5 @@ def test_each_tag_counts_once(text: str, tags: int) -> None:
     assert xml_tags("d", text, None, {}) == pytest.approx(0.2 * tags)
     assert xml_tags("d", text, None, {}, per_tag=1.0) == tags
     assert xml_tags("d", text.removeprefix("<think>"), None, {}, per_tag=1.0, opened="think") >= tags
-
-
-def test_tags_are_a_list() -> None:
     with refuses(ValueError, "tags='think'"):
-        xml_tags("d", "", None, {}, tags="think")
+        xml_tags("d", text, None, {}, tags="think")

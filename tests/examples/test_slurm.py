@@ -142,24 +142,18 @@ def test_a_run_that_fails_is_not_queued_again(start: Callable[..., Job], code: i
     assert start(RUN_ENDS=str(code)).ends()[:2] == (code, [])
 
 
-def test_the_run_gets_slurms_signal_once_and_the_job_is_queued_again(start: Callable[..., Job]) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_the_run_gets_one_signal_and_slurms_queues_the_job_again(start: Callable[..., Job], sent: int) -> None:
+    """SIGINT saves, too, and ends the job for good."""
     job = start()
     job.wait_for(lambda: "runs" in job.asked())
-    job.process.terminate()
-    job.wait_for(lambda: "saved" in job.asked())
-    job.process.terminate()
+    job.process.send_signal(sent)
+    if sent == signal.SIGTERM:
+        job.wait_for(lambda: "saved" in job.asked())
+        job.process.send_signal(sent)
     job.asked_of.with_name("asked.enough").touch()
-    code, slurm, said = job.ends()
-    assert (code, slurm, job.asked().count("saved")) == (143, [f"scontrol requeue {job.id}"], 1)
-    says(said, job.id)
-
-
-def test_sigint_saves_and_ends_the_job_for_good(start: Callable[..., Job]) -> None:
-    job = start()
-    job.wait_for(lambda: "runs" in job.asked())
-    job.process.send_signal(signal.SIGINT)
-    job.asked_of.with_name("asked.enough").touch()
-    assert (job.ends()[:2], job.asked().count("saved")) == ((143, []), 1)
+    requeued = [f"scontrol requeue {job.id}"] if sent == signal.SIGTERM else []
+    assert (job.ends()[:2], job.asked().count("saved")) == ((143, requeued), 1)
 
 
 def test_a_signal_before_the_run_has_started(start: Callable[..., Job]) -> None:
@@ -180,26 +174,21 @@ def test_nodes_that_do_not_come_and_a_head_that_does_not_start(start: Callable[.
     says(said, f"127.0.0.1:{20000 + int(job.id)}")
 
 
-def test_waiting_for_nodes_has_an_end() -> None:
-    waits = [sys.executable, "examples/cluster/wait_for_nodes.py", "127.0.0.1:1", "2", "0.2"]
-    assert subprocess.run(waits, cwd=ROOT, timeout=60, check=False).returncode == -signal.SIGALRM
-
-
-def test_it_is_for_sbatch_and_has_what_it_relies_on(tmp_path: Path) -> None:
+def test_it_is_for_sbatch_and_waiting_for_nodes_has_an_end(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "SLURM_SUBMIT_DIR"}
     done = subprocess.run([str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     says(done.stderr, "SLURM_SUBMIT_DIR", "sbatch")
     options = [line.split()[1] for line in SCRIPT.read_text().splitlines() if line.startswith("#SBATCH ")]
     assert {"--requeue", "--signal=B:TERM@600", "--ntasks-per-node=1"} <= set(options)
+    waits = [sys.executable, "examples/cluster/wait_for_nodes.py", "127.0.0.1:1", "2", "0.2"]
+    assert subprocess.run(waits, cwd=ROOT, timeout=60, check=False).returncode == -signal.SIGALRM
 
 
 @pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_two_nodes_are_stopped_in_a_run_that_goes_on_when_slurm_starts_it_again(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_a_run_on_two_nodes_goes_on_when_slurm_starts_it_again(start: Callable[..., Job], tmp_path: Path) -> None:
     """Real Ray, whose two nodes are on this machine, and the real job."""
     settings = [each for each in SETTINGS if not each.startswith("ray_kwargs")]
     arguments = [*settings, "cluster=cpu", f"trainer.default_local_dir={tmp_path}/run", "trainer.save_freq=100"]
