@@ -128,9 +128,7 @@ class Team(AgentLoop):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("credit", "estimator"), [("episode", "gigpo"), ("agent", "grpo")])
-def test_an_agent_with_sub_agents_learns_and_all_that_it_samples_trains(
-    tmp_path: Path, credit: str, estimator: str
-) -> None:
+def test_an_agent_with_sub_agents_learns_by_all_that_it_samples(tmp_path: Path, credit: str, estimator: str) -> None:
     """It has three of them, and forgets what was said."""
     (tmp_path / "team.py").write_text(TEAM)
     drawn = np.random.default_rng(0).integers(100, 500, (600, 6, 2)).tolist()

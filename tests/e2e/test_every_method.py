@@ -18,6 +18,7 @@ from grpo_dist.plugins.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODE
 from grpo_dist.run.build import spawn_roles, start_roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.workers.roles import Roles
+from tests.e2e.runs import PLAIN, sized
 from tests.models import policy_folder
 from tests.trainer.recorded import history, recorded_trainer
 
@@ -25,13 +26,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode=true"
 SMALL = (
-    "data.train_batch_size=4",
-    f"{ACTOR}.ppo_mini_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "data.val_files=null",
-    "trainer.save_freq=-1",
-    "trainer.export_hf_model=false",
+    *(*sized(4, n=4), *PLAIN),
     "trainer.log_rollouts=false",
     "trainer.total_training_steps=1",
 )
@@ -66,14 +63,10 @@ CASES = [
     ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.use_kl_loss=false"],
     [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2.0"],
     [f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1", f"{ACTOR}.entropy_coeff=0.01"],
-    [
-        f"{CORRECTION}.bypass_mode=true",
-        f"{CORRECTION}.rollout_rs=seq_mean_k1",
-        f"{CORRECTION}.rollout_rs_threshold=2.0",
-    ],
-    [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"],
+    [BYPASS, f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=2.0"],
+    [BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"],
     [f"{CORRECTION}.m2_threshold=0.04", f"{CORRECTION}.off_policy_mask_threshold=0.5"],
-    [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.off_policy_mask_threshold=0.5"],
+    [BYPASS, f"{CORRECTION}.off_policy_mask_threshold=0.5"],
     ["algorithm.filter_groups.enable=true", "algorithm.mask_truncated_responses=true"],
     [f"{ACTOR}.top_entropy_quantile=0.2"],
     ["actor_rollout_ref.ref.ref_model_sync_steps=1", f"{ACTOR}.kl_loss_type=full"],

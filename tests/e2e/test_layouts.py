@@ -64,9 +64,7 @@ FAULTS = [Fault("engine", "generating", "SIGKILL", 3), Fault("engine", "syncing"
 
 
 @pytest.mark.long
-def test_an_engine_of_two_processes_that_loses_one_is_replaced_and_learns_what_one_does(
-    main_run: Outcome, tmp_path: Path
-) -> None:
+def test_an_engine_of_two_processes_that_loses_one_is_replaced_and_it_learns(main_run: Outcome, tmp_path: Path) -> None:
     """Two processes add up their halves of a sum in another order, so a token may turn over where the draw falls
     between two. That is rare, and changes what is sampled after it: compared are the first step token by token, the
     whole run by its rewards, and each step with its trainer.

@@ -30,7 +30,7 @@ TWO_STEPS = [
 ]
 
 
-def test_metrics_have_each_step_once_are_healthy_and_explained(main_run: Outcome) -> None:
+def test_metrics_are_healthy_and_explained_and_trainer_and_engine_agree(main_run: Outcome) -> None:
     rows = main_run.metrics()
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "perf/throughput"):
@@ -44,10 +44,7 @@ def test_metrics_have_each_step_once_are_healthy_and_explained(main_run: Outcome
     assert [(row["step"], name) for row in rows for name in row if name.startswith("health/") and row[name]] == []
     assert "health/grad_norm" in rows[-1]
     assert undocumented({name for row in rows for name in row} - {"step"}, PAGE.read_text()) == []
-
-
-def test_trainer_and_engine_agree_on_log_probs(main_run: Outcome) -> None:
-    """fp32 on both sides, after every weight sync: a stale or half-loaded engine would differ by orders more."""
+    # fp32 on both sides, after every weight sync: a stale or half-loaded engine would differ by orders more.
     rows = main_run.metrics()[1:]
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
     assert rows[0]["training/agreement/mean"] < 1e-5, "before the first update"

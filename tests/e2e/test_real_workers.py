@@ -36,6 +36,7 @@ from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.roles import Roles
 from grpo_dist.workers.scorer import Task
 from grpo_dist.workers.weight_transport import ObjectStoreTransport
+from tests.e2e.runs import PLAIN, sized
 from tests.messages import refuses
 from tests.models import builtin_reward_model, policy_folder
 from tests.trainer.recorded import history, recorded_trainer
@@ -44,9 +45,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 2
 CONFIG = (
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.rollout.n=4",
+    *(*sized(8, n=4), *PLAIN),
     "actor_rollout_ref.rollout.temperature=0.7",
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "cluster.rollout_world_size=2",
@@ -55,10 +54,7 @@ CONFIG = (
     "custom_reward_function.path=grpo_dist.rewards.weighted",
     "custom_reward_function.reward_kwargs={functions: [{path: null, label: rule}, "
     "{path: grpo_dist.rewards.reward_model, weight: 0.1}]}",
-    "data.val_files=null",
     "trainer.val_before_train=false",
-    "trainer.save_freq=-1",
-    "trainer.export_hf_model=false",
     "trainer.log_rollouts=false",
     f"trainer.total_training_steps={STEPS}",
 )
