@@ -3,22 +3,17 @@
 import pickle
 
 import pytest
-import torch
 
 from grpo_dist.algorithms.settings import LabelSettings, PreferenceSettings, ValueSettings
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import Max, Mean, Sum, merge_metrics, metric_values
 from grpo_dist.protocol.fields import FIELDS, columns_for, require
 from tests.messages import refuses
-from tests.models import random_batch
 
-MAKERS = {"sampler", "data", "rollout", "reward", "actor", "ref", "critic", "targets"}
 READERS = {
     *("forward", "router", "teacher", "actor", "critic", "reward_model", "scorer", "endpoint", "targets"),
     *("diagnostics", "samples", "judged", "driver"),
 }
-ROWS = ("P_i", "R_i", "R_i, H", "S_i", "Q_i", "R_i, K", "P_i, layers, experts", "R_i, layers, experts")
-SHAPES = {"(N,)", *(f"ragged (N, {row})" for row in ROWS)}
 
 
 def test_a_missing_column_is_named_with_its_maker() -> None:
@@ -32,13 +27,10 @@ def test_a_missing_column_is_named_with_its_maker() -> None:
         require("score", ["responses"], ["reward_extra/acc"])
 
 
-def test_every_field_is_complete() -> None:
+def test_readers_of_fields_are_known_and_the_driver_reads_small_ones_alone() -> None:
     for name, field in FIELDS.items():
-        assert field.made_by in MAKERS, name
-        assert field.meaning, name
         assert set(field.read_by.split()) <= READERS, name
         assert "driver" not in field.read_by or field.shape == "(N,)", name
-        assert field.shape in SHAPES, name
 
 
 def test_a_reader_gets_of_the_columns_that_are_there_those_that_it_reads() -> None:
@@ -52,14 +44,6 @@ def test_each_column_of_an_objective_names_it_as_a_reader() -> None:
     assert columns_for(ValueSettings.columns, "critic") == ValueSettings.columns
     for settings in (LabelSettings, PreferenceSettings):
         assert columns_for(settings.columns, "reward_model") == settings.columns
-
-
-def test_the_test_batch_follows_the_contract() -> None:
-    data = random_batch(num_groups=2, n=2)
-    for name, column in data.batch.items():
-        assert str(column.values.dtype) == f"torch.{FIELDS[name].dtype}", name
-        same = "prompts" if FIELDS[name].shape == "ragged (N, P_i)" else "responses"
-        assert torch.equal(column.lengths, data[same].lengths), name
 
 
 # --- metrics -----------------------------------------------------------------------------------------------------
