@@ -1,21 +1,19 @@
 from __future__ import annotations
 
-import json
 import os
 import socket
-import sys
 from datetime import timedelta
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_dist.engines.rendezvous import INTERFACE_VARIABLES, interface_of, is_loopback_setting, open_store, own_ip
+from grpo_dist.engines import rendezvous
 from grpo_dist.errors import ConfigError
-from tests.cluster.machines import Machines, machines
-from tests.messages import refuses, says
+from tests.messages import refuses
 from tests.ranks import LIMIT_S, run_ranks
 
 
@@ -25,7 +23,7 @@ def listening() -> list[tuple[str, int]]:
 
 def test_a_store_listens_at_its_address_only_and_until_its_end() -> None:
     before = listening()
-    store = open_store("127.0.0.1")
+    store = rendezvous.open_store("127.0.0.1")
     assert [each for each in listening() if each not in before] == [("127.0.0.1", store.port)]
     client = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=10))
     client.set("key", "value")
@@ -46,63 +44,21 @@ def test_ranks_that_meet_on_loopback_listen_there_only() -> None:
     assert run_ranks(2, _listening) == [({"127.0.0.1"}, "lo", LIMIT_S)] * 2
 
 
-# --- on several machines -------------------------------------------------------------------------------------------
-RANK = """
-import json, os, sys, time
-from pathlib import Path
-import psutil, torch, torch.distributed as dist
-from grpo_dist.engines.rendezvous import START_TIMEOUT, init_process_group, open_store
-from grpo_dist.errors import ConfigError
-
-rank, host, note = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-if rank == 0:
-    store = open_store(host)
-    note.with_suffix(".tmp").write_text(str(store.port))
-    note.with_suffix(".tmp").rename(note)
-else:
-    while not note.exists():
-        time.sleep(0.05)
-    store = dist.TCPStore(host, int(note.read_text()), timeout=START_TIMEOUT)
-try:
-    init_process_group(device="cpu", rank=rank, world_size=2, store=store, timeout_s=60)
-except ConfigError as error:
-    print(json.dumps(str(error)), flush=True)
-    os._exit(0)
-total = torch.tensor([rank + 1.0])
-dist.all_reduce(total)
-listening = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-print(json.dumps([total.item(), sorted(listening), os.environ["GLOO_SOCKET_IFNAME"]]), flush=True)
-dist.barrier()
-"""
-
-
-def ranks_on(there: Machines, tmp_path: Path, *numbers: int, **env: str) -> list[Any]:
-    """What the ranks tell, each on a machine of its own."""
-    plain = {name: value for name, value in os.environ.items() if name not in INTERFACE_VARIABLES}
-    note = tmp_path / "port"
-    rank = (sys.executable, "-c", RANK)
-    started = [there.start(n, *rank, str(n), there.addresses[0], str(note), env=plain | env) for n in numbers]
-    try:
-        told = [process.communicate(timeout=200) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert all(out for out, _ in told), told
-    return [json.loads(out) for out, _ in told]
-
-
-def test_ranks_on_two_machines_meet_on_the_interface_between_them(tmp_path: Path) -> None:
-    """Not at the address of the machine's name, which is 127.0.1.1."""
-    with machines(2, tmp_path) as there:
-        found = ranks_on(there, tmp_path, 0, 1)
-        first, second = there.addresses
-    assert found == [[3.0, [first], "eth0"], [3.0, [second], "eth0"]]
-
-
-def test_a_rank_that_is_tied_to_loopback_says_so(tmp_path: Path) -> None:
-    with machines(1, tmp_path) as there:
-        (told,) = ranks_on(there, tmp_path, 0, NCCL_SOCKET_IFNAME="=lo")
-    says(told, "NCCL_SOCKET_IFNAME==lo", "node0", "ray start")
+# --- on several machines: tests/cluster/test_two_nodes.py --------------------------------------------------------
+def test_ranks_on_several_machines_leave_loopback_or_are_told_what_ties_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They listen on the interface that leads to the store, unless the user has named one."""
+    elsewhere: Any = SimpleNamespace(host="192.0.2.1", port=1)
+    for name in rendezvous.INTERFACE_VARIABLES:
+        monkeypatch.setenv(name, "=lo")
+        with refuses(ConfigError, f"{name}==lo", socket.gethostname(), "ray start"):
+            rendezvous.init_process_group(device="cpu", rank=0, world_size=2, store=elsewhere, timeout_s=60)
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(rendezvous, "own_ip", lambda host, port: "127.0.0.1")
+    rendezvous.leave_loopback("192.0.2.1", 1)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    rendezvous.leave_loopback("192.0.2.1", 1)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_settings_of_loopback_and_the_interface_of_an_address() -> None:
@@ -110,8 +66,8 @@ def test_settings_of_loopback_and_the_interface_of_an_address() -> None:
     tied |= {"MASTER_ADDR": "localhost", "NCCL_COMM_ID": "127.0.0.1:5000"}
     free = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^lo,docker", "VLLM_HOST_IP": "10.0.0.1"}
     free |= {"MASTER_ADDR": "", "NCCL_IB_HCA": "lo", "NCCL_DEBUG": "INFO"}
-    assert [name for name, value in tied.items() if not is_loopback_setting(name, value)] == []
-    assert [name for name, value in free.items() if is_loopback_setting(name, value)] == []
-    assert (interface_of("127.0.0.1"), own_ip("127.0.0.1", 1)) == ("lo", "127.0.0.1")
+    assert [name for name, value in tied.items() if not rendezvous.is_loopback_setting(name, value)] == []
+    assert [name for name, value in free.items() if rendezvous.is_loopback_setting(name, value)] == []
+    assert (rendezvous.interface_of("127.0.0.1"), rendezvous.own_ip("127.0.0.1", 1)) == ("lo", "127.0.0.1")
     with refuses(ConfigError, "192.0.2.1", "GLOO_SOCKET_IFNAME"):
-        interface_of("192.0.2.1")
+        rendezvous.interface_of("192.0.2.1")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.settings import ObjectiveSettings
@@ -22,6 +21,7 @@ from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.workers.actor import ActorGroup, ActorWorker
 from grpo_dist.workers.gang import PolicyWorker, ReferenceGroup
+from tests.engines.train.plain import causal_lm, log_probs_alone, response_logits
 from tests.models import VOCAB, random_batch, random_model
 from tests.processes import spawned, start_together
 from tests.worker_settings import changed_sizes
@@ -83,31 +83,13 @@ def trained(groups: Taught, objective: ObjectiveSettings, steps: range) -> list[
     return found
 
 
-def logits_of(models: list[Any], prompt: torch.Tensor, response: torch.Tensor) -> list[torch.Tensor]:
-    """At each token of the response, of transformers' own models."""
-    ids = torch.cat([prompt, response]).long().unsqueeze(0)
-    with torch.no_grad():
-        return [model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in models]
-
-
-def of_tokens(logits: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    return torch.log_softmax(logits, -1).gather(1, response.long().unsqueeze(1))[:, 0]
-
-
-def loaded(*paths: str) -> list[Any]:
-    return [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths]
-
-
 def plain_kl(policy: str, teacher: str, name: str) -> float:
-    """The mean over the tokens, from the logits of transformers' own models."""
-    models, data, values = loaded(policy, teacher), random_batch(num_groups=4, n=4), []
-    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
-        logits = logits_of(models, prompt, response)
-        if name == "full":  # among the policy's tokens
-            values.append(kl_penalty("full", *(each[:, :VOCAB] for each in logits)))
-        else:
-            values.append(kl_penalty(name, *(of_tokens(each, response) for each in logits)))
-    return torch.cat(values).mean().item()
+    """The mean over the tokens, from the logits of transformers' own models; `full`: among the policy's tokens."""
+    models, data = [causal_lm(path) for path in (policy, teacher)], random_batch(num_groups=4, n=4)
+    of_rows = response_logits if name == "full" else log_probs_alone
+    with torch.no_grad():
+        values = [torch.cat(of_rows(model, data)) for model in models]
+    return kl_penalty(name, *(each[:, :VOCAB] if name == "full" else each for each in values)).mean().item()
 
 
 @pytest.mark.parametrize("name", ["full", "k3"])
@@ -169,9 +151,8 @@ def test_each_row_has_its_own_teachers_log_probs(local_ray: None, random_models:
         run(ref.start(settings))
         of_rows = DataProtoRef(batch.frames, batch.small | {"teacher": number}, ROWS)
         found = run(ref.compute_log_probs("ref_log_prob", of_rows)).fetch(("ref_log_probs",))["ref_log_probs"].rows()
-    data, models = batch.fetch(("prompts", "responses")), loaded(*paths.values())
-    for i, (prompt, response) in enumerate(zip(data["prompts"].rows(), data["responses"].rows(), strict=True)):
-        logits = logits_of(models, prompt, response)
-        own, other = (of_tokens(logits[teacher], response) for teacher in (number[i], 1 - number[i]))
-        torch.testing.assert_close(found[i], own, rtol=1e-4, atol=1e-4)
-        assert (own - other).abs().max() > 0.01
+    with torch.no_grad():
+        by_teacher = [log_probs_alone(causal_lm(path), random_batch(num_groups=4, n=4)) for path in paths.values()]
+    for values, teacher, *of_row in zip(found, number, *by_teacher, strict=True):
+        torch.testing.assert_close(values, of_row[teacher], rtol=1e-4, atol=1e-4)
+        assert (of_row[0] - of_row[1]).abs().max() > 0.01

@@ -23,14 +23,23 @@ from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
-from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
+from tests.engines.vllm.test_engine import (
+    GREEDY,
+    PROMPTS,
+    RANKS,
+    generate,
+    greedy,
+    hf_answers,
+    of_folder,
+    sampling,
+    tokens,
+)
 from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together
 from tests.worker_settings import engine_settings, model_settings, policy_settings
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
-GREEDY = sampling(n=1, temperature=0.0, seed=None)
 BUCKET_BYTES = 20_000
 TIMEOUT_S = 20.0
 VERSIONS = itertools.count(1_000_000)  # of engines that other tests use too
@@ -40,13 +49,14 @@ def actor_class() -> type:
     """An actor whose weights and broadcasts can be spoiled; Ray sends it by value."""
 
     class Actor(ActorWorker):
-        def perturb(self, seed: int, share: float = 1.0) -> None:
-            """Change this share of the weights."""
+        def perturb(self, seed: int, share: float = 1.0, only: str = "", size: float = 0.025) -> None:
+            """Change this share of the weights with this in their names."""
             torch.manual_seed(100 * seed + self.rank)
             with torch.no_grad():
-                for parameter in self.engine.model.parameters():
-                    shard = parameter.to_local()
-                    shard += (torch.rand_like(shard) < share) * 0.025 * torch.randn_like(shard)
+                for name, parameter in self.engine.model.named_parameters():
+                    if only in name:
+                        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                        shard += (torch.rand_like(shard) < share) * size * torch.randn_like(shard)
 
         def damage(self, bucket: int) -> None:
             """Flip a bit of that bucket of the next sync, after its checksum was taken."""
@@ -61,6 +71,17 @@ def actor_class() -> type:
             group.broadcast = run
 
     return Actor
+
+
+def trained_model(path: str, actor: WorkerGroup, method: str, *arguments: str) -> Any:
+    """Hugging Face's model with the actor's weights, as a method of its ranks gives them."""
+    model = of_folder(path)
+    own = dict(model.named_parameters())
+    for bucket in ray.get(actor.call_all("test", method, *arguments)[0]):
+        for name, tensor in unpack(bucket.data, bucket.entries):
+            own.pop(name).data.copy_(tensor)
+    assert not own
+    return model
 
 
 @dataclass
@@ -80,25 +101,9 @@ class Case:
         run(rollout.sync_weights(self.actor, self.transport, version=self.version, dtype=dtype))
         return rollout
 
-    def buckets(self, dtype: str = "float32") -> list[ray.ObjectRef]:
-        return self.actor.call_all("test", "export_weights", dtype)[0]
-
-    def hugging_face(self, dtype: str = "float32") -> Any:
-        """Hugging Face's model with the actor's weights, rounded to `dtype` on the way."""
-        import transformers
-
-        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
-        own = dict(model.named_parameters())
-        for bucket in ray.get(self.buckets(dtype)):
-            for name, tensor in unpack(bucket.data, bucket.entries):
-                own.pop(name).data.copy_(tensor)
-        assert not own
-        return model
-
     def expected(self, dtype: str = "float32") -> list[list[int]]:
-        """What `hugging_face` answers."""
-        model = self.hugging_face(dtype)
-        return [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+        """What Hugging Face answers with the actor's weights, rounded to `dtype` on the way."""
+        return hf_answers(trained_model(self.path, self.actor, "export_weights", dtype))
 
     def answers(self, rank: int) -> list[list[int]]:
         found = generate(self.rollout, rank, PROMPTS, GREEDY)
@@ -139,7 +144,7 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
     for step, dtype in enumerate(("float32", "bfloat16", "float32")):
         case.actor.call_all("test", "perturb", step)
         case.sync(dtype)
-        assert len(case.buckets(dtype)) > 2, "smaller than the model"
+        assert len(case.actor.call_all("test", "export_weights", dtype)[0]) > 2, "smaller than the model"
         expected = case.expected(dtype)
         assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2, (step, dtype)
         assert expected not in seen, "the change does not show"
@@ -148,7 +153,7 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
     rank, version = RANKS[case.name], next(VERSIONS)
     through_store = run(ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32"))
     assert through_store == {rank: version}
-    assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
+    assert greedy(rollouts, rank) == seen[-1]
 
 
 def test_nothing_listens_for_other_machines(case: Case) -> None:

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import durable_files
-from grpo_dist.engines.train.checkpoint import SafeReader, ShardWriter, copied, load_state, training_state
+from grpo_dist.engines.train.checkpoint import SafeReader, copied, load_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values
@@ -223,27 +223,6 @@ def test_engines_know_what_they_will_write(ranks: int, random_models: dict[str, 
     moments = [key for key in tensor_bytes(tmp_path / "lora") if "exp_avg_sq" in key]
     assert moments
     assert all("lora_" in key for key in moments), "of the factors alone, beside all weights"
-
-
-def with_both_names(rank: int, path: str, folder: Path) -> list[dict[str, np.ndarray]]:
-    """A checkpoint as earlier versions wrote it, with a tied output layer of its own; and what is read from it."""
-    engine = engine_with_schedule(path)
-    step(engine, rank, 2, 0)
-    state = training_state(engine.model, engine.optimizer, engine.schedule)
-    state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"]
-    (writer := ShardWriter()).begin_save(state, folder)
-    writer.finished(wait=True)
-    again = engine_with_schedule(path)
-    again.load_checkpoint(folder)
-    return [weights(engine), weights(again)]
-
-
-@pytest.mark.deep
-def test_a_checkpoint_with_both_names_is_read(random_models: dict[str, str], tmp_path: Path) -> None:
-    for saved, read in run_ranks(2, with_both_names, random_models["tied"], tmp_path / "earlier"):
-        assert "model.lm_head.weight" in tensor_bytes(tmp_path / "earlier")
-        for name, weight in saved.items():
-            np.testing.assert_array_equal(read[name], weight, err_msg=name)
 
 
 def test_on_other_ranks_no_bit_changes(runs: dict, folder: Path) -> None:

@@ -15,19 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_dist.algorithms.settings import PreferenceSettings
 from grpo_dist.config.schema_roles import LoraSection
 from grpo_dist.engines.settings import PassLimits
 from grpo_dist.engines.train import hf_export
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.protocol.sequences import with_score_token
 from tests.disks import MIB, small_disk
-from tests.engines.train.plain import built, told, weights
+from tests.engines.train.plain import told, weights
 from tests.engines.train.test_lora import trained
 from tests.engines.train.test_model_loading import DEEPSEEK
-from tests.engines.train.test_objectives import pairs
 from tests.messages import says
-from tests.models import objective, random_batch, random_model, scheduled, trainable_engine
+from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 from tests.tiers import first
 from tests.worker_settings import lora
@@ -137,46 +133,6 @@ def test_the_files_have_the_names_of_the_model_that_was_loaded(
 
 
 # --- reward models -------------------------------------------------------------------------------------------------
-def scores(engine: FSDPEngine) -> list[float]:
-    rows = with_score_token(random_batch(num_groups=2, n=2))
-    return [row[-1].item() for row in engine.compute_columns(rows, ("values",), PassLimits("", 3))["values"].rows()]
-
-
-def export_reward_model(rank: int, model: str, folder: Path) -> list[list[float]]:
-    """Scores before and after a step, and those of the folder, loaded again."""
-    head = {"num_labels": 1, "new_head_seed": 3}
-    engine = built(model, scheduled(warmup=0), **head)
-    before = scores(engine)
-    engine.train_mini_batch(pairs(2).index(range(4)[2 * rank :][:2]), PreferenceSettings(), PassLimits("", 2))
-    after = scores(engine)
-    engine.export_hf_model(folder, "fp32")
-    return [before, after, scores(built(str(folder), **head))]
-
-
-@pytest.mark.parametrize(("family", "padding"), [("Llama", None), ("Qwen3", 0)])
-def test_transformers_loads_a_trained_reward_model(
-    family: str, padding: int | None, random_models: dict[str, str], tmp_path: Path
-) -> None:
-    import transformers
-
-    source = with_tokenizer(family, tmp_path / "source", random_models["tied"], pad_token_id=padding)
-    folder = tmp_path / "reward_model"
-    (before, after, again), other = run_ranks(2, export_reward_model, source, folder)
-    assert other == [before, after, again]
-    assert max(np.abs(np.subtract(before, after))) > 1e-3, "it has been trained"
-    assert again == pytest.approx(after, abs=1e-6)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    assert type(model).__name__ == f"{family}ForSequenceClassification"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert (model.config.num_labels, model.config.pad_token_id) == (1, tokenizer.pad_token_id)
-    assert model.config.architectures == [type(model).__name__]
-    assert not (folder / "generation_config.json").exists()
-    data = random_batch(num_groups=2, n=2)
-    rows = [torch.cat(row).long() for row in zip(data["prompts"].rows(), data["responses"].rows(), strict=True)]
-    padded = torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=tokenizer.pad_token_id)
-    with torch.no_grad():
-        found = model(input_ids=padded, attention_mask=(padded != tokenizer.pad_token_id).long()).logits
-    assert found.flatten().tolist() == pytest.approx(after, abs=2e-5)
 
 
 @pytest.mark.parametrize(

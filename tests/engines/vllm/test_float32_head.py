@@ -18,13 +18,13 @@ from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.runtime.batch_ref import DataProtoRef
 from grpo_dist.runtime.event_loop import run
 from grpo_dist.runtime.group import WorkerGroup
-from grpo_dist.workers.actor import ActorWorker
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutGroup, RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport
 from tests.engines.vllm.test_engine import of_folder, sampling
 from tests.processes import spawned, start_together
 from tests.worker_settings import engine_settings, lora, model_settings, policy_settings
+from tests.workers.test_weight_transport import actor_class
 
 pytestmark = [pytest.mark.ray, pytest.mark.deep]
 
@@ -61,19 +61,6 @@ class ReadWorker(WorkerExtension):
 class ReadRolloutWorker(RolloutWorker):
     async def head(self) -> list[dict[str, Any]]:
         return await self.engine._llm.collective_rpc("head")
-
-
-def actor_class() -> type:
-    class Actor(ActorWorker):
-        def perturb(self, sends_factors: bool) -> None:
-            torch.manual_seed(3 + self.rank)
-            with torch.no_grad():
-                for name, parameter in self.engine.model.named_parameters():
-                    if "lora_" in name or not sends_factors:
-                        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                        shard += 0.02 * torch.randn_like(shard)
-
-    return Actor
 
 
 class Case:
@@ -146,7 +133,7 @@ def test_the_engine_holds_the_trainers_weight_bit_by_bit(
         assert torch.equal(case.head(), loaded)
         of_embedding = "torch.bfloat16" if kind == "untied" else "torch.float32"
         assert {part["embedding"] for part in case.rollout.call(0, "test", "head")} == {of_embedding}
-        case.actor.call_all("test", "perturb", factors)
+        case.actor.call_all("test", "perturb", 3, 1.0, "lora_" if factors else "")
         case.sync()
         master = loaded
         if not factors:
