@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from grpo_dist.config.schema_roles import LoraSection
@@ -23,7 +24,7 @@ from tests.engines.train.plain import told, weights
 from tests.engines.train.test_lora import trained
 from tests.engines.train.test_model_loading import DEEPSEEK
 from tests.messages import says
-from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.models import add_tokenizer, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 from tests.tiers import first
 from tests.worker_settings import lora
@@ -80,13 +81,6 @@ def export(rank: int, model: str, folder: Path, lora: LoraSection | None) -> dic
     return weights(engine)
 
 
-def with_tokenizer(family: str, folder: Path, tokenizer: str, **changes: Any) -> str:
-    path = random_model(family, folder, **changes)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(tokenizer, name), folder)
-    return path
-
-
 EXPERTS = DEEPSEEK | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4}
 CASES: dict[str, tuple[str, dict[str, Any], LoraSection | None]] = {
     "dense": ("Llama", {"tie_word_embeddings": False}, None),
@@ -98,13 +92,9 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraSection | None]] = {
 
 
 @pytest.mark.parametrize("case", first(CASES, "dense"))
-def test_the_files_have_the_names_of_the_model_that_was_loaded(
-    case: str, random_models: dict[str, str], tmp_path: Path
-) -> None:
-    import transformers
-
+def test_the_files_have_the_names_of_the_model_that_was_loaded(case: str, tmp_path: Path) -> None:
     family, changes, lora = CASES[case]
-    source = with_tokenizer(family, tmp_path / "source", random_models["tied"], **changes)
+    source = add_tokenizer(random_model(family, tmp_path / "source", **changes))
     named = Path(source, "tokenizer_config.json")  # a class that transformers would build anew
     named.write_text(json.dumps(json.loads(named.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
     taught, _ = run_ranks(2, export, source, tmp_path, lora)
@@ -132,7 +122,7 @@ def test_the_files_have_the_names_of_the_model_that_was_loaded(
             assert torch.equal(weight, torch.from_numpy(taught[name]).to(kind)), name
 
 
-# --- reward models -------------------------------------------------------------------------------------------------
+# --- reward models: tests/e2e/test_reward_model_run.py --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,6 +156,7 @@ def test_transformers_reads_the_score_where_the_model_was_trained(
     assert bool(caplog.text) == warned
 
 
+# --- adapters --------------------------------------------------------------------------------------------------------
 LORA = lora()
 ADAPTER = "lora_adapter"
 
@@ -178,7 +169,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.fixture
 def model(request: pytest.FixtureRequest, random_models: dict[str, str], tmp_path: Path) -> str:
     if request.param == "GPT2":  # Conv1D: transposed weights
-        return with_tokenizer("GPT2", tmp_path / "source", random_models["tied"])
+        return add_tokenizer(random_model("GPT2", tmp_path / "source"))
     return random_models[request.param]
 
 
@@ -194,7 +185,6 @@ def model(request: pytest.FixtureRequest, random_models: dict[str, str], tmp_pat
 )
 def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSection, tmp_path: Path) -> None:
     import peft
-    import transformers
 
     run_ranks(2, functools.partial(trained, steps=2), model, lora, tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
