@@ -202,6 +202,24 @@ def logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     return own, reference, torch.randint(0, 37, (5,), generator=generator), torch.randn(3, 5, generator=generator)
 
 
+def test_a_kl_over_the_tokens_that_a_teacher_tells() -> None:
+    """As if there were no others; beside it their probability, and gradients of log-probs too."""
+    own, reference, targets, upstream = logits()
+    told = torch.log_softmax(reference, -1).topk(4)
+    top = lm_head.TopTokens(told.indices, told.values / TEMPERATURE)
+    scaled = (own / TEMPERATURE).requires_grad_()
+    expected = kl_penalty("full", scaled.gather(1, top.ids), top.log_probs)
+    loss = (expected * upstream[2]).sum() + (token_log_probs(scaled, targets, 1.0) * upstream[0]).sum()
+    (gradient,) = torch.autograd.grad(loss, scaled)
+    values = lm_head.token_values(own, targets, TEMPERATURE, None, entropies=False, top=top)
+    torch.testing.assert_close(values.exact_kl, expected.detach(), rtol=1e-5, atol=1e-5)
+    mass = torch.softmax(scaled, -1).gather(1, top.ids).sum(1)
+    torch.testing.assert_close(values.mass, mass.detach(), rtol=1e-5, atol=1e-6)
+    upstreams = lm_head.HeadValues(upstream[0], None, upstream[2])
+    found = lm_head.logits_gradient(own, targets, TEMPERATURE, None, values, upstreams, top)
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_the_squared_norm_of_the_gradient_of_a_log_prob() -> None:
     own, _, targets, _ = logits()
     values = lm_head.token_values(own, targets, TEMPERATURE, None, entropies=False, gradient_norms=True)
