@@ -160,6 +160,7 @@ def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     """A quarter of the way to weights of 2 everywhere; saved; then all the way to 3; read again."""
     engine = built(path)
     first = weights(engine)
+    engine.compute_log_probs(random_batch(num_groups=1, n=2), PassLimits("", 2))  # which leaves weights gathered
     engine.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in first.items()), 0.25)
     mixed = weights(engine)
     head = engine.output_layer("cpu")

@@ -24,6 +24,7 @@ from tests.engines.vllm.split_rollout import SplitRolloutWorker
 from tests.engines.vllm.test_engine import (
     PROMPTS,
     assert_log_probs_equal,
+    damaged,
     generate,
     greedy,
     hf_answers,
@@ -104,6 +105,20 @@ def test_factors_take_the_place_of_those_before(engine: WorkerGroup, models: lis
         assert greedy(engine) == hf_answers(model)
     answers = [hf_answers(model) for model in models]
     assert answers[0] != answers[1] != answers[2], "the change shows"
+
+
+@pytest.mark.deep
+@pytest.mark.ray
+def test_damaged_factors_leave_those_before_in_force(engine: WorkerGroup, models: list[Any]) -> None:
+    assert load(engine, 0, factors(models[1]), 10) == 10
+    sent = factors(models[2])
+    refused = {"damaged": (damaged(sent), 11), "missing": (sent[:-1], 11), "after": (sent, 10)}
+    for word, (some, version) in refused.items():
+        with refuses(WeightSyncError, word, "version 10"):
+            load(engine, 0, some, version)
+        found = generate(engine, 0, PROMPTS, sampling())
+        assert set(found["weight_version"].tolist()) == {10}
+        assert_log_probs_equal(models[1], found)
 
 
 @pytest.mark.deep
