@@ -50,6 +50,21 @@ tokens see later ones, ends the run with its name.
 | padded, packed and shared prompts | | {everywhere} |
 {rest}
 
+## With a vision part
+
+Of a model with a vision or audio part the language part trains, on rows of text. The exported folder has all that the
+folder had: tensors that do not train as they were, config.json, class and processors; LoRA's adapters name the modules
+of the whole model. Engines start on the language part alone (`language_model_only`).
+
+| Family | Export: all tensors, config, reload; adapters | Engine: log-probs, new weights, adapters |
+|---|---|---|
+| Idefics3, SmolVLM | `make test`, `make test-deep` | `make test-deep` |
+| Gemma 3, Gemma 4, Mistral 3 | `make test`, `make test-deep` | log-probs by hand; vLLM's class needs torchvision |
+| Qwen3.5 | `make test`, `make test-deep` | not yet: vLLM on CPU computes its linear attention in bf16 only |
+
+Refused by name, since transformers has no causal LM of the language part: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, GLM-4V,
+Llama 3.2 Vision and others.
+
 ## Rehearsed
 
 `grpo-dist rehearse` ([how](rehearsal.md)) runs these whole in `make test-long`, the two in bold letters in

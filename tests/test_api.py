@@ -33,7 +33,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_nothing_but_what_is_said_is_set(given: dict[str, Any]) -> None:
+def test_nothing_but_what_is_said_is_set(given: dict[str, Any], tmp_path: Path) -> None:
     grpo_dist.train()
     assert given == {}
     grpo_dist.train("models/mine", "rewards.py:right", "rows.parquet", config={"trainer": {"seed": 3}})
@@ -46,11 +46,9 @@ def test_nothing_but_what_is_said_is_set(given: dict[str, Any]) -> None:
     given.clear()
     grpo_dist.train("models/mine", train_dataset="rows.jsonl", config={"model": "hf"})
     assert given == {"model": "hf", "actor_rollout_ref.model.path": "models/mine", "data.train_files": "rows.jsonl"}
-
-
-def test_a_model_may_be_an_option_of_its_group(given: dict[str, Any], tmp_path: Path) -> None:
+    given.clear()
     grpo_dist.train("tiny")
-    assert given == {"model": "tiny"}
+    assert given == {"model": "tiny"}, "an option of its group, where there is no such folder"
     given.clear()
     (tmp_path / "tiny").mkdir()
     grpo_dist.train("tiny", config={"data": "gsm8k"})
@@ -66,9 +64,7 @@ def test_a_model_may_be_an_option_of_its_group(given: dict[str, Any], tmp_path: 
         (None, {"actor_rollout_ref": {"model": {"path": "models/mine"}}}),
     ],
 )
-def test_rows_for_a_model_of_ones_own_are_asked_for(
-    model: str | None, config: dict[str, Any], given: dict[str, Any]
-) -> None:
+def test_rows_for_an_own_model_are_asked_for(model: str | None, config: dict[str, Any], given: dict[str, Any]) -> None:
     """The built-in sums are for the built-in model."""
     with refuses(ConfigError, "train_dataset", "data.train_files"):
         grpo_dist.train(model, length, config=config)
@@ -121,9 +117,6 @@ def test_functions_and_rows_are_written_into_the_runs_folder(given: dict[str, An
     assert [spec.rpartition(":")[2] for spec in specs] == ["length", "length_2", "right"]
     assert load_attribute(specs[1], key="key")("mine", "four", "", {}) == 4.0
     assert specs[2] == "rewards.py:right"
-
-
-def test_other_rows_leave_those_of_the_run_in_the_same_folder_as_they_are(given: dict[str, Any]) -> None:
     files = []
     for rows in (ROWS, [*ROWS, *ROWS], ROWS):
         grpo_dist.train(train_dataset=rows, config={"trainer.default_local_dir": "mine"})
@@ -132,10 +125,7 @@ def test_other_rows_leave_those_of_the_run_in_the_same_folder_as_they_are(given:
     assert first == again, "the same rows are the same experiment"
     assert [len(file.read_text().splitlines()) for file in (first, second)] == [len(ROWS), 2 * len(ROWS)]
 
-
-def test_a_table_is_read_by_rows(given: dict[str, Any]) -> None:
-    """As pandas has it, whose iteration gives the names of columns."""
-
+    # As pandas has it, whose iteration gives the names of columns.
     class Table:
         columns = ("prompt",)
 
@@ -145,24 +135,6 @@ def test_a_table_is_read_by_rows(given: dict[str, Any]) -> None:
 
     grpo_dist.train(eval_dataset=Table(), config={"trainer.default_local_dir": "mine"})  # type: ignore[arg-type]
     assert Path(given["data.val_files"]).read_text() == '{"prompt": "1+1=?"}\n'
-
-
-@pytest.mark.parametrize(
-    ("config", "parts"),
-    [
-        ({"data.train_batchsize": 2}, ["data.train_batchsize", "data.train_batch_size"]),
-        ({"trainer": {"seeds": 2}}, ["trainer.seeds"]),
-        (SMALL | {"actor_rollout_ref.rollout.n": 0}, ["actor_rollout_ref.rollout.n=0"]),
-        (SMALL | {"data.train_files": "gone.jsonl"}, ["gone.jsonl"]),
-        (
-            SMALL | {"custom_reward_function.path": ["rewards.py:f", "org/judge"]},
-            ["custom_reward_function.path=org/judge", "reward_model.enable=true", "reward_model.model.path=org/judge"],
-        ),
-    ],
-)
-def test_what_the_command_refuses_is_raised(config: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
-    with refuses(ConfigError, *parts):
-        grpo_dist.train(config=config | {"trainer.default_local_dir": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
@@ -197,10 +169,14 @@ def test_a_dry_run_trains_nothing(
     says(told, "data.train_batch_size=2")
     assert ("checked on this machine" in told) == (dry_run is True)
     assert not list(tmp_path.iterdir())
-    with refuses(ConfigError, "trainer.seed=-1"):
-        grpo_dist.train(config=config | {"trainer.seed": -1})
-
-
-def test_names_that_the_package_has_not() -> None:
-    with pytest.raises(AttributeError):
-        grpo_dist.trian  # noqa: B018
+    judge = {"custom_reward_function.path": ["rewards.py:f", "org/judge"]}
+    wrong: list[tuple[dict[str, Any], list[str]]] = [
+        ({"trainer.seed": -1}, ["trainer.seed=-1"]),
+        ({"data.train_batchsize": 2}, ["data.train_batchsize", "data.train_batch_size"]),
+    ]
+    if dry_run is True:  # which looks at files
+        wrong.append(({"data.train_files": "gone.jsonl"}, ["gone.jsonl"]))
+        wrong.append((judge, ["org/judge", "reward_model.enable=true", "reward_model.model.path=org/judge"]))
+    for keys, parts in wrong:
+        with refuses(ConfigError, *parts):
+            grpo_dist.train(config=config | keys)

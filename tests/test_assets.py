@@ -61,15 +61,12 @@ def test_resolving_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_folder_is_small_and_complete() -> None:
+def test_the_folder_is_small_and_complete(model: Any, tokenizer: Any) -> None:
     files = {file.name: file.stat() for file in TINY.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(files)
     assert {"chat_template.jinja", "model.safetensors", "README.md"} <= set(files)
     assert sum(stat.st_size for stat in files.values()) < 3_000_000
     assert all(stat.st_mode & 0o044 == 0o044 for stat in files.values()), "others cannot read the installed model"
-
-
-def test_config(model: Any, tokenizer: Any) -> None:
     config = json.loads((TINY / "config.json").read_text())
     generation = json.loads((TINY / "generation_config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
@@ -91,29 +88,21 @@ def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_special_tokens(tokenizer: Any) -> None:
+def test_special_tokens_chat_template_and_the_script_that_makes_them(tokenizer: Any, tmp_path: Path) -> None:
     assert tokenizer.encode("<|im_start|>7<|im_end|><|endoftext|>") == [1, ord("7") + 3, 2, 0]
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert tokenizer.decode([1, ord("7") + 3, 2, 0], skip_special_tokens=True) == "7"
-
-
-def test_chat_template(tokenizer: Any) -> None:
     said = [("system", "Add."), ("user", "345+678=?"), ("assistant", "#### 1023")]
     turns = [{"role": role, "content": content} for role, content in said]
     asked = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n345+678=?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.apply_chat_template(turns, tokenize=False) == asked + "#### 1023<|im_end|>\n"
     assert tokenizer.apply_chat_template(turns[:2], tokenize=False, add_generation_prompt=True) == asked
-
-
-def test_the_script_makes_the_shipped_tokenizer(tmp_path: Path) -> None:
     script.make_tokenizer().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
 
 
-def test_styles_of_the_warm_start_which_holds_the_validation_questions_out(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_styles_of_the_warm_start_that_holds_questions_out(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert arithmetic.worked_answer(345, 678) == "5+8=13 4+7+1=12 3+6+1=10 #### 1023"
     assert arithmetic.worked_answer(120, 304) == "0+4=4 2+0=2 1+3=4 #### 424"
     direct = [script.direct_response(*numbers) for numbers in ((345, 678), (120, 304), (945, 144))]
@@ -142,7 +131,8 @@ def test_greedy_is_direct_and_sampling_shows_the_worked_style(model: Any, tokeni
     assert sum(worked) / len(worked) > 0.8  # 0.94 of 640 worked responses
 
 
-def test_files_folders_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["x" * 5000, "a\x00b", "\ud800", "~no_such_user_here/x", "/" * 5000 + "gone"])
+def test_what_can_be_looked_at_and_what_cannot(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert is_file(tmp_path / "file")
@@ -150,12 +140,7 @@ def test_files_folders_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not is_folder("~/file")
     assert is_folder(str(tmp_path))
     assert not is_file(tmp_path)
-    assert expanded("~/file") == tmp_path / "file"
-    assert expanded("file") == Path("file")
-
-
-@pytest.mark.parametrize("path", ["x" * 5000, "a\x00b", "\ud800", "~no_such_user_here/x", "/" * 5000 + "gone"])
-def test_what_cannot_be_looked_at(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [expanded(each) for each in ("~/file", "file")] == [tmp_path / "file", Path("file")]
     assert (is_file(path), is_folder(path)) == (False, False)
 
     def refuse(path: object, **options: object) -> None:

@@ -25,9 +25,7 @@ Main = Callable[[list[str]], int]
 
 @pytest.mark.parametrize(("command", "name"), [(main.main, "train"), (reward_model, "reward-model"), (sft, "sft")])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_says_how_the_command_is_called(
-    command: Main, name: str, flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_says_how_it_is_called(command: Main, name: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command([flag, "nonsense"]) == 0
     out = capsys.readouterr().out
     says(out, f"grpo-dist {name}", "* model=tiny", "* data=arithmetic", "data=files")
@@ -42,16 +40,8 @@ def test_a_mistake_is_told_with_its_key_and_exit_code_2(command: Main, capsys: p
     assert (shown.out, "Traceback" in shown.err) == ("", False)
 
 
-def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    assert main.main(["data.train_batch_size=30", f"{mini}=32", "trainer.dry_run=true"]) == 2
-    says(capsys.readouterr().err, "data.train_batch_size", "ppo_mini_batch_size")
-
-
 @COMMANDS
-def test_a_dry_run_of_the_config_checks_nothing_of_this_machine(
-    command: Main, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_of_the_config_checks_nothing_here(command: Main, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["trainer.dry_run=config", "data.val_files=gone.jsonl"]) == 0
     out = capsys.readouterr().out
     says(out, "gone.jsonl")
@@ -62,7 +52,7 @@ def test_a_dry_run_of_the_config_checks_nothing_of_this_machine(
         says(capsys.readouterr().out, "custom_reward_function.path=gone.py:")
 
 
-def test_a_dry_run_shows_no_keys_of_roles_that_the_run_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_of_roles_that_a_run_lacks_and_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     shown = ["actor_rollout_ref.actor.optim.lr=0.001", "trainer.dry_run=config"]
     assert main.main([*shown, "critic.optim.lr=0.01"]) == 0
     out = capsys.readouterr().out
@@ -70,9 +60,6 @@ def test_a_dry_run_shows_no_keys_of_roles_that_the_run_lacks(capsys: pytest.Capt
     assert "critic." not in out
     assert main.main([*shown, "critic.optim.lr=0.01", "recipe=ppo"]) == 0
     says(capsys.readouterr().out, "critic.optim.lr=0.01")
-
-
-def test_a_key_of_one_command_is_not_taken_by_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert reward_model(["actor_rollout_ref.rollout.n=8", "model.lora_rank=8"]) == 2
     says(capsys.readouterr().err, "actor_rollout_ref.rollout.n:", "model.lora_rank:")
     assert main.main(["optim.clip_grad=1"]) == 2
@@ -96,15 +83,12 @@ def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch, *override
     return main.run_command(REWARD_MODEL, [*overrides])
 
 
-def test_a_run_begins_with_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ends(None, monkeypatch) == 0
-    assert capsys.readouterr() == ("summary\n", "")
-
-
 @pytest.mark.parametrize("quiet", ["--quiet", "trainer.console=false"])
 def test_a_quiet_run_shows_nothing_but_errors(
     quiet: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert ends(None, monkeypatch) == 0
+    assert capsys.readouterr() == ("summary\n", ""), "what another one begins with"
     assert ends(None, monkeypatch, quiet) == 0
     assert capsys.readouterr() == ("", "")
     assert ends(GrpoDistError("a=1"), monkeypatch, quiet) == 1
@@ -113,9 +97,15 @@ def test_a_quiet_run_shows_nothing_but_errors(
     assert capsys.readouterr().out == "plan\n", "that is what a dry run is for"
 
 
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_their_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     endings = [ConfigError("a=1"), GrpoDistError("a=1"), RayLost("a=1"), KeyboardInterrupt()]
     assert [ends(error, monkeypatch) for error in endings] == [2, 1, 3, 128 + signal.SIGINT]
+    for (parent, exit_code), names in ERRORS.items():
+        for error in (getattr(errors, name) for name in names):
+            assert issubclass(error, parent)
+            assert issubclass(error, GrpoDistError)
+            assert error.exit_code == exit_code
+            assert issubclass(error, ConfigError) == (exit_code == 2), "2 is for what the user can mend, only"
 
 
 @pytest.mark.parametrize("kind", [Interrupted, Terminated])
@@ -173,22 +163,10 @@ ERRORS = {
 }  # fmt: skip
 
 
-def test_the_tree_of_errors_and_their_exit_codes() -> None:
-    for (parent, exit_code), names in ERRORS.items():
-        for error in (getattr(errors, name) for name in names):
-            assert issubclass(error, parent)
-            assert issubclass(error, GrpoDistError)
-            assert error.exit_code == exit_code
-            assert issubclass(error, ConfigError) == (exit_code == 2), "2 is for what the user can mend, only"
-
-
 def test_worker_error_survives_the_way_between_processes() -> None:
     error = WorkerError("it broke", "actor", 3, "host7", "update", "Traceback ...")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is WorkerError
     assert vars(copy) == vars(error)
     assert str(copy) == "actor worker 3 on host7, stage 'update': it broke"
-
-
-def test_worker_error_without_details() -> None:
     assert str(WorkerError("it broke")) == "? worker -1 on ?, stage '?': it broke"

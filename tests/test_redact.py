@@ -32,18 +32,20 @@ def test_ordinary_keys_stay(key):
     assert redact({key: "token-mean"}) == {key: "token-mean"}
 
 
-def test_secret_values_and_url_logins():
+def test_secret_values_and_url_logins(tmp_path):
     plain = {"plain": "https://example.org/a@b", "path": "s3://bucket/hf_models"}
     config = {"extra": "use hf_" + "a" * 30 + " here", "url": "https://user:pw@example.org/x?y=1"} | plain
     assert redact(config) == {"extra": "use *** here", "url": "https://***@example.org/x?y=1"} | plain
-
-
-def test_copy_is_deep_and_unset_secrets_stay_unset():
     config = {"hf_token": None, "nested": {"n": (1, 2.5, True)}}
     copy = redact(config)
     assert copy == {"hf_token": None, "nested": {"n": [1, 2.5, True]}}
     copy["nested"]["n"].append(3)
     assert config["nested"]["n"] == (1, 2.5, True)
+    for value in ("a value of the environment", "short", str(tmp_path)):
+        hide_in_texts(value, "${oc.env:X}")
+    text = f"a value of the environment, short, {tmp_path}"
+    assert redact_text(text) == f"${{oc.env:X}}, short, {tmp_path}"
+    assert redact({"n": text}) == {"n": text}
 
 
 @pytest.mark.parametrize(
@@ -167,14 +169,6 @@ def test_names_that_texts_use_otherwise() -> None:
         == "x.credentials=***: bad; y.authToken=***"
     )
     assert redact_text("x.api_key=${oc.env:K} token=abc") == "x.api_key=${oc.env:K} token=***"
-
-
-def test_values_of_the_environment_are_hidden_in_texts(tmp_path) -> None:
-    for value in ("a value of the environment", "short", str(tmp_path)):
-        hide_in_texts(value, "${oc.env:X}")
-    text = f"a value of the environment, short, {tmp_path}"
-    assert redact_text(text) == f"${{oc.env:X}}, short, {tmp_path}"
-    assert redact({"n": text}) == {"n": text}
 
 
 @pytest.mark.parametrize(

@@ -17,17 +17,8 @@ from grpo_dist.tracking.base import format_samples
 from grpo_dist.tracking.summary import Progress
 
 EVIL = [
-    "\x1b[2J",
-    "\x1b]0;title\x07",
-    "\x9b31m",
-    "\x08\x08",
-    "\r",
-    "\x7f",
-    "\u2028",
-    "\u202e",
-    "\u2066",
-    "\x00",
-    "\ud800",
+    *("\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\x08\x08", "\r", "\x7f"),
+    *("\u2028", "\u202e", "\u2066", "\x00", "\ud800"),
 ]
 
 
@@ -41,14 +32,11 @@ def test_control_characters_are_replaced(text: str) -> None:
     assert json_line({"a": text}).count("\n") == 1
 
 
-def test_text_of_people_stays() -> None:
+def test_text_of_people_stays_where_a_stream_has_its_letters() -> None:
     text = "tab\tand\nline, 中文\u3000空格, é, 👩\u200d🔬, \u00a0, שלום, ½"
     assert printable(text) == text
     assert json.loads(json_line(text)) == text
     assert "中文\u3000" in json_line(text)
-
-
-def test_a_stream_without_those_letters() -> None:
     streams = [io.TextIOWrapper(io.BytesIO(), name) for name in ("latin-1", "ascii")]
     for stream in streams:
         show("½ é\x1b\n", stream)
@@ -70,9 +58,7 @@ def test_messages_of_runs_and_errors_that_quote_rows(
     assert "\x1b" not in stream.getvalue() + capsys.readouterr().err + format_samples([sample])
 
 
-def test_a_program_is_called_by_its_name_where_path_has_it_and_else_by_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_is_called_by_its_name_or_else_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "of us" / "bin" / "grpo-dist"
     own.parent.mkdir(parents=True)
     own.touch(0o755)

@@ -203,6 +203,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else config
 
 
+def overridden(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with a run's changes, which are those of the language model where it has parts."""
+    text = text_config(config)
+    if text is config:
+        return {**config, **changes}
+    return {**config, **{name: changes[name] for name in changes if name in config}, "text_config": {**text, **changes}}
+
+
 def count(text: Mapping[str, Any], name: str) -> int:
     """The positive integer called `name` in config.json; 0 if there is none."""
     value = text.get(name)

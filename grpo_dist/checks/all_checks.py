@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from grpo_dist.assets import is_on_the_hub
-from grpo_dist.assets.model_folder import ADAPTER_FOLDER, ModelFolder, read_usage
+from grpo_dist.assets.model_folder import ADAPTER_FOLDER, ModelFolder, overridden, read_usage
 from grpo_dist.checks.models import (
     REWARD_MODEL,
     CheckedModel,
@@ -181,7 +181,7 @@ def problems_of_model(config: JobConfig, row: CheckedModel, model: ModelFolder, 
         yield from position_problems(config, row.model, model.config)
         return
     yield from model_problems(config, model.config, machine.gpu_gib, machine.host_gib, model.num_parameters)
-    changed = {**model.config, **row.settings.model.override_config}
+    changed = overridden(model.config, row.settings.model.override_config)
     if why := engine_of(config).model_problem(changed, config.device):
         text = f"{row.model.setting}: {why}; use another model, or GPUs (trainer.n_gpus_per_node)"
         yield Problem(text, (row.settings.key, "trainer.n_gpus_per_node"))

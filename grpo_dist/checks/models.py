@@ -16,6 +16,7 @@ from grpo_dist.assets.model_folder import (
     check_base,
     check_model_folder,
     load_tokenizer,
+    overridden,
     read_adapter_folder,
     read_model_config,
     text_config,
@@ -150,7 +151,7 @@ def _check_logits(row: CheckedModel, model: ModelFolder) -> None:
     """Check that logits are hidden states times the output layer, of which the exact KL is made."""
     from grpo_dist.engines.train.lm_head import CHANGES_LOGITS  # a slow import, which other runs do without
 
-    entries = {**text_config(model.config), **row.settings.model.override_config}
+    entries = text_config(overridden(model.config, row.settings.model.override_config))
     if changes := [name for name in CHANGES_LOGITS if entries.get(name)]:
         raise ConfigError(
             f"actor_rollout_ref.actor.kl_loss_type=full, {row.model.setting}: the exact KL needs logits that are the "
@@ -270,4 +271,6 @@ def build_models(rows: Iterable[CheckedModel], device: str, tell: Callable[[str]
         factors = f", {built.num_parameters(only_trainable=True):,} of them LoRA's" if settings.lora else ""
         padded = "" if settings.layout == "padded" else why_padded(built)
         padded = f"; padded sequences, since {padded}" if padded else ""
-        tell(f"{settings.key}: built without memory: {built.num_parameters():,} parameters{factors}{padded}")
+        beside = f"; {len(built.carried)} tensors beside them go into exports as they are" if built.carried else ""
+        size = f"{built.num_parameters():,} parameters{factors}"
+        tell(f"{settings.key}: built without memory: {size}{beside}{padded}")

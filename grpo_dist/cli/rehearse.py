@@ -26,7 +26,7 @@ from typing import Any
 
 from grpo_dist.agents.episode import rendered, tool_call
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import load_tokenizer, read_object
+from grpo_dist.assets.model_folder import load_tokenizer, read_object, text_config
 from grpo_dist.checks.all_checks import check_all
 from grpo_dist.checks.models import checked_models
 from grpo_dist.checks.own_code import import_reward, started_scorer
@@ -224,20 +224,28 @@ def _write_model(source: Path, target: Path, setting: str, *, trust: bool) -> in
         if file.is_file() and not file.name.endswith(WEIGHTS):
             shutil.copy(file, target)
     (target / "config.json").write_text(json.dumps(small, indent=1))
-    name: str = next(iter(small.get("architectures") or ()), "")
-    auto: Any = transformers.AutoModelForCausalLM
-    for kind in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForTokenClassification):
-        auto = kind if name.endswith(kind.__name__.removeprefix("AutoModel")) else auto
     try:
         transformers.utils.logging.disable_progress_bar()
         transformers.set_seed(0)
         read = transformers.AutoConfig.from_pretrained(target, trust_remote_code=trust)
-        model: Any = auto.from_config(read, trust_remote_code=trust)
+        model: Any = _auto_class(small).from_config(read, trust_remote_code=trust)
         model.save_pretrained(target)
     except Exception as error:  # of many kinds
         raise DataError(f"{setting}: transformers cannot build a small model of it: {error}") from error
     (target / "config.json").write_text(json.dumps(small, indent=1))
     return int(model.num_parameters())
+
+
+def _auto_class(config: Mapping[str, Any]) -> Any:
+    """The class of transformers that loads all of a model, by its config.json."""
+    import transformers
+
+    name: str = next(iter(config.get("architectures") or ()), "")
+    for kind in (transformers.AutoModelForSequenceClassification, transformers.AutoModelForTokenClassification):
+        if name.endswith(kind.__name__.removeprefix("AutoModel")):
+            return kind
+    has_parts = text_config(config) is not config
+    return transformers.AutoModelForImageTextToText if has_parts else transformers.AutoModelForCausalLM
 
 
 def write_replies(config: RunConfig, prompts: Prompts, folder: Path) -> str:
@@ -348,7 +356,6 @@ async def reload(run_dir: Path) -> str:
         DataError: transformers cannot load it, or gives the engine's greedy tokens less than it gives others.
     """
     import torch
-    import transformers
 
     from grpo_dist.cli.trained import asking, find_trained, prompt_of
 
@@ -359,7 +366,8 @@ async def reload(run_dir: Path) -> str:
         (response,) = await asker.answer(0, ids)
     trust = model.config.actor_rollout_ref.model.trust_remote_code
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model.folder, trust_remote_code=trust)
+        whole = _auto_class(read_object(Path(model.folder, "config.json"), str(model.folder)))
+        loaded: Any = whole.from_pretrained(model.folder, trust_remote_code=trust)
     except Exception as error:  # of many kinds
         raise DataError(f"{model.folder}: transformers cannot load the exported model: {error}") from error
     tokens = torch.tensor([[*ids, *response.token_ids]])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
+from grpo_dist.assets.model_folder import overridden
 from grpo_dist.config.keys import Problem, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig, SupervisedConfig
@@ -220,7 +221,7 @@ def _shape(model: Model, model_config: Mapping[str, Any] | None, num_parameters:
     """Return the sizes of a model; one with a head of its own has no output layer to speak of."""
     if model_config is None:
         return None
-    shape = model_shape({**model_config, **(model.override_config or {})}, num_parameters)
+    shape = model_shape(overridden(model_config, model.override_config or {}), num_parameters)
     if shape is None or not model.outputs:
         return shape
     return replace(shape, tied=True, output_layer=0, counted=0)  # its files were counted with what they have

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from grpo_dist.assets.model_folder import count, text_config
+from grpo_dist.assets.model_folder import count, overridden, text_config
 from grpo_dist.config.keys import Problem, between_keys, shown, with_values
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
@@ -35,7 +35,7 @@ _ALREADY_SCALED = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepsee
 
 def position_problems(config: JobConfig, model: Model, model_config: Mapping[str, Any] | None) -> Iterator[Problem]:
     """Report a model with fewer positions, by its config.json (None: unknown), than the longest sequence it reads."""
-    positions = max_positions({**(model_config or {}), **(model.override_config or {})})
+    positions = max_positions(overridden(model_config or {}, model.override_config or {}))
     if positions is None or model.longest <= positions[1]:
         return
     lower = "lower one of the lengths" if len(model.lengths) > 1 else "lower the length"
@@ -60,7 +60,7 @@ def model_problems(
     if model_config is None:
         return
     if isinstance(config, RunConfig):
-        entries = {**model_config, **config.actor_rollout_ref.model.override_config}
+        entries = overridden(model_config, config.actor_rollout_ref.model.override_config)
         yield from between_keys(functools.partial(_engines_split_it, entries=entries))(config)
         yield from _rope_is_set_as_a_whole(config, model_config)
         yield from between_keys(functools.partial(_experts_are_trained_as_asked, entries=entries))(config)

@@ -109,7 +109,7 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
             "o_proj": query + hidden,
             **dict.fromkeys(() if experts else MLP_NAMES, hidden + width),
         },
-        counted=num_parameters,
+        counted=num_parameters if text is model_config else 0,  # a vision part does not train
     )
 
 

@@ -149,10 +149,12 @@ def shrunk_model(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a small model of the same architecture.
 
     Vocabulary, head size, kinds of layers and what else the file says stay; the ratio of heads stays where the file
-    names the head size, and else as far as `HIDDEN` allows.
+    names the head size, and else as far as `HIDDEN` allows. What is beside a language part has as many layers as it.
     """
-    if isinstance(text := config.get("text_config"), Mapping):
-        return {**config, "text_config": shrunk_model(text)}
+    if isinstance(config.get("text_config"), Mapping):
+        parts = {name: part for name, part in config.items() if isinstance(part, Mapping) and name.endswith("_config")}
+        few = {name: _few_layers(part) for name, part in parts.items()}
+        return {**config, **few, "text_config": shrunk_model(parts["text_config"])}
     small = {**config}
     layers = next((small[name] for name in _LAYERS if isinstance(small.get(name), int)), 0)
     kept, experts = min(layers, _num_layers(small, layers)), max(EXPERTS, 2 * (small.get("n_group") or 1))
@@ -161,6 +163,8 @@ def shrunk_model(config: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = kept
         elif isinstance(value, list | str) and len(value) == layers and (name in _KINDS or isinstance(value, list)):
             small[name] = value[:kept]
+        elif name == "per_layer_config" and isinstance(value, Mapping):
+            small[name] = {layer: value[layer] for layer in value if int(layer) < kept}
         elif name in _CAPS and isinstance(value, int):
             small[name] = min(value, _CAPS[name])
         elif name in _EXPERTS and isinstance(value, int):
@@ -172,6 +176,12 @@ def shrunk_model(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(small.get("mlp_only_layers"), list):
         small["mlp_only_layers"] = [layer for layer in small["mlp_only_layers"] if layer < kept]
     return small | _heads(small)
+
+
+def _few_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a vision or audio part with at most two layers."""
+    layers = {name: min(config[name], 2) for name in (*_LAYERS, "depth") if isinstance(config.get(name), int)}
+    return {**config, **layers}
 
 
 def _num_layers(config: Mapping[str, Any], layers: int) -> int:

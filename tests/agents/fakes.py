@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 
 END = 0
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for it, a minute at most."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 class Characters:

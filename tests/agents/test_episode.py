@@ -119,7 +119,7 @@ def test_room_is_the_shorter_of_both_limits(max_tokens: int, max_model_len: int)
     assert [sampling.max_tokens for _, sampling in writer.asked] == [6, 1]
 
 
-def test_text_that_does_not_fit_is_cut_and_ends_the_episode() -> None:
+def test_a_text_that_is_cut_ends_the_episode_and_a_short_turn_does_not() -> None:
     async def run(episode: Episode) -> None:
         while (turn := await episode.generate(stop="=")).stop == "=":
             episode.append("a long story")
@@ -127,9 +127,6 @@ def test_text_that_does_not_fit_is_cut_and_ends_the_episode() -> None:
 
     response = play(make(Writer("1="), max_tokens=5), run)
     assert (response.mask, response.truncated) == ([1, 1, 0, 0, 0], True)
-
-
-def test_a_turn_may_be_short_and_the_episode_goes_on() -> None:
     writer = Writer("thinking", "!")
 
     async def run(episode: Episode) -> None:
@@ -241,7 +238,7 @@ def turns() -> Turns:
     return made
 
 
-def test_each_sampled_token_has_the_number_of_its_agent() -> None:
+def test_each_sampled_token_has_the_number_of_its_agent_and_its_turn_the_reward() -> None:
     a, also_a, put_in, b, also_b, last = turns().agent_ids(6)
     assert (also_a, last, also_b) == (a, a, b)
     assert (put_in, len({a, b, put_in})) == (0, 3)
@@ -249,12 +246,8 @@ def test_each_sampled_token_has_the_number_of_its_agent() -> None:
     other.spans = [(0, 1, "b"), (1, 2, "")]
     assert other.agent_ids(2)[0] == b, "the name alone decides"
     assert 0 < other.agent_ids(2)[1] < 2**31, "an agent without a name is one"
-
-
-def test_rewards_sit_on_the_last_token_of_their_turn() -> None:
-    """Of a turn without tokens, on that of its agent's turn before. Where there is none, nothing that was sampled has
-    earned it, and the episode still has.
-    """
+    # Of a turn without tokens, on that of its agent's turn before. Where there is none, nothing that was sampled has
+    # earned it, and the episode still has.
     made = turns()
     made.reward(1.0, 0)
     made.reward(0.5, 0, "b")

@@ -18,14 +18,11 @@ import pytest
 from grpo_dist.agents import Episode, External, Row, external, verifiers_worker
 from grpo_dist.agents.episode import Endpoint
 from grpo_dist.agents.recording import Recording
-from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import AgentError, ConfigError
+from grpo_dist.errors import ConfigError
 from tests.agents.fakes import Characters
-from tests.agents.gateways import serving
 from tests.messages import refuses
-from tests.worker_settings import agent
 
 PROGRAM = """
 import asyncio, os, pickle, sys, time
@@ -139,7 +136,7 @@ async def test_what_is_no_answer_is_printed(capfd: pytest.CaptureFixture[str], t
         await External(command=[f"{tmp_path}/nothing"]).run(episode(what="play"))
 
 
-async def test_a_process_that_dies_fails_what_it_plays_and_the_next_episode_gets_a_new_one(program: str) -> None:
+async def test_a_process_that_dies_and_an_episode_that_ends(program: str, tmp_path: Path) -> None:
     loop = External(play=program)
     playing = asyncio.create_task(loop.run(episode(what="hang", file=os.devnull)))
     await asyncio.sleep(0)
@@ -150,11 +147,6 @@ async def test_a_process_that_dies_fails_what_it_plays_and_the_next_episode_gets
     again = episode(what="play", number=1)
     await loop.run(again)
     assert again.reward is not None
-
-
-async def test_an_episode_that_ends_here_ends_there(program: str, tmp_path: Path) -> None:
-    loop = External(play=program)
-    await loop.run(episode(what="play", number=1))
     task = asyncio.create_task(loop.run(episode(what="hang", file=str(tmp_path / "ended"))))
     await asyncio.sleep(0.2)
     task.cancel()
@@ -182,75 +174,6 @@ async def test_threads_that_hang_hold_up_no_other_episode_and_closing_ends_the_p
     await External(play=program).close()  # never started
     assert started
     assert not psutil.wait_procs(started, timeout=30)[1]
-
-
-UNRELIABLE = """
-import asyncio, os, signal
-import httpx
-
-attempts, asked = {}, 0
-client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-
-
-async def play(task, base_url, token):
-    global asked
-    asked += 1
-    if asked == 200 and not os.path.exists(task["died"]):
-        open(task["died"], "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    number = attempts[task["name"]] = attempts.get(task["name"], 0) + 1
-    for turn in range(2):
-        if turn and number <= task["raises"]:
-            raise OSError("no free port")
-        if turn and number <= task["hangs"]:
-            await asyncio.sleep(1000)
-        body = b"a" * (turn + 1)
-        answer = await client.post(base_url + "/completions", content=body, headers={"x-api-key": token})
-        answer.raise_for_status()
-    return {"reward": 1.0}
-"""
-
-
-@pytest.mark.long
-async def test_of_many_episodes_at_once_each_group_ends_once_or_has_failed_with_its_kind(tmp_path: Path) -> None:
-    """The program raises, hangs, and is killed in the middle: the first attempts of some episodes fail, and all of the
-    first episode of group 10. `python -m benchmarks.episodes` has a real engine.
-    """
-    groups, n = 64, 4
-    (tmp_path / "program.py").write_text(UNRELIABLE)
-
-    async def generate(prompt: list[int], sampling: SamplingSettings, uid: str | None = None) -> list[Response]:
-        await asyncio.sleep(0.2)
-        return [Response([66], [-0.5], False, [3])]
-
-    def group(index: int) -> list[Episode]:
-        tasks = [
-            {"raises": int((index + i) % 20 == 3), "hangs": int((index + i) % 50 == 7), "died": str(tmp_path / "died")}
-            for i in range(n)
-        ]
-        if index == 10:
-            tasks[0]["raises"] = 3
-        rows = [Row(f"prompt{index}", [81], extra_info=task | {"name": f"{index} {i}"}) for i, task in enumerate(tasks)]
-        sampling, common = SamplingSettings(n, 1.0, 1.0, -1, 50, 7), {"tokenizer": Characters(), "max_model_len": 90}
-        return [Episode(row, sampling, index=i, **common) for i, row in enumerate(rows)]
-
-    attempts: list[AgentError] = []
-    settings = agent("external", {"play": f"{tmp_path}/program.py:play"}, timeout_s=30.0)
-    async with asyncio.timeout(280), serving() as gateway:
-        runner = EpisodeRunner(settings, generate, gateway)
-        await runner.start()
-        running = (runner.run(group(index), None, attempts) for index in range(groups))
-        ended = await asyncio.gather(*running, return_exceptions=True)
-        await runner.stop()
-        assert not gateway._sessions, "each has ended"
-    for index, found in enumerate(ended):
-        if isinstance(found, BaseException):
-            assert isinstance(found, AgentError), found
-        else:
-            told = [(each.reward, each.num_turns, bytes(each.prompt_ids), each.row.uid) for each in found]
-            assert told == [(1.0, 2, b"a", f"prompt{index}")] * n
-    assert isinstance(ended[10], AgentError)
-    assert {"error", "failed", "timeout"} <= {error.kind for error in attempts}, "when it died, what raised, what hung"
 
 
 class Server:
@@ -313,30 +236,24 @@ async def test_a_server_that_is_not_there_is_waited_for(monkeypatch: pytest.Monk
         await playing
     await loop.close()
     assert (played.reward, played.failure, len(server.asked)) == (0.5, None, 3)
-
-
-@pytest.mark.parametrize(("statuses", "problem"), [((), "ConnectError"), ((503,) * 100, "status 503")])
-async def test_a_server_that_never_comes_is_an_error_in_the_end(
-    statuses: tuple[int, ...], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(external, "SERVER_S", 0.2)
-    server = Server(*statuses)
-    with refuses(RuntimeError, server.url, "0.2 s", problem):
-        async with server.listening() if statuses else nullcontext():
-            await External(url=server.url).run(episode(what="play"))
-    server.socket.close()
-
-
-async def test_a_server_is_asked_by_post() -> None:
-    server, played = Server(500), episode(what="play", index=4)
-    async with server.listening():
-        with refuses(RuntimeError, "status 500", "/play"):
-            await External(url=server.url).run(played)
-        assert played.reward is None
-        await External(url=server.url).run(episode(what="play", index=4))
     messages = [{"role": "user", "content": "hi"}]
-    task = {"what": "play", "index": 4, "messages": messages, "data_source": "games"}
-    assert [(asked["task"], asked["token"]) for asked in server.asked] == [(task, "secret")] * 2
+    task = {"what": "play", "messages": messages, "data_source": "games"}
+    assert [(asked["task"], asked["token"]) for asked in server.asked] == [(task, "secret")] * 3
+
+
+@pytest.mark.parametrize(
+    ("statuses", "told"),
+    [((), ["ConnectError", "0.2 s"]), ((503,) * 100, ["status 503", "0.2 s"]), ((500,), ["status 500", "/play"])],
+)
+async def test_what_fails_for_good(statuses: Any, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that never comes, and one that refuses."""
+    monkeypatch.setattr(external, "SERVER_S", 0.2)
+    server, played = Server(*statuses), episode(what="play")
+    with refuses(RuntimeError, server.url, *told):
+        async with server.listening() if statuses else nullcontext():
+            await External(url=server.url).run(played)
+    assert played.reward is None
+    server.socket.close()
 
 
 def test_the_function_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -19,6 +19,7 @@ from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import RequestRefused
 from grpo_dist.errors import ConfigError
+from tests.agents.fakes import until
 from tests.agents.gateways import CHAT, App, opened, post, serving, upper
 from tests.messages import refuses
 
@@ -39,11 +40,6 @@ async def status(gateway: Gateway, path: str, token: str) -> int:
     answer = await reader.read()
     writer.close()
     return int(answer.split(maxsplit=2)[1])
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 class Slow:
@@ -116,9 +112,7 @@ async def test_other_paths_lead_nowhere() -> None:
         assert gateway._app.paths == [CHAT], "it sees the path that was checked"
 
 
-async def test_a_token_cannot_be_guessed_and_is_written_nowhere(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_token_stays_a_secret(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def fails(prompt: Any, sampling: Any) -> None:
@@ -163,7 +157,7 @@ async def test_a_body_that_is_too_large_or_of_no_length_is_not_read(monkeypatch:
         assert (await post(gateway, CHAT, session.token, b"x" * 60)).status_code == 200
 
 
-async def test_a_head_without_end_is_cut_off() -> None:
+async def test_a_head_without_end_is_cut_off_and_one_that_does_not_come_is_not_waited_for() -> None:
     async with serving() as gateway:
         session = await opened(gateway)
         _, writer = await send(gateway, POST, "host: x", end="\r\n")
@@ -178,10 +172,7 @@ async def test_a_head_without_end_is_cut_off() -> None:
         assert not session.tasks
         await until(lambda: not gateway._connections())
 
-
-async def test_a_head_that_does_not_come_is_not_waited_for() -> None:
-    """Beside it, a connection that is in use stays open from request to request."""
-
+    # Beside it, a connection that is in use stays open from request to request.
     async def ask(reader: asyncio.StreamReader, writer: Any, token: str) -> None:
         writer.write(f"{POST}\r\nhost: x\r\nx-api-key: {token}\r\ncontent-length: 2\r\n\r\nhi".encode())
         while await reader.readline() != b"0\r\n":  # the last piece

@@ -70,10 +70,7 @@ def test_all_calls_are_one_row_and_each_sampled_token_is_there_once() -> None:
     assert [call.place for call in found.calls] == [1, 5, 7, 8]
     assert found.delivered == 1
     assert (recording().tree, recording().delivered) == (None, 1)
-
-
-def test_calls_that_sample_nothing_lose_nothing() -> None:
-    """In the middle of a conversation, at a branch of their own, and as all that an episode is."""
+    # In the middle of a conversation, at a branch of their own, and as all that an episode is.
     found = recording()
     ask(found, [5], [])
     ask(found, [5, 6], [1])
@@ -172,7 +169,7 @@ def sampled(*token_ids: int) -> Response:
     return Response(list(token_ids), [-0.5] * len(token_ids), False, [3] * len(token_ids))
 
 
-def test_what_is_there_is_not_put_in_again() -> None:
+def test_what_is_there_is_not_put_in_again_and_a_call_goes_on_from_its_own_place() -> None:
     """A prompt that differs from its third token on, and one that differs from the first on."""
     tree = TokenTree([7, 7, 8], 11)
     assert tree.add([7, 7, 8], sampled(1, 2)) == 1
@@ -188,6 +185,14 @@ def test_what_is_there_is_not_put_in_again() -> None:
     assert tree.routes.column(3, 8) is None, "no experts were recorded"
     assert tree.known_routes([7, 7, 8], None, 3) == 0
     assert (tree.add([7, 7, 8], sampled(5)), len(tree)) == (None, 8), "there is room for 11, the prompt's 3 among them"
+    # Two calls have sampled the same; the third goes on from the second of them.
+    tree = TokenTree([7], 20)
+    places = [tree.add([7], sampled(1)) for _ in range(2)]
+    assert tree.add([5], sampled(2), places[1]) == 3
+    assert tree.response.predecessors == [-1, -1, 1, 2]
+    assert tree.walk([5, 2, 9], places[1]) == (3, 2)
+    assert tree.walk([5], places[0]) == (0, 0)
+    assert tree.walk([7, 1]) == (0, 2)
 
 
 def test_tokens_keep_the_experts_of_the_call_that_computed_them_first() -> None:
@@ -211,14 +216,3 @@ def test_tokens_keep_the_experts_of_the_call_that_computed_them_first() -> None:
     assert tree.known_routes([7, 9], None, 2) == 1, "another prompt, from its second token on"
     assert add([7, 9], (4,), 50, 3) == 6
     assert column(7) == [10, 11, 12, 13, 30, 31, 32, 255, 51, 255]
-
-
-def test_a_call_goes_on_from_its_own_place() -> None:
-    """Two calls have sampled the same; the third goes on from the second of them."""
-    tree = TokenTree([7], 20)
-    places = [tree.add([7], sampled(1)) for _ in range(2)]
-    assert tree.add([5], sampled(2), places[1]) == 3
-    assert tree.response.predecessors == [-1, -1, 1, 2]
-    assert tree.walk([5, 2, 9], places[1]) == (3, 2)
-    assert tree.walk([5], places[0]) == (0, 0)
-    assert tree.walk([7, 1]) == (0, 2)

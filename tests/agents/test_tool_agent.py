@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from grpo_dist.agents import Episode, Row, ToolAgent, load_agent_loop
 from grpo_dist.agents.episode import EpisodeEnded, behind_turn, opening_of_calls, tool_call
 from grpo_dist.agents.tool_agent import Answer, Toolbox, load_tools
-from grpo_dist.engines.base import Response, ToolCall
+from grpo_dist.engines.base import ToolCall
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
 from tests.agents.speaking import MESSAGES, PARSER, QWEN3, TOOLS, Speaker, call, parts, play, tokenizer_of
@@ -85,7 +84,7 @@ def test_mistakes_are_told_and_the_episode_goes_on(kwargs: dict[str, Any], said:
     assert episode.metrics == {"tool_calls": 2, "tool_errors": 1}
 
 
-def test_calls_beyond_the_limit_are_not_run_and_answers_are_cut(kwargs: dict[str, Any]) -> None:
+def test_calls_answers_room_and_turns_have_limits(kwargs: dict[str, Any]) -> None:
     limits = {"max_parallel_calls": 1, "max_tool_response_length": 10}
     episode = turns(kwargs | limits, SUM + QUOTIENT * 2, QUOTIENT, "5")
     assert episode.metrics["tool_calls"] == 2
@@ -93,29 +92,12 @@ def test_calls_beyond_the_limit_are_not_run_and_answers_are_cut(kwargs: dict[str
     says(text, "5", "2", "1]")
     assert text.count("<tool_response>") == 1
     assert "0.333\n[8 characters are left out here]\n33333\n" in parts(episode)[3][1]
-
-
-def test_room_and_turns_have_limits(kwargs: dict[str, Any]) -> None:
     for room in (len(SUM) + 1 + 10, len(SUM) + 1, 20):
         episode = turns(kwargs, SUM, "never", max_tokens=room)
         assert (episode.truncated, episode.num_turns, len(episode.token_ids)) == (True, 1, room)
         assert episode.response().mask == [1] * min(room, len(SUM) + 1) + [0] * max(0, room - len(SUM) - 1)
     with pytest.raises(EpisodeEnded):  # the runner makes it a truncated one
         turns(kwargs, SUM, SUM, SUM, max_turns=2)
-
-
-def test_a_text_that_stops_the_policy_may_hold_a_call(kwargs: dict[str, Any]) -> None:
-    """What it wrote has no end token then, and gets the template's."""
-
-    class Stopped(Speaker):
-        async def sample(self, prompt: list[int], sampling: SamplingSettings) -> Response:
-            response = await super().sample(prompt, sampling)
-            stopped = self.tokenizer.decode(response.token_ids).endswith("</tool_call>")
-            return replace(response, stop="</tool_call>") if stopped else response
-
-    tokenizer = tokenizer_of()
-    episode = turns(kwargs, Stopped(tokenizer, tokenizer.encode(SUM, add_special_tokens=False), "5"))
-    assert parts(episode)[:2] == [(1, SUM), (0, "<|im_end|>" + ANSWERS.format(ANSWER.format(5)))]
 
 
 def test_the_workers_get_whole_paths(kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,18 +275,15 @@ def test_the_schema_is_that_of_the_signature_and_the_docstring(file: str) -> Non
 
 
 def test_calls_run_side_by_side_and_answer_in_their_order(file: str) -> None:
-    """On an event loop, and on threads."""
+    """On an event loop, and on threads. What is no text is told as JSON."""
+    given = {"sides": ["2", 3], "unit": "cm"}  # "2" is a number as well
+    found = answers(file, ("area", given), ("nothing", {}), ("nothing", "{}"))
+    assert found == [Answer(text, False) for text in ('{"area": 6.0, "unit": "cm"}', "null", "null")]
     for name, calls, said in (
         ("first_waits", [{"number": 1}, {"number": 2}], ["done 1", "done 2"]),
         ("meet", [{"name": str(i)} for i in range(40)], [str(i) for i in range(40)]),
     ):
         assert answers(file, *((name, given) for given in calls)) == [Answer(text, False) for text in said]
-
-
-def test_what_is_no_text_is_told_as_json(file: str) -> None:
-    given = {"sides": ["2", 3], "unit": "cm"}  # "2" is a number as well
-    found = answers(file, ("area", given), ("nothing", {}), ("nothing", "{}"))
-    assert found == [Answer(text, False) for text in ('{"area": 6.0, "unit": "cm"}', "null", "null")]
 
 
 @pytest.mark.parametrize(
@@ -362,13 +341,10 @@ DOCUMENTED = '\n    """A.\n\n    Args:\n        a: A.\n    """\n'
         ("def toll(): 'A.'", ["'tool'", "toll"]),
     ],
 )
-def test_functions_that_cannot_be_tools(tmp_path: Path, source: str, told: list[str]) -> None:
+def test_functions_that_cannot_be_tools(tmp_path: Path, file: str, source: str, told: list[str]) -> None:
     (tmp_path / "mine.py").write_text(source)
     with refuses(ConfigError, "agent_kwargs.tools", f"{tmp_path}/mine.py:tool", *told):
         load_tools([f"{tmp_path}/mine.py:tool"])
-
-
-def test_two_tools_of_one_name_are_refused(file: str) -> None:
     with refuses(ConfigError, "agent_kwargs.tools", "'say'"):
         load_tools([f"{file}:say", f"{file}:say"])
 

@@ -1,5 +1,5 @@
 """Environments of verifiers, with made-up parts of verifiers and of the policy: what becomes of an episode, and its
-chat loop. A real one: e2e/test_verifiers_run.py.
+chat loop. A real one: e2e/test_other_starts.py.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ async def test_a_taskset_that_does_not_come_holds_up_no_other_and_can_be_given_u
     assert {answer["reward"] for answer in await asyncio.gather(*waiting[1:])} == {0.5}
 
 
-def test_an_environment_of_the_tasksets_own_is_played_if_it_has_one_agent(
-    made_up: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_an_environment_of_a_tasksets_own_is_played_if_of_one_agent(made_up: SimpleNamespace, tmp_path: Path) -> None:
     """Several would be one policy with one reward, 0 where one agent wins what the other loses."""
     made_up.agents = ["golfer"]
     play(env={"id": "best-of-n", "golfer": {"max_turns": 2}})
@@ -256,13 +254,10 @@ def test_a_task_without_tools_asks_once_in_this_process(harness: ModuleType, tas
     assert [getattr(harness, name) for name in harness.__all__] == [harness.Chat], "verifiers finds one harness"
 
 
-def test_a_refused_request_is_a_program_that_failed(harness: ModuleType) -> None:
+def test_a_refused_request_fails_and_a_task_with_tools_gets_the_program(harness: ModuleType) -> None:
     done, asked = launch(harness, status=400)
     assert (done.exit_code, len(asked)) == (1, 1)
     says(done.stderr, "400", "rollout stopped: enough")
-
-
-def test_a_task_with_tools_gets_the_program(harness: ModuleType) -> None:
     (given, named), asked = launch(harness, tools={"search": "http://127.0.0.1:8"})
     assert given[3:6] == (*ENDPOINT, {"search": "http://127.0.0.1:8"})
     assert (named, asked) == ({"tool_interception_url": "t"}, [])

@@ -178,19 +178,11 @@ def test_gdpo_by_hand() -> None:
         gdpo(components, gdpo_reward_weights=[1.0])
     with refuses(ConfigError, "algorithm.gdpo_reward_keys", "huge", "big, small"):
         gdpo(components, gdpo_reward_keys=["huge"])
-
-
-def test_gdpo_counts_tokens_in_whitening() -> None:
-    """Values +-c, lengths 1 and 2: mean -c / 3, centred 4 c / 3 and -2 c / 3, sample variance 4 / 3 c^2."""
+    # Values +-c, lengths 1 and 2: mean -c / 3, centred 4 c / 3 and -2 c / 3, sample variance 4 / 3 c^2.
     mask = torch.tensor([[1.0, 0, 0], [1, 1, 0]])
     torch.testing.assert_close(gdpo({"x": [5.0, -1.0]}, mask=mask), torch.tensor([[2.0], [-1.0]]) / 3**0.5 * mask)
-
-
-def test_gdpo_leaves_out_a_component_that_a_response_has_not() -> None:
-    """x is +-1 / sqrt 2 for the two that have it, y is -1, 1, 0: sums -h, h, 0 with h = 1 - 1 / sqrt 2; deviation h.
-
-    The other group has nothing to tell apart; none of its responses has x.
-    """
+    # x is +-1 / sqrt 2 for the two that have it, y is -1, 1, 0: sums -h, h, 0 with h = 1 - 1 / sqrt 2; deviation h.
+    # The other group has nothing to tell apart; none of its responses has x.
     found = gdpo({"x": [1.0, 0, NAN, NAN, NAN], "y": [0.0, 2, 1, 7, 7]}, "aaabb")
     torch.testing.assert_close(found[:, 0], torch.tensor([-1.0, 1, 0, 0, 0]) * ROOT)
 

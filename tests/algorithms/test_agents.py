@@ -82,9 +82,6 @@ def test_each_agent_is_compared_with_its_own_average() -> None:
     assert [row[0] for row in rae({0: 0.5, 4 * 2**32: 1.0}, sources=sources)] == [8.5, 0, 1]
     own = rae({4 * 2**32 + a: 2.0}, AGENTS, sources=sources)
     assert own == [[3, 3, 0, 6, 3], [0, 0, -1, 0, 0], [0, 0, 0, 0, 0]]
-
-
-def test_the_mean_score_of_each_agent() -> None:
     assert mean_scores(REWARDS, AGENTS) == {(A - 1) // ATTEMPTS: (2.0, 3), (B - 1) // ATTEMPTS: (3.0, 2)}
     assert mean_scores(REWARDS, None) == {0: (4.0, 3)}
     sources, a, b = torch.tensor([1, 1, 2]), (A - 1) // ATTEMPTS, (B - 1) // ATTEMPTS

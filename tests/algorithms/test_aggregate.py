@@ -70,14 +70,11 @@ def test_mean_and_whitening_by_hand_and_of_equal_values() -> None:
     assert masked_whiten(torch.full((7, 3), 0.1), torch.ones(7, 3)).abs().max() < 1e-10
 
 
-def test_the_kl_of_a_token_or_not_by_hand() -> None:
+def test_means_ratios_and_the_kl_of_a_token_by_hand() -> None:
     """0.5 against 0.25: 0.5 ln 2 + 0.5 ln 2/3; a sure token against 0.25: ln 4."""
     p, q = torch.tensor([0.5, 1.0, 0.25]).log(), torch.tensor([0.25, 0.25, 0.25]).log()
     expected = [0.5 * math.log(2) + 0.5 * math.log(2 / 3), math.log(4), 0.0]
     torch.testing.assert_close(binary_kl(p, q), torch.tensor(expected))
-
-
-def test_the_ratio_is_bounded_on_both_sides() -> None:
     found = bounded_log_ratio(torch.tensor([-1.0, -50.0, 0.0]), torch.tensor([-3.0, 0.0, -50.0]))
     assert found.tolist() == [2.0, -20.0, 20.0]
     assert found.exp().isfinite().all()

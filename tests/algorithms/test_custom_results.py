@@ -94,6 +94,11 @@ def test_what_was_right_stays_right(tmp_path: Path) -> None:
     """float64 too, and a list of two."""
     name = custom(tmp_path, "return [batch.scores[:, None] * batch.response_mask, batch.response_mask]")
     assert advantages(name)[0].tolist() == [[1, 1, 0], [2, 2, 2]]
+    # The engine tells of them, with the rows.
+    name = custom(tmp_path, "return batch.log_probs, {}")
+    broken = LOSS | {"log_probs": torch.full((N, T), torch.nan, requires_grad=True)}
+    loss, _ = compute_policy_loss(broken, objective_settings(loss_mode=name))
+    assert loss.isnan()
 
 
 def test_an_error_in_an_estimator_shows_its_own_lines(tmp_path: Path) -> None:
@@ -113,14 +118,6 @@ def test_a_function_with_other_parameters_is_refused_before_it_is_called(tmp_pat
     (tmp_path / "numbers.py").write_text("f = 3\n")
     with refuses(ConfigError, f"algorithm.adv_estimator={tmp_path}/numbers.py:f", "3 (int)"):
         ADVANTAGE.get(f"{tmp_path}/numbers.py:f")
-
-
-def test_log_probs_that_are_not_finite_are_not_the_losses_fault(tmp_path: Path) -> None:
-    """The engine tells of them, with the rows."""
-    name = custom(tmp_path, "return batch.log_probs, {}")
-    broken = LOSS | {"log_probs": torch.full((N, T), torch.nan, requires_grad=True)}
-    loss, _ = compute_policy_loss(broken, objective_settings(loss_mode=name))
-    assert loss.isnan()
 
 
 def test_a_kl_estimator_of_the_reward_is_told_by_the_key_that_names_it(tmp_path: Path) -> None:

@@ -27,14 +27,11 @@ STALE = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 0]]).bool()
 COLUMNS = {"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK}
 
 
-def test_old_weights_are_what_their_tokens_have_more() -> None:
+def test_the_kl_by_cause() -> None:
     """Three tokens of current weights: 0.9 / 3 = 0.3 nats. With the two others 2.0 / 5 = 0.4 nats."""
     causes = mismatch_by_cause(**COLUMNS, is_stale=STALE)
     assert causes == {"mismatch/rest": pytest.approx(0.3), "mismatch/old_weights": pytest.approx(0.1)}
-
-
-def test_routes_are_what_sequences_without_all_of_them_have_more() -> None:
-    """The second sequence lacks some: of current weights 0.2 nats in the first, 0.3 with the second, 0.4 with all."""
+    # The second sequence lacks some: of current weights 0.2 nats in the first, 0.3 with the second, 0.4 with all.
     causes = mismatch_by_cause(**COLUMNS, is_stale=STALE, lacks_routes=torch.tensor([False, True]))
     assert causes == {
         "mismatch/rest": pytest.approx(0.2),
@@ -43,19 +40,13 @@ def test_routes_are_what_sequences_without_all_of_them_have_more() -> None:
     }
     alone = mismatch_by_cause(**COLUMNS, lacks_routes=torch.tensor([True, True]))
     assert alone == {"mismatch/rest": 0.0, "mismatch/routes": pytest.approx(0.4)}
-
-
-def test_filters_are_the_mean_ratio() -> None:
     kept = sum(math.exp(-x) for x in (0.1, 0.3, 0.4, 0.5, 0.7)) / 5
     causes = mismatch_by_cause(**COLUMNS, is_stale=STALE, filtered=True)
     assert causes["mismatch/filters"] == pytest.approx(-math.log(kept))
     assert causes["mismatch/rest"] == pytest.approx(0.3 + math.log(kept))
     kl = compute_rollout_correction(**COLUMNS)[2]["rollout_corr/kl"]
     assert sum(causes.values()) == pytest.approx(kl)
-
-
-def test_where_nothing_is_left_to_compare_with() -> None:
-    """All tokens are of older weights; or none trains."""
+    # All tokens are of older weights; or none trains.
     assert mismatch_by_cause(**COLUMNS, is_stale=torch.ones(2, 4).bool()) == {
         "mismatch/rest": 0.0,
         "mismatch/old_weights": pytest.approx(0.4),
@@ -88,12 +79,15 @@ def test_rounding_explains_so_many_times_what_a_last_place_does(dtype: torch.dty
     assert operation("q_proj", nan, wobbles, dtype).differs
 
 
-def test_the_first_one_is_named_if_log_probs_differ() -> None:
+def test_the_first_one_is_named_if_log_probs_differ_by_more_than_the_type_explains() -> None:
     same, other = Operation("a", 1.0, 1.0, 2.0), Operation("b", 3.0, 3.0, 2.0)
     late, log_probs = Operation("c", 9.0, 9.0, 2.0), Operation(LOG_PROBS, 9.0, 9.0, 2.0)
     assert first_difference([same, other, late, log_probs]) is other
     assert first_difference([same, log_probs]) is log_probs
     assert first_difference([same, other, late, Operation(LOG_PROBS, 1.0, 1.0, 2.0)]) is None
+    assert most_apart(None) == (1e-4, 5e-3)
+    assert most_apart(0.04) == (0.12, torch.inf), "SmolLM2 in bf16, which is 0.048 apart"
+    assert most_apart(0.0) == (5e-3, torch.inf)
 
 
 def test_log_probs_of_a_batch_are_compared_on_the_tokens_of_the_mask() -> None:
@@ -103,9 +97,3 @@ def test_log_probs_of_a_batch_are_compared_on_the_tokens_of_the_mask() -> None:
     for bad in (torch.nan, torch.inf):
         sampler[1] = trainer[1] = bad
         assert apart(sampler, trainer, torch.tensor([True, True, False, True])) == (torch.inf, torch.inf, 1)
-
-
-def test_a_shorter_type_explains_three_times_what_it_does_to_the_trainer() -> None:
-    assert most_apart(None) == (1e-4, 5e-3)
-    assert most_apart(0.04) == (0.12, torch.inf), "SmolLM2 in bf16, which is 0.048 apart"
-    assert most_apart(0.0) == (5e-3, torch.inf)

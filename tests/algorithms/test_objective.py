@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import policy_objective
-from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.errors import BatchError
-from grpo_dist.plugins.names import KL_LOSS_TYPES, LOSS_AGG_MODES, TOKEN_SELECTING_LOSSES
 from tests.messages import refuses
 from tests.worker_settings import changed_objective, objective_settings
 
@@ -137,43 +135,3 @@ def test_the_unbiased_kl_takes_the_old_policy_of_the_loss() -> None:
     assert metrics["actor/kl_loss"].item() == pytest.approx(value)
     loss.backward()
     torch.testing.assert_close(log_probs.grad, 0.5 * COLUMNS["response_mask"])
-
-
-READ = (*without(COLUMNS, "response_mask"), "rollout_is_weights", "selected_tokens")
-
-
-def of_noise(noise: float, *, selects: bool = False, **changes: Any) -> tuple[float, list[list[float]], dict]:
-    """(loss, gradient, metrics) of three responses with an environment's tokens in them, whose columns hold `noise`."""
-    generator = torch.Generator().manual_seed(3)
-    mask = torch.tensor([[1.0, 0, 0, 1, 1], [1, 1, 0, 1, 0], [0, 0, 1, 1, 1]])
-    columns = {name: torch.randn(mask.shape, generator=generator) - 1 for name in READ}
-    columns["rollout_is_weights"] = columns["rollout_is_weights"].exp()
-    columns["selected_tokens"] = torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 1, 0, 1], [1, 0, 0, 1, 0]])
-    columns = {name: values.where(mask > 0, noise) for name, values in columns.items()}
-    log_probs = columns["log_probs"].requires_grad_()
-    if not selects:
-        del columns["selected_tokens"]
-    settings = changed_objective(SETTINGS, **changes)
-    loss, metrics = policy_objective(columns | {"response_mask": mask}, settings, global_tokens=9, global_sequences=3)
-    loss.backward()
-    assert log_probs.grad is not None
-    assert (log_probs.grad[mask == 0] == 0).all()
-    assert (log_probs.grad[mask == 1] != 0).any()
-    return loss.item(), log_probs.grad.tolist(), metrics
-
-
-@pytest.mark.parametrize("agg", LOSS_AGG_MODES)
-@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSS.names()))
-def test_tokens_off_the_mask_change_neither_loss_nor_gradient(loss_mode: str, agg: str) -> None:
-    """Wherever they are, and whatever their columns hold."""
-    options: dict[str, Any] = {"loss_mode": loss_mode, "loss_agg_mode": agg, "loss_scale_factor": 5}
-    options["selects"] = loss_mode in TOKEN_SELECTING_LOSSES
-    assert of_noise(-30.0, **options) == of_noise(0.0, **options)
-
-
-@pytest.mark.parametrize("kl_loss_type", sorted(KL_LOSS_TYPES[:-1]))
-@pytest.mark.parametrize("noise", [-30.0, -math.inf])
-def test_nor_does_their_kl(kl_loss_type: str, noise: float) -> None:
-    """Not even what cannot be: the gradient of an infinite distance is nan, and 0 * nan is nan."""
-    options: dict[str, Any] = {"kl_loss_type": kl_loss_type, "kl_loss_coef": 1.0}
-    assert of_noise(noise, **options) == of_noise(0.0, **options)

@@ -76,9 +76,7 @@ HIGHER = CLIP | {"clip_ratio_high": 0.6}
         ("vespo", 0.5, -2.0, {}, 2 * 2 * HALF * math.e / 8, 2 * math.e / 8),
     ],
 )
-def test_one_token_by_hand(
-    name: str, ratio: float, advantage: float, config: dict, loss: float, gradient: float
-) -> None:
+def test_a_token_by_hand(name: str, ratio: float, advantage: float, config: dict, loss: float, gradient: float) -> None:
     """The old policy gave the token 1/2."""
     log_prob = torch.tensor([[HALF + math.log(ratio)]], requires_grad=True)
     found, _ = loss_of(name, torch.full((1, 1), HALF), log_prob, torch.tensor([[advantage]]), **config)
@@ -133,15 +131,12 @@ def selection(name: str, **config: float) -> Tensor | None:
     return token_selection(name, log_probs=LOG_PROBS, advantages=ADVANTAGES, response_mask=SEEN, config=config)
 
 
-def test_kl_cov_selects_the_highest_covariances() -> None:
+def test_which_tokens_covariances_select() -> None:
     """Means -2 and 0: covariances 2, -2 / -2, 2, 0; the masked 9 counts for nothing. The share 0.4 of 5 tokens is 2."""
     assert selection("kl_cov", kl_cov_ratio=0.4).tolist() == [[True, False, False], [False, True, False]]
     assert selection("kl_cov", kl_cov_ratio=1e-4).sum() == 1
     assert selection("vanilla") is None
-
-
-def test_clip_cov_selects_at_random_between_the_bounds_and_reports_it() -> None:
-    """One of five. All ratios are 1, where the plain clip holds none."""
+    # One of five. All ratios are 1, where the plain clip holds none.
     torch.manual_seed(0)
     picks = [selection("clip_cov", **CLIP_COV) for _ in range(50)]
     assert {int(pick.sum()) for pick in picks} == {1}

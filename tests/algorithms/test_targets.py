@@ -52,23 +52,37 @@ def test_without_options_only_advantages_are_made() -> None:
     assert not TOKEN_METRICS & grpo(COLUMNS | {"response_mask": MASK * 0})[1].keys()
 
 
-def test_gae_without_a_critic() -> None:
+def test_a_critics_values_are_what_gae_compares_with() -> None:
     """Values of 0: the return to go, whitened; 1 on the two tokens of the first response, 0 on the others."""
     out, metrics = compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)
     assert out["returns"].tolist() == [[1, 1, 0], [0, 0, 0]]
     assert metrics["critic/returns/mean"] == pytest.approx(0.4)
     assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
     assert not metrics.keys() & CRITIC_METRICS
-
-
-def test_the_metric_of_the_kl_in_the_reward_is_a_mean_over_responses() -> None:
-    """0.5 on each of the first one's two tokens, 1 on the other's three: 0.75, where the tokens' mean is 0.8."""
-    columns = COLUMNS | {"ref_log_probs": torch.tensor([[-2.0] * 3, [-2.5] * 3])}
-    assert grpo(columns, kl_penalty="k1")[1]["actor/reward_kl_penalty"] == pytest.approx(0.75)
-    masked = TargetSettings("grpo", PLAIN, kl_penalty="k1", mask_truncated=True)
-    assert compute_targets(columns, masked, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.5)
-    nothing = compute_targets(columns, masked, index=["a", "a"], truncated=torch.ones(2))[1]
-    assert "actor/reward_kl_penalty" not in nothing, "no KL was measured, and no controller is told of one"
+    # By hand: score 1 on the second token of the first response, 0 on the third of the second; gamma 1, lam 0.
+    # Values 0.5, 0.25 and 0, 1, 0: deltas 0.25 - 0.5, 1 - 0.25 and 1 - 0, 0 - 1, 0 - 0, returns values + deltas. What
+    # a critic says of padding has no say.
+    values = torch.tensor([[0.5, 0.25, 9.0], [0.0, 1.0, 0.0]])
+    settings = TargetSettings("gae", {"lam": 0.0}, has_values=True)
+    assert "values" in settings.columns
+    out, metrics = compute_targets(COLUMNS | {"values": values}, settings, **ROWS)
+    assert out["returns"].tolist() == [[0.25, 1, 0], [1, 0, 0]]
+    deltas = torch.tensor([-0.25, 0.75, 1.0, -1.0, 0.0])
+    whitened = (deltas - deltas.mean()) / deltas.std()
+    torch.testing.assert_close(out["advantages"][MASK > 0], whitened)
+    named = {name: metrics[f"critic/values/{name}"] for name in ("mean", "max", "min")}
+    assert named == pytest.approx({"mean": 0.35, "max": 1, "min": 0})
+    returns = torch.tensor([0.25, 1.0, 1.0, 0.0, 0.0])
+    explained = 1 - deltas.var() / (returns.var() + 1e-5)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(explained.item())
+    # One token has a mean, but no variance; equal returns that are foreseen count as explained.
+    settings, columns = TargetSettings("gae", has_values=True), COLUMNS | {"values": torch.zeros(2, 3)}
+    nothing, one = MASK * 0, torch.tensor([[1.0, 0, 0], [0, 0, 0]])
+    assert not CRITIC_METRICS & compute_targets(columns | {"response_mask": nothing}, settings, **ROWS)[1].keys()
+    found = compute_targets(columns | {"response_mask": one}, settings, **ROWS)[1]
+    assert CRITIC_METRICS & found.keys() == CRITIC_METRICS - {"critic/vf_explained_var"}
+    columns |= {"token_level_scores": torch.zeros(2, 3)}
+    assert compute_targets(columns, settings, **ROWS)[1]["critic/vf_explained_var"] == 1
 
 
 def test_of_distillation_only_the_kl_is_left() -> None:
@@ -82,13 +96,20 @@ def test_of_distillation_only_the_kl_is_left() -> None:
     assert not without["advantages"].any(), "the loss has the KL then"
 
 
-def test_kl_in_the_reward() -> None:
+def test_the_kl_in_the_reward_and_its_metric() -> None:
     """k1 is 0.5 on every token; with coefficient 0.1 the rewards sum to 1 - 0.1 and -0.15, and differ by 1.05."""
     out, metrics = grpo(kl_coef=0.1, kl_penalty="k1")
     torch.testing.assert_close(out["token_level_rewards"], torch.tensor([[-0.05, 0.95, 0.0], [-0.05, -0.05, -0.05]]))
     torch.testing.assert_close(out["advantages"][:, 0], torch.tensor([0.525, -0.525]))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    # 0.5 on each of the first one's two tokens, 1 on the other's three: 0.75, where the tokens' mean is 0.8.
+    columns = COLUMNS | {"ref_log_probs": torch.tensor([[-2.0] * 3, [-2.5] * 3])}
+    assert grpo(columns, kl_penalty="k1")[1]["actor/reward_kl_penalty"] == pytest.approx(0.75)
+    masked = TargetSettings("grpo", PLAIN, kl_penalty="k1", mask_truncated=True)
+    assert compute_targets(columns, masked, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.5)
+    nothing = compute_targets(columns, masked, index=["a", "a"], truncated=torch.ones(2))[1]
+    assert "actor/reward_kl_penalty" not in nothing, "no KL was measured, and no controller is told of one"
 
 
 # Two steps each, all scored 1; the second response is 25 nats from the reference on a token inside its second step,
@@ -114,14 +135,11 @@ def test_steps(rows: list[str]) -> None:
     torch.testing.assert_close(out["advantages"], expected)
 
 
-def test_truncated_responses_do_not_train_but_count_in_their_group() -> None:
+def test_truncated_and_rejected_responses_do_not_train() -> None:
     out, _ = grpo(mask_truncated=True)
     assert out["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0]]
     torch.testing.assert_close(out["advantages"], torch.tensor([[0.5, 0.5, 0], [0, 0, 0]]))
-
-
-def test_correction_weighs_and_rejects() -> None:
-    """Every ratio is e^-0.5 = 0.61."""
+    # Every ratio is e^-0.5 = 0.61.
     out, _ = grpo(rollout_correction={"rollout_is": "token"})
     torch.testing.assert_close(out["rollout_is_weights"][MASK == 1], torch.full((5,), math.exp(-0.5)))
     out, _ = grpo(rollout_correction={"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": math.exp(1.2)})
@@ -136,9 +154,7 @@ def test_correction_weighs_and_rejects() -> None:
         (0.26, False, [1, 1, 1, 1, 1], 0),
     ],
 )
-def test_tokens_beyond_the_second_moment_get_weight_0(
-    threshold: float, weighs: bool, weights: list[float], gone: float
-) -> None:
+def test_the_second_moment_gives_weight_0(threshold: float, weighs: bool, weights: list[float], gone: float) -> None:
     """Advantages 0.5 and -0.5, lambda -0.5 on all five tokens: the three of the second response go its way."""
     correction = {"rollout_is": "token"} if weighs else {}
     out, metrics = grpo(m2_threshold=threshold, rollout_correction=correction)
@@ -178,38 +194,6 @@ def test_selected_tokens_are_reproducible() -> None:
     assert torch.equal(picks[0], picks[1])
     assert {int(pick.sum()) for pick in picks} == {1}
     assert len({tuple(pick.flatten().tolist()) for pick in picks}) > 2
-
-
-def test_a_critics_values_are_what_gae_compares_with() -> None:
-    """By hand: score 1 on the second token of the first response, 0 on the third of the second; gamma 1, lam 0.
-
-    Values 0.5, 0.25 and 0, 1, 0: deltas 0.25 - 0.5, 1 - 0.25 and 1 - 0, 0 - 1, 0 - 0, returns values + deltas. What a
-    critic says of padding has no say.
-    """
-    values = torch.tensor([[0.5, 0.25, 9.0], [0.0, 1.0, 0.0]])
-    settings = TargetSettings("gae", {"lam": 0.0}, has_values=True)
-    assert "values" in settings.columns
-    out, metrics = compute_targets(COLUMNS | {"values": values}, settings, **ROWS)
-    assert out["returns"].tolist() == [[0.25, 1, 0], [1, 0, 0]]
-    deltas = torch.tensor([-0.25, 0.75, 1.0, -1.0, 0.0])
-    whitened = (deltas - deltas.mean()) / deltas.std()
-    torch.testing.assert_close(out["advantages"][MASK > 0], whitened)
-    named = {name: metrics[f"critic/values/{name}"] for name in ("mean", "max", "min")}
-    assert named == pytest.approx({"mean": 0.35, "max": 1, "min": 0})
-    returns = torch.tensor([0.25, 1.0, 1.0, 0.0, 0.0])
-    explained = 1 - deltas.var() / (returns.var() + 1e-5)
-    assert metrics["critic/vf_explained_var"] == pytest.approx(explained.item())
-
-
-def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
-    """One token has a mean, but no variance; equal returns that are foreseen count as explained."""
-    settings, columns = TargetSettings("gae", has_values=True), COLUMNS | {"values": torch.zeros(2, 3)}
-    nothing, one = MASK * 0, torch.tensor([[1.0, 0, 0], [0, 0, 0]])
-    assert not CRITIC_METRICS & compute_targets(columns | {"response_mask": nothing}, settings, **ROWS)[1].keys()
-    found = compute_targets(columns | {"response_mask": one}, settings, **ROWS)[1]
-    assert CRITIC_METRICS & found.keys() == CRITIC_METRICS - {"critic/vf_explained_var"}
-    columns |= {"token_level_scores": torch.zeros(2, 3)}
-    assert compute_targets(columns, settings, **ROWS)[1]["critic/vf_explained_var"] == 1
 
 
 @pytest.mark.parametrize(

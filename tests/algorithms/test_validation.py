@@ -23,13 +23,10 @@ from tests.messages import refuses
 NONE = np.nan
 
 
-def test_subset_sizes() -> None:
+def test_sizes_and_best_at_k_by_hand() -> None:
     sizes = {1: [], 2: [2], 3: [2, 3], 4: [2, 4], 6: [2, 4, 6], 8: [2, 4, 8], 9: [2, 4, 8, 9]}
     assert {n: subset_sizes(n) for n in sizes} == sizes
-
-
-def test_best_at_k_by_hand() -> None:
-    """Of 1, 2, 4 the pairs are 12, 14, 24: best 2, 4, 4, worst 1, 1, 2. The order does not matter."""
+    # Of 1, 2, 4 the pairs are 12, 14, 24: best 2, 4, 4, worst 1, 1, 2. The order does not matter.
     scores = np.array([[4.0, 1.0, 2.0]])
     for k, best, worst in ((1, 7 / 3, 7 / 3), (2, 10 / 3, 4 / 3), (3, 4.0, 1.0)):
         assert (best_at_k(scores, k), worst_at_k(scores, k)) == (pytest.approx([best]), pytest.approx([worst]))

@@ -21,6 +21,7 @@ from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.plan.commands import load_config
 from grpo_dist.workers.rehearsal import REPLIES
 from tests.cli.test_rehearse_mistakes import HERMES, REWARD, TOOL
+from tests.engines.train.test_parts import whole_model
 from tests.examples.test_examples import EXAMPLES, run_script
 from tests.messages import says
 from tests.models import builtin_reward_model
@@ -128,6 +129,17 @@ def test_a_recipe_is_rehearsed(recipe: str, capsys: pytest.CaptureFixture[str], 
     if "reward_model" in str(more):
         more = (f"reward_model.model.path={builtin_reward_model(tmp_path / 'scorer')}",)
     states = rehearsed(capsys, f"recipe={recipe}", *more)
+    assert set(states.values()) == {"ok"}
+    assert set(states) >= STAGES
+
+
+@pytest.mark.ray
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_a_model_with_a_vision_part_is_rehearsed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its export is loaded again as the whole that it is."""
+    model = whole_model("Idefics3", tmp_path / "model", vocab_size=256, max_position_embeddings=512)
+    states = rehearsed(capsys, f"actor_rollout_ref.model.path={model}", "data=arithmetic")
     assert set(states.values()) == {"ok"}
     assert set(states) >= STAGES
 

@@ -80,6 +80,10 @@ def test_a_healthy_run_is_silent() -> None:
     judgements = run(HealthMonitor(DEFAULTS), *[{}] * 60)
     assert texts(judgements) == []
     assert judgements[-1].metrics == {f"health/{name}": 0.0 for name in RULES}
+    validation = HealthMonitor(DEFAULTS).judge({"val-core/arithmetic/acc/mean@1": 0.3}, 0)
+    assert validation == Judgement({"health/non_finite": 0.0}), "no metric, no judgement"
+    off = {name: {"action": "off"} for name in RULES}
+    assert HealthMonitor(config(**off)).judge(dict.fromkeys(HEALTHY, math.nan), 1) == Judgement()
 
 
 def scores(lowest: float, mean: float, highest: float) -> dict[str, float]:
@@ -161,49 +165,31 @@ def test_a_rule_is_broken_above_its_limit_for_so_many_steps(
     assert broken(together, rule) == broken(judgements, rule), "whatever the other rules do"
 
 
-def test_a_step_without_the_metric_ends_the_row() -> None:
+def test_a_step_without_the_metric_ends_the_row_unless_another_one_has_it() -> None:
     """Three steps in a row are too many; steps 3 and 6 do not say."""
     monitor, far = HealthMonitor(DEFAULTS), HEALTHY | {KL: 5.0}
     silent = {name: value for name, value in HEALTHY.items() if name != KL}
     steps = [far, far, silent, far, far, silent, far, far, far]
     judged = [monitor.judge(metrics, 1 + i).metrics.get("health/kl") for i, metrics in enumerate(steps)]
     assert judged == [0, 0, None, 0, 0, None, 0, 0, 1]
-
-
-def test_kl_in_the_reward_counts_where_there_is_none_in_the_loss() -> None:
     metrics = {name: value for name, value in HEALTHY.items() if name != KL}
     monitor = HealthMonitor(config(kl={"steps": 1}))
     assert "health/kl" not in monitor.judge(metrics, 1).metrics
     assert monitor.judge(metrics | {"actor/reward_kl_penalty": 1.5}, 2).metrics["health/kl"] == 1
 
 
-def test_no_metric_no_judgement() -> None:
-    """A step of validation only."""
-    judgement = HealthMonitor(DEFAULTS).judge({"val-core/arithmetic/acc/mean@1": 0.3}, 0)
-    assert judgement == Judgement({"health/non_finite": 0.0})
-
-
-def test_nan_spoils_no_window_and_breaks_no_limit() -> None:
+def test_nan_spoils_no_window_and_there_is_no_flood() -> None:
     nothing = dict.fromkeys(HEALTHY, math.nan)
     steps = {name: {"steps": 1} for name in RULES}
     judgements = run(HealthMonitor(config(**steps)), nothing, *[{}] * 30, nothing)
     for judgement in (judgements[0], judgements[-1]):
         assert [name for name, value in judgement.metrics.items() if value] == ["health/non_finite"]
     assert texts(judgements[1:-1]) == []
-
-
-def test_no_flood() -> None:
-    """Told when it breaks, and every 10 steps; also where it breaks again and again."""
+    # Told when it breaks, and every 10 steps; also where it breaks again and again.
     for steps, told in (([{KL: 2.0}] * 25, [1, 11, 21]), ([{}, {KL: 2.0}] * 12, [2, 12, 22])):
         judgements = run(HealthMonitor(config(repeat_every=10, kl={"steps": 1})), *steps)
         assert [i + 1 for i, judgement in enumerate(judgements) if judgement.warnings] == told
     assert broken(judgements, "kl") == [0.0, 1.0] * 12, "the metric has every step"
-
-
-def test_off_is_silent() -> None:
-    off = {name: {"action": "off"} for name in RULES}
-    judgement = HealthMonitor(config(**off)).judge(dict.fromkeys(HEALTHY, math.nan), 1)
-    assert judgement == Judgement()
 
 
 def test_stop_stops_and_names_the_checkpoint() -> None:

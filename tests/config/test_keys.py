@@ -27,23 +27,17 @@ def notes(*overrides: str) -> list[str]:
     return load_config([*overrides, "trainer.dry_run=config"])[1]
 
 
-def test_every_key_of_verls_scripts_has_an_answer() -> None:
+def test_every_key_and_default_of_verl_has_an_answer(tmp_path: Path) -> None:
     """The 37 most used ones have an effect; none is both ours and foreign."""
     assert [key for key in USES if not (is_known(key) or key in RENAMED or foreign_key(key))] == []
     assert all(is_known(key) for key in [*list(USES)[:37], *RENAMED.values()])
     assert not set(leaf_keys()) & {*FOREIGN_KEYS, *RENAMED}
-
-
-def test_every_default_of_verl_is_taken() -> None:
-    """All of verl's keys that are none here, on one line; and the nulls of those that are, on another."""
+    # All of verl's keys that are none here, on one line; and the nulls of those that are, on another.
     theirs = {key: value for key, value in keys.verl_defaults().items() if not (is_known(key) or key in RENAMED)}
     said = [note for note in load_config([*theirs.items()])[1] if note.startswith("no effect here: ")]
     assert len(said) == len(theirs) > 650
     nulls = [key for key, value in keys.verl_defaults().items() if value is None and key not in theirs]
     notes(*(f"{key}=null" for key in nulls))
-
-
-def test_the_defaults_of_verl_are_those_of_its_config(tmp_path: Path) -> None:
     (file := tmp_path / "verl/trainer/config/ppo_trainer.yaml").parent.mkdir(parents=True)
     file.write_text("data: {length: 512, kwargs: {}}\nactor: {length: '${data.length}'}\n")
     assert dict(defaults(tmp_path)) == {"data.length": 512, "data.kwargs": {}, "actor.length": 512}
@@ -73,16 +67,13 @@ def test_settings_of_the_optimizer_by_name_are_those_without_a_key() -> None:
         load_command(["optim.override_optimizer_config.clip_grad=1", "data.train_files=x"], SFT)
 
 
-def test_the_last_mention_counts_and_two_names_say_the_same() -> None:
+def test_keys_that_are_given_twice() -> None:
     """Of one name the last, as in verl; of two, verl has its own order, so other values are refused."""
     notes(f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.tau_pos=2", f"{ACTOR}.tau_pos=1")
     says(refused(f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.strategy=megatron"), f"{ACTOR}.strategy=megatron", "fsdp2")
     pair = [f"{ACTOR}.grad_clip=1", f"{ACTOR}.optim.clip_grad=0.5"]
     assert all(says(refused(*line), *pair) is None for line in (pair, pair[::-1]))
-
-
-def test_a_key_that_verl_copies_must_be_the_same() -> None:
-    """Without data.max_prompt_length both are verl's 512."""
+    # Without data.max_prompt_length both are verl's 512.
     copy, key = f"{ROLLOUT}.prompt_length", "data.max_prompt_length"
     assert f"no effect here: {copy}=512: {key} is what to set" in notes(f"{copy}=512")
     assert f"no effect here: {copy}=32: {key} is what to set" in notes(f"{copy}=32", f"{key}=32")
@@ -210,15 +201,12 @@ def test_names_of_other_libraries_are_answered_with_what_to_write(typed: str, me
     assert meant not in leaf_keys() or f"did you mean {meant}?" in message
 
 
-def test_a_command_is_told_of_its_own_keys() -> None:
+def test_a_command_is_told_of_its_own_keys_and_the_longest_section_answers() -> None:
     for command in (SFT, REWARD_MODEL):
         with refuses(ConfigError, "pretrain", "model.path", "bf16", "engine.dtype=bf16"):
             load_command(["pretrain=x", "bf16=true"], command)
     with refuses(ConfigError, "lora", "model.lora_rank=32"):
         load_command(["lora=true"], SFT)
-
-
-def test_the_longest_section_answers() -> None:
     assert foreign_key("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype") is not None
     assert foreign_key("critic.checkpoint.save_contents") is FOREIGN_KEYS["critic.checkpoint.*"]
     assert foreign_key("critic.megatron.x") is FOREIGN_KEYS["critic.megatron.*"]
@@ -243,29 +231,15 @@ SCRIPTS = {
         trainer critic_warmup=0 logger=["console","wandb"] n_gpus_per_node=8 nnodes=1 save_freq=20 test_freq=5
         trainer total_epochs=15 project_name='verl_grpo_example_gsm8k' experiment_name='qwen3_8b_function_rm'
     """,
-    "rloo": """
-        algorithm adv_estimator=rloo use_kl_in_reward=True kl_penalty=kl kl_ctrl.kl_coef=0.001
-        actor_rollout_ref.actor use_kl_loss=False ppo_micro_batch_size=80
-        actor_rollout_ref.rollout log_prob_micro_batch_size=160
-        actor_rollout_ref.ref log_prob_micro_batch_size=160
-        trainer balance_batch=True default_hdfs_dir=null
-    """,
     "remax": """
         algorithm adv_estimator=remax use_kl_in_reward=True kl_penalty=kl kl_ctrl.kl_coef=0.001
-        actor_rollout_ref.actor use_kl_loss=False use_dynamic_bsz=True ppo_max_token_len_per_gpu=30000
-        actor_rollout_ref.rollout n=4 temperature=0.8
-        +actor_rollout_ref.actor.profiler enable=False
-    """,
-    "reinforce_plus_plus": """
-        algorithm adv_estimator=reinforce_plus_plus
-        actor_rollout_ref.actor loss_agg_mode=token-mean kl_loss_type=mse
-        actor_rollout_ref.rollout enforce_eager=False free_cache_engine=True load_format=safetensors
-        actor_rollout_ref.rollout enable_chunked_prefill=False
-    """,
-    "gpg": """
-        algorithm adv_estimator=gpg
+        actor_rollout_ref.actor use_kl_loss=False ppo_micro_batch_size=80 loss_agg_mode=token-mean kl_loss_type=mse
         actor_rollout_ref.actor policy_loss.loss_mode=gpg strategy=fsdp2 use_torch_compile=False
-        actor_rollout_ref.ref strategy=fsdp2
+        actor_rollout_ref.rollout n=4 temperature=0.8 log_prob_micro_batch_size=160 load_format=safetensors
+        actor_rollout_ref.rollout enforce_eager=False free_cache_engine=True enable_chunked_prefill=False
+        actor_rollout_ref.ref log_prob_micro_batch_size=160 strategy=fsdp2
+        +actor_rollout_ref.actor.profiler enable=False
+        trainer balance_batch=True default_hdfs_dir=null
     """,
     "dapo": """
         data prompt_key=prompt truncation='left' max_prompt_length=2048 max_response_length=20480 gen_batch_size=1536

@@ -75,16 +75,13 @@ WRONG = {
 }
 
 
-def test_everything_wrong_is_said_at_once():
+def test_everything_wrong_is_said_at_once_and_rules_keep_quiet_about_it():
     heading, *lines = refused(*WRONG).splitlines()
     says(heading, len(WRONG))
     assert len(lines) == len(WRONG)
     for override, parts in WRONG.items():
         (line,) = (line for line in lines if override.lstrip("+").partition("=")[0] in line)
         says(line, *parts)
-
-
-def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
     message = refused("data.train_bach_size=48", f"{ACTOR}.ppo_mini_batch_size=48")
     assert message.count("\n") == 1
     assert "multiple" not in message
@@ -96,11 +93,6 @@ def test_the_last_of_two_counts():
     assert config.actor_rollout_ref.model.path == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def test_the_same_option_twice_is_no_contradiction():
-    for given in (["recipe=gspo"], ["+cluster=cpu", "+cluster=cpu"], [("recipe", "gspo")]):
-        assert load_config([*given, *given]) == load_config(given)
-
-
 @pytest.mark.parametrize("group", ["model=tiny model=hf", "cluster=cpu +cluster=node8", "data=gsm8k data=arithmetic"])
 def test_of_two_options_of_a_group_the_one_without_effect_is_named(group, model_folder):
     given = f"actor_rollout_ref.model.path={model_folder}"
@@ -108,6 +100,8 @@ def test_of_two_options_of_a_group_the_one_without_effect_is_named(group, model_
 
 
 def test_two_recipes_are_not_combined():
+    for given in (["recipe=gspo"], ["+cluster=cpu", "+cluster=cpu"], [("recipe", "gspo")]):
+        assert load_config([*given, *given]) == load_config(given), "the same twice"
     for given in (
         ["+recipe=dapo", "+recipe=gspo"],
         ["recipe=dapo", "trainer.seed=1", "recipe=gspo"],
@@ -128,7 +122,7 @@ def test_free_form_mappings_take_any_name():
     assert load("+trainer.seed=5", "++trainer={test_freq: 6}").trainer.seed == 5
 
 
-def test_your_own_model_leaves_the_tiny_settings_behind_unless_its_group_is_chosen(model_folder):
+def test_own_models_and_data_leave_the_built_in_settings_behind(model_folder, parquet):
     own = f"actor_rollout_ref.model.path={model_folder}"
     for chosen, lr in (([], 1e-6), (["model=smollm2_135m"], 1e-5)):
         config, notes = load_config([own, *chosen])
@@ -138,9 +132,6 @@ def test_your_own_model_leaves_the_tiny_settings_behind_unless_its_group_is_chos
         assert bool(notes) == (not chosen)
     says(load_config([own])[1], "model=hf")
     assert load("actor_rollout_ref.model.path=builtin:tiny-qwen3") == load(), "the built-in one is no other"
-
-
-def test_your_own_data_leaves_the_arithmetic_settings_behind(parquet):
     config, notes = load_config([f"data.train_files={parquet}", "model=qwen3_0_6b", "cluster=node8"])
     assert (config.data.val_files, config.trainer.total_training_steps) == ((), None)
     says(notes, "data=files")
@@ -180,7 +171,7 @@ def test_a_mini_batch_is_the_batch_unless_it_is_set(batch):
     assert refused("data.train_batch_size=0").count("\n") == 1, "said once"
 
 
-def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
+def test_saved_configs_of_older_versions_and_of_other_models():
     values = load("trainer.seed=5").model_dump(mode="json")
     del values["reward"]["step_separator"]
     config = saved_values(values, GRPO)
@@ -194,10 +185,7 @@ def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
     values["reward"]["gone"] = 3
     with refuses(ConfigError, "reward.gone"):
         saved_values(values, GRPO)
-
-
-def test_a_saved_config_with_another_model_of_ones_own() -> None:
-    """The group that such a key selects leaves it open; what copies it follows."""
+    # The group that such a key selects leaves it open; what copies it follows.
     config = with_overrides({}, ["actor_rollout_ref.model.path=mine"], GRPO)
     assert config.actor_rollout_ref.model.path == config.reward_model.model.input_tokenizer == "mine"
     saved = load("actor_rollout_ref.model.path=mine", "trainer.dry_run=config").model_dump(mode="json")
@@ -244,19 +232,15 @@ def test_files_and_folders(tmp_path):
         (".", ["folder", ".parquet"], False),
     ],
 )
-def test_entries_that_are_no_data(name, parts, missing):
+def test_entries_that_are_no_data(name, parts, missing, tmp_path):
     problem = parse_data_file("data.train_files", name)
     assert isinstance(problem, Problem)
     says(problem.text, *parts)
     assert problem.missing_file == missing
-
-
-def test_a_missing_file_is_answered_with_the_one_beside_it_that_is_meant(tmp_path):
     (tmp_path / "train.parquet").touch()
-    for name, is_near in (("trian.parquet", True), ("0.jsonl", False)):
-        problem = parse_data_file("data.train_files", f"{tmp_path}/{name}")
-        assert isinstance(problem, Problem)
-        assert ("'train.parquet'" in problem.text) == is_near
+    for near, is_near in (("trian.parquet", True), ("0.jsonl", False)):
+        problem = parse_data_file("data.train_files", f"{tmp_path}/{near}")
+        assert ("'train.parquet'" in problem.text) == is_near, "the one beside it that is meant"
 
 
 def test_a_missing_library_is_told_before_anything_starts(tmp_path, monkeypatch):

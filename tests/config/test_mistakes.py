@@ -12,7 +12,6 @@ A, R, M = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model")
 MISTAKES = {
     # names
     "the wrong section": ("actor.ppo_mini_batch_size=8", f"{A}.ppo_mini_batch_size"),
-    "the learning rate a level up": (f"{A}.lr=1e-6", f"{A}.optim.lr"),
     "a hyphen": ("trainer.save-freq=5", "trainer.save_freq"),
     "a mistake in a mapping": (f"{A}={{ppo_epoch:2}}", f"{A}.ppo_epochs?"),
     "a section for a key": (f"{A}.optim=adamw", " lr,"),
@@ -32,8 +31,6 @@ MISTAKES = {
     "nothing": ("", "'':"),
     "a model for a group": ("model=Qwen/Qwen3-0.6B", f"{M}.path=Qwen/Qwen3-0.6B"),
     "a file for a group": ("data=rows.jsonl", "data.train_files=rows.jsonl"),
-    "no value": ("trainer.seed", "key=value"),
-    "a list without brackets": ("trainer.logger=console,wandb", "trainer.logger=[console,wandb]"),
     "an open bracket": ("trainer.logger=[console", "[ "),
     "a name that resembles none": ("data.foo=1", "--help"),
     "Python's None": (f"{A}.clip_ratio_low=None", "null"),

@@ -93,11 +93,6 @@ def test_what_a_function_of_the_package_is_to_load_or_ask(text: str) -> None:
     assert found(saved, saved) == []
 
 
-def test_an_argument_beside_one_of_the_command_line_is_still_the_folders() -> None:
-    assert found([f"{VLLM}.block_size=32"], [f"{VLLM}.max_num_seqs=4"]) == [GIVEN]
-    assert found([f"{VLLM}.block_size=32"], [f"{VLLM}.block_size=16"]) == []
-
-
 def test_the_refusal_names_file_values_and_flag() -> None:
     require_trust(Path("run/config.yaml"), [])
     values = [f"{key}={CODE[key]}" for key in (MODEL[0], GIVEN)]
@@ -106,3 +101,5 @@ def test_the_refusal_names_file_values_and_flag() -> None:
         require_trust(Path("run/config.yaml"), code)
     [escaped] = code_of_run(with_overrides({}, [(PATH, "a\x1b[2Jb.py")], GRPO), REWARD)
     assert escaped == f"{PATH}=a\\x1b[2Jb.py", "it comes from somebody else's file"
+    assert found([f"{VLLM}.block_size=32"], [f"{VLLM}.max_num_seqs=4"]) == [GIVEN]
+    assert found([f"{VLLM}.block_size=32"], [f"{VLLM}.block_size=16"]) == []

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from grpo_dist.config.command import default_options, documented_keys
-from grpo_dist.config.keys import free_form_keys, is_free_form, leaf_keys
-from grpo_dist.config.load import load_command, readable_config
+from grpo_dist.config.command import documented_keys
+from grpo_dist.config.keys import is_free_form, leaf_keys
+from grpo_dist.config.load import readable_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.plan.commands import GRPO, REWARD_MODEL, SFT, load_config
@@ -40,33 +40,6 @@ def test_root_and_schema_have_the_same_keys(command):
     assert [key.name for key in there if not key.comment] == []
 
 
-# The mappings below which any name is accepted, and a misspelt one is not found.
-FREE = {
-    "train": """actor_rollout_ref.model.override_config actor_rollout_ref.ref.model.override_config
-        actor_rollout_ref.rollout.engine_kwargs actor_rollout_ref.rollout.agent.agent_kwargs
-        actor_rollout_ref.rollout.agent.endpoint_kwargs actor_rollout_ref.actor.optim.override_optimizer_config
-        critic.model.override_config critic.optim.override_optimizer_config data.apply_chat_template_kwargs
-        reward_model.retrain.optim.override_optimizer_config custom_reward_function.reward_kwargs
-        trainer.stage_timeout_s""",
-    "reward-model": "model.override_config optim.override_optimizer_config",
-    "sft": "model.override_config optim.override_optimizer_config data.apply_chat_template_kwargs",
-}
-
-
-@EACH
-def test_mappings_of_any_names_are_these(command):
-    assert {*free_form_keys(command.schema)} == {*FREE[command.name].split()}
-
-
-@EACH
-def test_the_types_hold_for_the_defaults_and_another_model(command):
-    """What the groups leave unset, a user sets."""
-    path = next(iter(command.chosen))
-    config, _ = load_command([f"{path}=Qwen/Qwen3-0.6B", "trainer.dry_run=config"], command)
-    assert config.model_path == "Qwen/Qwen3-0.6B"
-    assert load_command([], command)[0].has_builtin_model
-
-
 @pytest.mark.parametrize(("command", "path"), GROUP_FILES)
 def test_groups_set_known_keys_only_each_with_a_comment_above(command, path):
     keys = documented_keys(path, command.schema)
@@ -78,24 +51,13 @@ def test_groups_set_known_keys_only_each_with_a_comment_above(command, path):
     assert (package, comment[:2]) == ("# @package _global_", "# ")
 
 
-def test_a_key_without_a_comment_above_is_seen(tmp_path):
-    (file := tmp_path / "keys.yaml").write_text("trainer:\n  # said\n  seed: 1\n  nnodes: 2\n")
-    assert [key.comment for key in documented_keys(file, GRPO.schema)] == ["said", ""]
-
-
-@EACH
-def test_the_options_that_are_used_by_themselves_are_there(command):
-    options = command.group_options()
-    chosen = [*default_options(command.file).items(), *command.chosen.values()]
-    assert all(option in options[group] for group, option in chosen)
-    assert set(command.chosen) | set(command.needed) <= set(leaf_keys(command.schema))
-
-
-def test_every_file_belongs_to_a_command():
+def test_every_file_belongs_to_a_command_and_keys_have_comments(tmp_path):
     folder = Path(GRPO.file).parent
     used = {file for command in COMMANDS for file in command.files} | {each.values[1] for each in GROUP_FILES}
     others = {folder / f"{name}.yaml" for name in ("foreign_keys", "verl_defaults", "engine_arguments")}
     assert {file for file in folder.rglob("*.yaml")} - used == others
+    (file := tmp_path / "keys.yaml").write_text("trainer:\n  # said\n  seed: 1\n  nnodes: 2\n")
+    assert [key.comment for key in documented_keys(file, GRPO.schema)] == ["said", ""]
 
 
 # --- whatever the schema accepts comes back from the file that a run writes down, and so does the file ----------------
@@ -139,13 +101,10 @@ def test_schema_to_yaml_to_schema_is_the_identity(data: st.DataObject) -> None:
     assert readable_config(read_back(text)) == text
 
 
-def test_texts_that_look_like_numbers_and_infinity_come_back() -> None:
+def test_odd_values_come_back_and_every_key_refuses_some() -> None:
     keys = ["actor_rollout_ref.actor.optim.lr=3e-7", "actor_rollout_ref.model.override_config.scale=-inf"]
     config, _ = load_config([*keys, "trainer.logger=[]", "trainer.experiment_name='0123'"])
     text = readable_config(config)
     assert read_back(text) == config
     assert "${" not in text
-
-
-def test_every_key_accepts_some_value_and_refuses_some() -> None:
     assert [key for key in leaf_keys() if not 0 < len(accepted(key)) < len(VALUES)] == []

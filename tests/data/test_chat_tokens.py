@@ -135,16 +135,13 @@ def test_a_call_without_text_is_trained_where_the_template_has_calls() -> None:
             one(row, silent)
 
 
-def test_variables_of_the_template() -> None:
+def test_with_variables_and_without_a_template() -> None:
     tokenizer = tokenizer_of(R1)
     example = one(chat("a", "b"), tokenizer, apply_chat_template_kwargs={"think": False})
     assert pieces(example, tokenizer) == ["<user>a</s><assistant>", "b</s>"]
     assert example.prompt.tolist() == prompt_ids(chat("a").messages, tokenizer, think=False)
     with refuses(DataError, "data.apply_chat_template_kwargs={'think': False}", "chat template"):
         tokenize([chat("a", "b")], byte_tokenizer(template=None), apply_chat_template_kwargs={"think": False})
-
-
-def test_without_a_template_a_completion_goes_on_from_the_prompt() -> None:
     tokenizer = byte_tokenizer(template=None, post="<s> $A </s>")
     shots = chat("1+1=", "2", "2+2=", " 4", first=2)
     assert pieces(one(shots, tokenizer), tokenizer) == ["<s>1+1=\n2\n2+2=", " 4</s>"]

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.data.conversations import ConversationRenderer, encode_conversation, render_conversation, without_padding
+from grpo_dist.data.conversations import ConversationRenderer, render_conversation, without_padding
 from grpo_dist.data.step_tokens import (
     StepForm,
     StepRenderer,
@@ -51,15 +51,12 @@ def rendered(own: Any, text: str) -> str:
     return own.decode(ConversationRenderer(own, SETTING, tokenizer())(MESSAGES, [], response(text)))
 
 
-def test_the_response_becomes_the_last_message_without_special_tokens() -> None:
+def test_the_response_becomes_the_last_message_or_goes_on_from_it() -> None:
     own = tokenizer(OTHER_TEMPLATE)
     assert rendered(own, "It is 3.") == f"<user> What is 1 + 2? <assistant> It is 3. {own.eos_token}"
     assert rendered(own, "") == f"<user> What is 1 + 2? <assistant>  {own.eos_token}", "an empty message"
     base = tokenizer(None)
     assert rendered(base, " It is 3.") == f"What is 1 + 2? It is 3.{base.eos_token}", "right behind the prompt"
-
-
-def test_an_answer_goes_on_from_a_begun_turn() -> None:
     own = tokenizer(OTHER_TEMPLATE)
     begun = [*MESSAGES, {"role": "assistant", "content": "It "}]
     whole = own.decode(ConversationRenderer(own, SETTING, tokenizer())(begun, [], response("is 3.")))
@@ -81,20 +78,6 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
 
 
 # --- the same tokens ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize("template", [(), (OTHER_TEMPLATE,), (None,)], ids=["own", "other", "none"])
-def test_the_policys_tokens_are_closed_as_the_template_does(template: tuple, ended: bool) -> None:
-    """Whether the response ended by itself or was cut: the score is read where the model was trained."""
-    own = tokenizer(*template)
-    answer = [{"role": "assistant", "content": "It is 3."}]
-    whole, _ = encode_conversation(*render_conversation(own, MESSAGES, answer), own)
-    found = ConversationRenderer(own, SETTING)(MESSAGES, [7, 8], response("It is 3.", ended=ended))
-    begun = [7, 8, *response("It is 3.", ended=False)]
-    assert found[: len(begun)] == begun
-    closing = found[len(begun) :]
-    assert closing
-    assert closing == whole[-len(closing) :].tolist()
-    assert own.eos_token_id in closing
 
 
 def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:
@@ -126,7 +109,7 @@ def judged(found: StepTokens, tokenizer: Any) -> list[str]:
     return [tokenizer.decode(found.token_ids[: end + 1]) for end in found.ends]
 
 
-def test_behind_the_separator_and_at_the_end_of_the_conversation() -> None:
+def test_where_steps_are_judged() -> None:
     """TRL's PRMTrainer; the template closes the answer, and the last step is judged there."""
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!")
     found = step_tokens(tokenizer, PROMPT, ["1+1", "=2"], StepForm(), None)
@@ -135,10 +118,7 @@ def test_behind_the_separator_and_at_the_end_of_the_conversation() -> None:
     assert judged(found, tokenizer) == [f"{START}1+1\n", f"{START}1+1\n=2!"]
     other = step_tokens(tokenizer, PROMPT, ["1+1;", "=2"], StepForm(separator=";"), None)
     assert judged(other, tokenizer) == [f"{START}1+1;", f"{START}1+1;=2!"]
-
-
-def test_at_a_text_behind_every_step() -> None:
-    """Math-Shepherd's: white space behind the tag is not where the model judges."""
+    # Math-Shepherd's: white space behind the tag is not where the model judges.
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!")
     found = step_tokens(tokenizer, PROMPT, ["a\n", "b"], StepForm(token=" *\n"), None)
     assert tokenizer.decode(found.token_ids) == f"{START}a *\nb *\n!"
@@ -178,16 +158,13 @@ def test_a_response_becomes_the_conversation() -> None:
         StepRenderer(refusing, "key=path", StepForm(), None)(PROMPT, [])
 
 
-def test_what_cannot_be_judged_is_refused() -> None:
+def test_what_cannot_be_judged_and_the_form_of_a_run() -> None:
     with pytest.raises(ValueError, match="answer"):
         step_tokens(byte_tokenizer("{{ messages[0].content }}"), PROMPT, ["a"], StepForm(), None)
     tokenizer = byte_tokenizer()
     assert judging_token(tokenizer, "+", "reward_model.process.good") == tokenizer.convert_tokens_to_ids("+")
     with refuses(ConfigError, "reward_model.process.good='good'", "4 tokens", "one"):
         judging_token(tokenizer, "good", "reward_model.process.good")
-
-
-def test_the_form_of_a_run() -> None:
     model = ("reward_model.enable=true", "reward_model.model.path=models/judge")
     assert step_form(load_config(model)[0].reward_model.process, "|") is None
     process = ("reward_model.process.enable=true", "reward_model.process.step_tag=' *'")

@@ -52,7 +52,7 @@ def test_the_prompt_of_a_pair_is_what_its_conversations_have_in_common() -> None
     assert [*example.prompt, *example.responses[0]] == expected
 
 
-def test_a_base_model_gets_texts_and_one_end() -> None:
+def test_a_base_model_gets_texts_and_one_end_and_no_empty_response() -> None:
     for post, begin in ((None, ""), ("<s> $A </s>", "<s>")):
         tokenizer = byte_tokenizer(template=None, post=post)
         (example,), _ = tokenize([pair("1+1=", "2", "22")], tokenizer)
@@ -60,9 +60,6 @@ def test_a_base_model_gets_texts_and_one_end() -> None:
     (example,), _ = tokenize([steps("é", "両", labels=[False, True])], tokenizer)
     assert texts(example, tokenizer) == ["<s>1+1=?", "é\n両</s>"]
     assert example.marks[0].tolist() == [-1, -1, 0, -1, -1, -1, 1], "characters of several tokens"
-
-
-def test_no_response_is_empty_where_one_goes_on_from_the_other() -> None:
     tokenizer = byte_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}")
     (example,), _ = tokenize([pair("a", "bc", "bcd")], tokenizer)
     assert texts(example, tokenizer) == ["ab", "c", "cd"]
@@ -79,7 +76,7 @@ def test_long_pairs_are_left_out_whole_and_returned() -> None:
         tokenize([pair(), long], tokenizer, max_length=20)
 
 
-def test_labels_are_where_steps_are_complete() -> None:
+def test_labels_are_where_steps_are_complete_in_their_own_text() -> None:
     """At the token that completes the separator; of the last step at the end of the conversation."""
     tokenizer = built_in()
     row = steps("1+1=2\n", "2*2=5", "7", labels=[True, False, True])
@@ -89,10 +86,7 @@ def test_labels_are_where_steps_are_complete() -> None:
     (labels,) = example.marks
     judged = [(tokenizer.decode(example.responses[0][: i + 1]), labels[i]) for i in np.flatnonzero(labels >= 0)]
     assert judged == [("1+1=2\n", 1), ("1+1=2\n2*2=5\n", 0), (answer, 1)]
-
-
-def test_a_template_does_not_change_the_text_of_steps() -> None:
-    """Qwen3's, for example, leaves out what is thought before the answer."""
+    # Qwen3's, for example, leaves out what is thought before the answer.
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}")
     (example,), _ = tokenize([steps("a", "b ", labels=[True, False])], tokenizer)
     assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "a\nb "]
@@ -129,6 +123,8 @@ def test_label_and_score_are_at_the_same_token(template: str | None, padding: in
     rendered = ConversationRenderer(tokenizer, "key=path", tokenizer)(messages, [], response)
     closed = ConversationRenderer(tokenizer, "key=path")(messages, tokenizer(opened)["input_ids"], response)
     assert rendered == closed
+    cut = ConversationRenderer(tokenizer, "key=path")(messages, tokenizer(opened)["input_ids"], response[:-1])
+    assert cut == closed, "it is closed as the template does, whether or not it has ended by itself"
     scored = without_padding(rendered, padding)
     assert tokenizer.decode(scored[-1:]) == judged_at
     (one,), _ = tokenize([row], tokenizer, padding_id=padding)

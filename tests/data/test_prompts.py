@@ -75,6 +75,8 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) ->
     assert lines[1].location == f"{tmp_path}/sums.jsonl, line 2"
     if kind == "texts":
         assert [each.messages for each in lines] == [each["prompt"] for each in rows]
+    if kind == "parts":
+        assert lines[0].messages == [{"role": "user", "content": "and\n?"}], "OpenAI's form"
     if kind == "calls":
         assert lines[0].messages[1] == {**TO_A_PLACE, "content": ""}, "null among the entries of a list stays"
     (tmp_path / "a.json").write_text(json.dumps(rows))
@@ -88,13 +90,17 @@ def test_every_kind_of_file_gives_the_same_prompts(tmp_path: Path, kind: str) ->
         assert found[1].location == f"{tmp_path}/{name}, row 2"
 
 
-def test_nulls_of_truths_and_of_extra_info_stay(tmp_path: Path) -> None:
+def test_nulls_of_parquet(tmp_path: Path) -> None:
     """Nobody knows what they say: a list of what is right may have one, and a function of one's own reads the rest."""
     truth, info = {"x": None, "y": [None, 1]}, {"tools_kwargs": {"calc": {"truth": None}}}
     rows = [row(reward_model={"ground_truth": truth}, extra_info=info)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     (prompt,) = read(tmp_path / "a.parquet")
     assert (prompt.ground_truth, prompt.extra_info) == (truth, info)
+    rows = [row(f"q{i}", reward_model={"style": "rule", "ground_truth": None if i == 4 else "2"}) for i in range(6)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with refuses(DataError, "a.parquet, row 5", "reward_model"):
+        read(tmp_path / "a.parquet", max_samples=2)
 
 
 def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:
@@ -126,9 +132,7 @@ def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:
         ({"question": None, "problem": "1+1?", "solution": None, "answer": "2"}, None),
     ],
 )
-def test_what_the_usual_columns_are_called_elsewhere(
-    tmp_path: Path, row: dict[str, Any], taken: dict[str, str] | None
-) -> None:
+def test_what_columns_are_called_elsewhere(tmp_path: Path, row: dict[str, Any], taken: dict[str, str] | None) -> None:
     (prompt,) = load(tmp_path, row)
     assert (prompt.messages, prompt.ground_truth, prompt.data_source) == ([USER], "2", "sums")
     assert prompt.extra_info == {}
@@ -188,13 +192,6 @@ def test_a_broken_row_is_named_by_file_and_line(
     with refuses(DataError, KEY, f"{tmp_path}/sums.jsonl, line 3", *words) as error:
         load(tmp_path, good, "", bad, good, **columns)
     assert "\n" not in str(error.value)
-
-
-def test_a_broken_row_beyond_the_sample_is_still_found(tmp_path: Path) -> None:
-    rows = [row(f"q{i}", reward_model={"style": "rule", "ground_truth": None if i == 4 else "2"}) for i in range(6)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with refuses(DataError, "a.parquet, row 5", "reward_model"):
-        read(tmp_path / "a.parquet", max_samples=2)
 
 
 def test_without_a_need_for_it_the_ground_truth_may_be_missing_or_unclear(tmp_path: Path) -> None:
@@ -265,15 +262,6 @@ def test_what_would_change_the_task_and_is_not_read_is_noted() -> None:
     own = list(unread_notes(KEY, rows, "my/loop.py:Loop"))
     assert any("agent_name" in note for note in own)
     assert not any("extra_info" in note for note in own), "which reads it"
-
-
-def test_content_in_parts_of_text_is_text(tmp_path: Path) -> None:
-    """OpenAI's form."""
-    parts = [{"type": "text", "text": "Add."}, {"type": "text", "text": "1+1?"}]
-    (prompt,) = load(tmp_path, {"messages": [{"role": "user", "content": parts}, ANSWER]})
-    assert (prompt.messages, prompt.ground_truth) == ([{"role": "user", "content": "Add.\n1+1?"}], "2")
-    with refuses(DataError, "line 1", "messages", "message 1", "text", "list"):
-        load(tmp_path, {"messages": [{"role": "user", "content": [*parts, {"type": "image_url"}]}, ANSWER]})
 
 
 def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) -> None:

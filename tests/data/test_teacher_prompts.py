@@ -45,9 +45,6 @@ def test_each_response_is_shown_the_next_success_and_never_itself() -> None:
     prompts = made(FOUR, [1.0, 0.5, 1.5, math.nan])
     assert shown(prompts) == ["/right: c.", "/right: c.", "/right: a.", "/right: a."]
     assert MESSAGES[1]["content"] == "1+1?", "the row stands as it is"
-
-
-def test_without_another_success_there_is_nothing_to_show() -> None:
     one_of_four = ["/right: b.", "", "/right: b.", "/right: b."]
     for scores, threshold, expected in (
         ([0.0, 0.9, 0.0, 0.0], 1.0, [""] * 4),
@@ -68,16 +65,13 @@ def test_what_was_said_of_a_response_stands_behind_a_success() -> None:
     assert shown(made(["a", "b"], [0, 0], ["no", ""], row, feedback_name="judge")) == ["/said: no.", "/said: it is 2."]
 
 
-def test_a_prompt_that_would_be_too_long_is_not_shown() -> None:
-    longest = len(made(["a", "bb"], [0, 1])[0])
-    for limit, expected in ((longest, "/right: bb."), (longest - 1, "")):
-        assert shown(made(["a", "bb"], [0, 1], longest_prompt=limit)) == [expected, ""]
-
-
-def test_it_stands_behind_the_users_last_message() -> None:
+def test_it_stands_behind_the_users_last_message_unless_it_is_too_long() -> None:
     begun = ([*MESSAGES, {"role": "assistant", "content": "It"}], {})
     prompts = made(["a", "b"], [0, 1], row=begun)
     assert byte_tokenizer().decode(prompts[0]).startswith("<system>S<user>1+1?/right: b.<assistant>It")
     (prompt, _) = made(["a", "b"], [0.0, 1.0], row=(*ROW, "plain"))
     assert byte_tokenizer().decode(prompt) == "S\n1+1?/right: b.", "a plain prompt's too"
     assert made(["a", "b"], [1, 1], row=(MESSAGES[:1], {})) == [[], []]
+    longest = len(made(["a", "bb"], [0, 1])[0])
+    for limit, expected in ((longest, "/right: bb."), (longest - 1, "")):
+        assert shown(made(["a", "bb"], [0, 1], longest_prompt=limit)) == [expected, ""]

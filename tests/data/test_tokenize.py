@@ -75,7 +75,7 @@ def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() 
         tokenize([source], tokenizer, apply_chat_template_kwargs={"thinking": False, "api_key": "SECRET123"})
 
 
-def test_overlong_prompts_are_filtered_and_counted() -> None:
+def test_overlong_prompts_are_filtered_or_cut() -> None:
     short, long = prompt("x"), prompt("x" * 50, index=1)
     limit = len("<user>x<assistant>")  # exactly at the limit stays
     tokenized, overlong = tokenize([long, short, long], max_prompt_length=limit, filter_overlong_prompts=True)
@@ -83,9 +83,6 @@ def test_overlong_prompts_are_filtered_and_counted() -> None:
     assert overlong == [long, long]
     with refuses(DataError, "data.max_prompt_length=5", "all 2", "a.jsonl, line 1"):
         tokenize([prompt("x"), prompt("y", index=1)], max_prompt_length=5, filter_overlong_prompts=True)
-
-
-def test_truncation() -> None:
     tokenizer = byte_tokenizer(template="{{ messages[0].content }}")
     source = [prompt("abcdefgh")]
     for truncation, limit, expected in (
@@ -124,11 +121,18 @@ def test_a_begun_turn_is_gone_on_from() -> None:
         tokenize([begun("Let me see:", index=3)], deleting)
 
 
-def test_a_row_the_template_refuses_is_named() -> None:
+def test_rows_that_a_template_or_a_vocabulary_refuses_are_named() -> None:
     with refuses(DataError, "a.jsonl, line 5", "TemplateError", "tools here"):
         tokenize([prompt("x", role="tool", index=4)])
     with refuses(DataError, "line 1", "no tokens"):
         tokenize([prompt("x")], byte_tokenizer(template="{{ '' }}"))
+    rows = [("a.jsonl, line 1", 24), ("a.jsonl, line 2", 25)]
+    check_token_ids(rows, 26, setting="model.path=my/model")
+    with refuses(DataError, "model.path=my/model", "a.jsonl, line 2", "token 25", "below 25", "vocab_size"):
+        check_token_ids(rows, 25, setting="model.path=my/model")
+    assert named_rows(["a"]) == "a"
+    assert named_rows(list("abcde")) == "a; b; c; d; e"
+    assert named_rows(list("abcdefg")) == "a; b; c; d; e; and 2 more"
 
 
 SYSTEM_REFUSED = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
@@ -155,16 +159,3 @@ def test_who_is_to_blame_is_named() -> None:
     for broken in ("{% for m in messages %}", "{{ messages[0].parts[0].text }}"):
         with refuses(DataError, "chat template", "a.jsonl, line 5", "another model"):
             tokenize(rows, byte_tokenizer(broken))
-
-
-def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:
-    rows = [("a.jsonl, line 1", 24), ("a.jsonl, line 2", 25)]
-    check_token_ids(rows, 26, setting="model.path=my/model")
-    with refuses(DataError, "model.path=my/model", "a.jsonl, line 2", "token 25", "below 25", "vocab_size"):
-        check_token_ids(rows, 25, setting="model.path=my/model")
-
-
-def test_a_message_names_the_first_rows() -> None:
-    assert named_rows(["a"]) == "a"
-    assert named_rows(list("abcde")) == "a; b; c; d; e"
-    assert named_rows(list("abcdefg")) == "a; b; c; d; e; and 2 more"

@@ -60,23 +60,17 @@ def test_conversations_in_every_form(tmp_path: Path) -> None:
     assert chat == Conversation(f"{path}, row 1", [ASKED, said("2") | {"name": "B"}], (1,))
 
 
-def test_what_is_trained_of_several_turns(tmp_path: Path) -> None:
+def test_what_is_trained_and_what_is_not_read(tmp_path: Path) -> None:
     """Of a conversation all messages of the assistant; of a completion its own only."""
     turns = [SYSTEM, ASKED, said("2"), SURE, said("Yes."), SURE]
     forms = {"messages": turns}, {"prompt": turns[:4], "completion": turns[4:]}
     whole, completed = load(tmp_path, "conversation", *forms)
     assert whole.messages == completed.messages == turns
     assert (whole.trained, completed.trained) == ((2, 4), (4,))
-
-
-def test_a_turn_may_be_a_call_without_text(tmp_path: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
     forms = ({"messages": [ASKED, call | content]} for content in ({}, {"content": None}, {"content": ""}))
     for chat in load(tmp_path, "conversation", *forms, {"prompt": "1+1=?", "completion": [call]}):
         assert (chat.messages, chat.trained) == ([ASKED, call | {"content": ""}], (1,))
-
-
-def test_what_is_not_read_is_noted(tmp_path: Path) -> None:
     more = {"tools": [{"type": "function"}], "enable_thinking": True}
     (chat,) = load(tmp_path, "conversation", {"messages": [ASKED, said("2")], **more})
     assert chat.unread == ("tools", "enable_thinking")
@@ -95,10 +89,7 @@ def test_pairs_in_every_form(tmp_path: Path) -> None:
     for number, pair in enumerate(load(tmp_path, "pair", *forms), 1):
         assert (pair.prompt, pair.chosen, pair.rejected) == ([ASKED], [said("2")], [said("3")])
         assert pair.location == f"{tmp_path}/rows.jsonl, line {number}"
-
-
-def test_the_prompt_is_what_conversations_begin_with(tmp_path: Path) -> None:
-    """Several turns; the answers may be several messages, and of different number."""
+    # Several turns; the answers may be several messages, and of different number.
     first, rejected = [SYSTEM, ASKED, said("2"), SURE], [said("No."), {"role": "user", "content": "Oh."}, said("3")]
     (pair,) = load(tmp_path, "pair", {"chosen": [*first, said("Yes.")], "rejected": [*first, *rejected]})
     assert (pair.prompt, pair.chosen, pair.rejected) == (first, [said("Yes.")], rejected)

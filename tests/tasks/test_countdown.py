@@ -59,12 +59,16 @@ def test_what_is_no_expression(expression: str) -> None:
     assert answer("(" * 149 + "8" + ")" * 149)[3] == 0.0, "too deep for the parser, or fine: either way no error"
 
 
-def test_the_last_answer_counts_and_outside_of_tags_none_does() -> None:
+def test_the_last_answer_counts_exactly() -> None:
     good, bad = "<answer>8/(3-8/3)</answer>", "<answer>8+3</answer>"
     assert compute_score("c", good + bad, TRUTH, {})["score"] == 0.1
     assert compute_score("c", bad + good, TRUTH, {})["score"] == 1.0
     assert compute_score("c", "8/(3-8/3)", TRUTH, {})["score"] == 0.0
     assert compute_score("c", "<result>8/(3-8/3)</result>", TRUTH, {}, tag="result")["score"] == 1.0
+    for text, value in (("1/3+1/3+1/3", 1), ("-2*(3-5)", 4), ("7/2", Fraction(7, 2)), ("1-2-3", -4)):
+        tree = parse_expression(text)
+        assert tree is not None
+        assert evaluate(tree) == value
 
 
 @pytest.mark.parametrize(
@@ -77,13 +81,6 @@ def test_the_last_answer_counts_and_outside_of_tags_none_does() -> None:
 def test_a_broken_truth_is_an_error(truth: object) -> None:
     with refuses(ValueError, '{"target": integer, "numbers": '):
         answer("24", truth)
-
-
-def test_values_are_exact() -> None:
-    for text, value in (("1/3+1/3+1/3", 1), ("-2*(3-5)", 4), ("7/2", Fraction(7, 2)), ("1-2-3", -4)):
-        tree = parse_expression(text)
-        assert tree is not None
-        assert evaluate(tree) == value
 
 
 # --- the problems ----------------------------------------------------------------------------------------------------

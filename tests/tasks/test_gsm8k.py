@@ -91,9 +91,13 @@ def test_long_garbage_takes_no_time(text: str) -> None:
     assert time.process_time() - start < 10
 
 
-def test_the_answer_is_returned_for_the_vote() -> None:
+def test_votes_formats_and_methods() -> None:
     for text, pred, right in (("#### 1,000.", "1000", 1), ("#### 7", "7", 0), ("1000", None, 0)):
         assert compute_score("gsm8k", text, "1000", {}) == {"score": right, "acc": right, "pred": pred}
+    assert score("#### 5", "4", format_score=0.1) == 0.1
+    assert score("It is 4", "4", format_score=0.1) == 0.0
+    with refuses(ConfigError, "reward_kwargs.method='lenient'", "strict, flexible"):
+        load_reward_function("grpo_dist.tasks.gsm8k", "compute_score", {"method": "lenient"})
 
 
 def test_flexible() -> None:
@@ -103,13 +107,3 @@ def test_flexible() -> None:
         assert score(text, truth, method="flexible", format_score=0.25) == 0.25, text
     for text in ("four", ""):
         assert score(text, "4", method="flexible", format_score=0.25) == 0.0, text
-
-
-def test_format_score_is_for_an_answer_in_the_right_place() -> None:
-    assert score("#### 5", "4", format_score=0.1) == 0.1
-    assert score("It is 4", "4", format_score=0.1) == 0.0
-
-
-def test_another_method_is_refused_before_the_run() -> None:
-    with refuses(ConfigError, "reward_kwargs.method='lenient'", "strict, flexible"):
-        load_reward_function("grpo_dist.tasks.gsm8k", "compute_score", {"method": "lenient"})

@@ -53,35 +53,26 @@ def prepare(raw: Path, tmp_path: Path) -> Callable[..., int]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("task", "source", "prompt", "extra", "truths"),
-    [
-        (
-            "gsm8k",
-            "openai/gsm8k",
-            "A house's price? Let's think step by step and output the final answer after \"####\".",
-            GSM8K[1],
-            ["4", "70000", "-5"],
-        ),
-        (
-            "math",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "What is it? Let's think step by step and output the final answer within \\boxed{}.",
-            {"level": "Level 1", "type": "Algebra"},
-            [r"\frac{3}{4}", r"\{1, \sqrt{2}\}", "7"],
-        ),
-    ],
-)
-def test_rows_are_verls_and_their_solutions_earn_one(
-    task: str,
-    source: str,
-    prompt: str,
-    extra: dict,
-    truths: list[str],
-    prepare: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+# Data source, prompt and extra columns of the second row, and the truths.
+WRITTEN: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    "gsm8k": (
+        "openai/gsm8k",
+        "A house's price? Let's think step by step and output the final answer after \"####\".",
+        GSM8K[1],
+        ["4", "70000", "-5"],
+    ),
+    "math": (
+        "DigitalLearningGmbH/MATH-lighteval",
+        "What is it? Let's think step by step and output the final answer within \\boxed{}.",
+        {"level": "Level 1", "type": "Algebra"},
+        [r"\frac{3}{4}", r"\{1, \sqrt{2}\}", "7"],
+    ),
+}
+
+
+@pytest.mark.parametrize("task", WRITTEN)
+def test_rows_are_verls_and_their_solutions_earn_one(task: str, prepare: Any, tmp_path: Path, capsys: Any) -> None:
+    source, prompt, extra, truths = WRITTEN[task]
     assert prepare(task) == 0
     out = tmp_path / "out"
     assert capsys.readouterr().out == f"{out}/train.parquet: 3 rows\n{out}/test.parquet: 1 rows\n"
@@ -205,11 +196,13 @@ def test_whole_release_its_own_answers_earn_one(tmp_path: Path) -> None:
             assert scores == [1.0, 0.0, 0.0, float(other.ground_truth == prompt.ground_truth)], prompt.location
 
 
-def test_arithmetic_files_equal_the_built_in_task(tmp_path: Path) -> None:
+def test_arithmetic_is_the_built_in_task_and_a_moved_one_is_told(tmp_path: Path, capsys: Any) -> None:
     assert main(["arithmetic", "--local_save_dir", str(tmp_path)]) == 0
     for split in ("train", "validation"):
         from_file = [(p.messages, p.ground_truth) for p in prompts_of(tmp_path / f"{split}.parquet")]
         assert from_file == [(r["prompt"], r["reward_model"]["ground_truth"]) for r in arithmetic.rows(split)]
+    assert main(["planner", "--local_save_dir", "x"]) == 2
+    says(capsys.readouterr().err, "planner", "python examples/planner/planner_rows.py --local_save_dir x")
 
 
 @pytest.mark.parametrize(
@@ -227,8 +220,3 @@ def test_wrong_arguments(arguments: list[str], words: list[str], capsys: pytest.
         main(arguments)
     assert end.value.code == 2
     says(capsys.readouterr().err, *words)
-
-
-def test_a_task_that_has_moved_says_what_to_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["planner", "--local_save_dir", "x"]) == 2
-    says(capsys.readouterr().err, "planner", "python examples/planner/planner_rows.py --local_save_dir x")

@@ -105,14 +105,7 @@ def scored(row: dict[str, Any], response: str) -> RewardResult:
     return built_in_scored(response, row["reward_model"]["ground_truth"], row["data_source"], extra_info)
 
 
-def test_numbers_of_numpy(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"question": "2*1", "answer": "2", "metadata": {"right": (np.str_("2"),), "odd": np.float64(0.5)}}
-    monkeypatch.setattr(Halves, "__getitem__", lambda self, index: {**made, "question": f"2*1, {index}"})
-    row = make(tmp_path, "--task", "halves", "--train_size=1", "--test_size=1")["train"][0]
-    assert scored(row, "<answer>2</answer>").score == 1.0
-
-
-def test_rows(package: ModuleType, tmp_path: Path) -> None:
+def test_rows_and_numbers_of_numpy(package: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = make(tmp_path, "--task", "doubles", "--train_size=4", "--test_size=2", "--seed=7", "--instruction=Go.")
     assert rows["test"][1]["prompt"] == [{"role": "user", "content": "2*8\n\nGo."}]
     assert rows["test"][1]["data_source"] == "reasoning_gym/doubles"
@@ -123,6 +116,10 @@ def test_rows(package: ModuleType, tmp_path: Path) -> None:
     assert again["train"][0]["prompt"] == [{"role": "user", "content": "2*9"}]
     rows = make(tmp_path, "--task", "countdown", "--allow_eval", "--train_size=2", "--test_size=1")
     assert [row["data_source"] for row in rows["train"]] == ["reasoning_gym/countdown"] * 2
+    made = {"question": "2*1", "answer": "2", "metadata": {"right": (np.str_("2"),), "odd": np.float64(0.5)}}
+    monkeypatch.setattr(Halves, "__getitem__", lambda self, index: {**made, "question": f"2*1, {index}"})
+    row = make(tmp_path, "--task", "halves", "--train_size=1", "--test_size=1")["train"][0]
+    assert scored(row, "<answer>2</answer>").score == 1.0
 
 
 def test_a_mixture(package: ModuleType, tmp_path: Path) -> None:

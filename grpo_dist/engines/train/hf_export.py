@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from grpo_dist.assets import is_on_the_hub
 from grpo_dist.assets.model_folder import ADAPTER_WEIGHTS, Usage, load_tokenizer
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
-from grpo_dist.engines.train.lora import full_factors, full_parameters, lora_layers
-from grpo_dist.engines.train.model_loading import DTYPES, as_in_files
+from grpo_dist.engines.train.lora import full_factors, full_parameters, lora_layers, name_in_whole
+from grpo_dist.engines.train.model_loading import DTYPES, as_in_files, carried_tensors, is_part, read_config
 from grpo_dist.errors import CheckpointError
 from grpo_dist.sizes import EXPORT_FILE_BYTES
 
 WEIGHTS = "model.safetensors"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,18 @@ logger = logging.getLogger(__name__)
 def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
-    LoRA factors are merged. A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at
-    the last token that is not `pad_token_id` of config.json: where it was trained, since that is kept (see
-    `_set_padding`). Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor.
+    LoRA factors are merged. What a model has beside its language part is as it was: tensors, config, processors. A
+    reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at the last token that is not
+    `pad_token_id` of config.json: where it was trained, since that is kept (see `_set_padding`). Beside its shards rank
+    0 holds `EXPORT_FILE_BYTES` or the largest tensor.
     """
     tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
         tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.model.trust_remote_code, key=settings.key)
-        config = copy.deepcopy(model.config)
-        config.dtype = DTYPES[dtype]
+        config = read_config(settings)
+        if not is_part(config) or settings.num_labels:
+            config = copy.deepcopy(model.config)
+        config.dtype = config.get_text_config().dtype = DTYPES[dtype]
         parts = [config, tokenizer]
         if settings.num_labels:
             _set_padding(config.get_text_config(), tokenizer)
@@ -55,7 +60,10 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     def write(temporary: Path) -> None:
         for part in parts:
             part.save_pretrained(temporary)
-        _save_safetensors(as_in_files(model, tensors), temporary)
+        for file in PROCESSOR_FILES if model.carried else ():
+            if Path(settings.path, file).is_file():
+                shutil.copyfile(Path(settings.path, file), temporary / file)
+        _save_safetensors(chain(as_in_files(model, tensors), carried_tensors(model, settings)), temporary)
         if usage is not None:
             usage.write(temporary)
 
@@ -200,5 +208,6 @@ def _config(model: Any, settings: ModelSettings) -> Any:
     )
     ends = sorted({name.rpartition(".")[2] for name in layers})
     called = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends}
-    config.target_modules = ends if called == layers.keys() else sorted(layers)  # type: ignore[assignment]
+    alone = called == layers.keys() and not model.place
+    config.target_modules = ends if alone else sorted(name_in_whole(model, name) for name in layers)  # type: ignore[assignment]
     return config

@@ -160,7 +160,13 @@ def factors(model: nn.Module) -> Iterator[tuple[str, str]]:
     """(name of a factor as adapters in peft's form have it, name of the parameter in the model)."""
     for name in lora_layers(model):
         for end, factor in ((A, "lora_A"), (B, "lora_B")):
-            yield f"{PREFIX}{name}{end}", f"{name}.{factor}.{ADAPTER}.weight"
+            yield f"{PREFIX}{name_in_whole(model, name)}{end}", f"{name}.{factor}.{ADAPTER}.weight"
+
+
+def name_in_whole(model: Any, name: str) -> str:
+    """The name of a layer in the model that a language part is a part of."""
+    inner = f"{model.base_model_prefix}."
+    return f"{model.place}.{name.removeprefix(inner)}" if model.place and name.startswith(inner) else name
 
 
 @contextlib.contextmanager

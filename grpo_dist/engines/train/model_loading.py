@@ -8,7 +8,8 @@ runs on the files' headers, to find tensors that are missing, superfluous or of 
 Some conversions of transformers cut or join tensors along their rows, and are wrong if they see some of the rows only.
 For models that need one, rank 0 loads the whole model and distributes it tensor by tensor.
 
-`as_in_files` undoes the conversions: exported folders have, and vLLM loads, the names and the form of the files.
+`as_in_files` undoes the conversions: exported folders have, and vLLM loads, the names and the form of the files. Of a
+model with a vision part the language part is trained, and what the files have besides goes into exports as it is.
 
 Models with a linear head (reward models, process reward models, critics) are saved as `...ForSequenceClassification`,
 which computes the head at every token and keeps the last one, or as `...ForTokenClassification`, which keeps all. Here
@@ -36,6 +37,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightRenaming,
     convert_and_load_state_dict_in_model,
     rename_source_key,
@@ -60,6 +62,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Conversions that rank by rank give each rank its rows of the result: the first stacks tensors, and each rank leaves
 # out those that it does not hold; the second joins them along another axis than the rows.
 STACK, JOIN = "MergeModulelist", "Concatenate"
+_EMBEDDING = ".embed_tokens.weight"
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class UnloadedModel:
     """A model without memory, on the meta device in eval mode, and where its weights are.
 
     Attributes:
+        model: with `carried`, the tensors of the files that it does not have, such as those of a vision part, and
+            `place`, where its layers are in the whole model: "" where it is the whole, or `model.language_model`.
         conversions: transformers' renamings and conversions that these files need.
         whole_because: why its files cannot be read in slices; "" where they can.
         new_head: weights of the head that are in no file of that name.
@@ -94,7 +99,9 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
             headers = {name: header for name, header in headers.items() if not name.startswith(f"{OUTPUT_LAYER}.")}
             headers |= {name: weight.to("meta") for name, weight in head.items()}
         probe = _build(settings, headers, OWN)
-        report = _convert(probe, headers, get_model_conversion_mapping(probe), "meta")
+        report = _convert(probe, headers, conversions_of(probe, headers), "meta")
+        if is_part(read_config(settings)):
+            report.unexpected_keys = set()  # they are carried
         _check_names(report, setting)
         if lost := lost_names(probe, headers):
             raise DataError(
@@ -106,6 +113,8 @@ def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMod
         model, weights = _build(settings, headers, attention), dict(probe.named_parameters())
         for name, weight in model.named_parameters():  # some models keep some weights in float32
             weight.data = weight.data.to(weights[name].dtype)
+        model.carried = [] if settings.num_labels else carried_names(probe, headers)
+        model.place = place_in_whole(model, settings)
         return UnloadedModel(model, settings, probe._weight_conversions, whole_because, head)
 
 
@@ -150,7 +159,7 @@ def _build(settings: ModelSettings, headers: Mapping[str, Tensor], attention: st
             model = token_classifier(config, settings, shapes)._from_config(config, **options)
         else:
             model = transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=settings.model.trust_remote_code, **options
+                language_config(config, settings), trust_remote_code=settings.model.trust_remote_code, **options
             )
     if settings.head_apart:
         _hold_head_in_float32(model)
@@ -174,8 +183,32 @@ def read_config(settings: ModelSettings) -> Any:
     with _refusing(settings):
         trust = settings.model.trust_remote_code
         config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=trust)
-        config.update(settings.model.override_config)
+        changes, text = settings.model.override_config, config.get_text_config()
+        text.update(changes)
+        config.update({name: changes[name] for name in changes if hasattr(config, name)} if text is not config else {})
         return config
+
+
+def is_part(config: Any) -> bool:
+    """Tell if a model is the language part of a larger one, by its config.json."""
+    return config.get_text_config() is not config
+
+
+def language_config(config: Any, settings: ModelSettings) -> Any:
+    """Return the config of the causal LM that is trained: all of it, or that of the language part.
+
+    Raises:
+        ConfigError: transformers has no causal LM for it.
+    """
+    text = config.get_text_config()
+    if settings.model.trust_remote_code and hasattr(config, "auto_map"):
+        return config
+    if transformers.AutoModelForCausalLM._model_mapping.get(type(text), None) is None:
+        raise ConfigError(
+            f"{settings.setting}: transformers has no causal LM for model_type={text.model_type}, of which "
+            f"{', '.join(config.architectures or ['this model'])} is made; use a text model of its family"
+        )
+    return text
 
 
 def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
@@ -243,11 +276,13 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
     if dist.get_rank() == 0:
         logger.warning("%s is loaded whole by rank 0: %s", settings.path, unloaded.whole_because)
         config = read_config(settings)
+        places = [step for step in unloaded.conversions if isinstance(step, PrefixChange)]
         auto = type(model) if settings.num_labels else transformers.AutoModelForCausalLM
         dtype = DTYPES[settings.head_dtype or settings.base_dtype]
         whole = auto.from_pretrained(
             settings.path,
-            config=model.config if settings.num_labels else config,
+            config=model.config if settings.num_labels else language_config(config, settings),
+            key_mapping={step.source_patterns[0]: step.target_patterns[0] for step in places},
             dtype=dtype,
             use_safetensors=True,  # pickled weights can run code
             trust_remote_code=settings.model.trust_remote_code,
@@ -345,12 +380,57 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
                 yield from revert_weight_conversion(model, held.pop(group)).items()
 
 
+def conversions_of(model: Any, files: Collection[str]) -> list[Any]:
+    """Return transformers' conversions for a model, with the place that its language part has in such files."""
+    found, inner = get_model_conversion_mapping(model), model.base_model_prefix
+    if any(isinstance(step, PrefixChange) for step in found):
+        return found
+    for place in (name.removesuffix(_EMBEDDING) for name in files if name.endswith(_EMBEDDING)):
+        if place.startswith(f"{inner}."):  # model.language_model
+            return [PrefixChange(prefix_to_remove=place.removeprefix(f"{inner}."), model_prefix=inner), *found]
+        if place.endswith(f".{inner}"):  # language_model.model
+            return [PrefixChange(prefix_to_remove=place.removesuffix(f".{inner}")), *found]
+    return found
+
+
+def place_in_whole(model: Any, settings: ModelSettings) -> str:
+    """Return the name of a language part in the model that it is a part of; "" if it is all of it."""
+    config = read_config(settings)
+    if not is_part(config) or settings.lora is None:
+        return ""
+    with torch.device("meta"):
+        whole = getattr(transformers, config.architectures[0])._from_config(config)
+    return next(name for name, module in whole.named_modules() if type(module) is type(model.base_model))
+
+
+def carried_tensors(model: Any, settings: ModelSettings) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the files have and the model does not, as it is."""
+    with contextlib.ExitStack() as files:
+        tensors = _open_tensors(Path(settings.path), files) if model.carried else {}
+        yield from ((name, tensors[name][:]) for name in model.carried)
+
+
+def carried_names(model: Any, files: Collection[str]) -> list[str]:
+    """Tensors of files that belong to no parameter or buffer of a model."""
+    own, given, prefix = set(model.state_dict()), _given(model), f"{model.base_model_prefix}."
+    steps = model._weight_conversions
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    others = [step for step in steps if not isinstance(step, WeightRenaming)]
+    besides = (name for name in files if name.removeprefix(prefix) not in given)
+    return sorted(name for name in besides if rename_source_key(name, renamings, others)[0] not in own)
+
+
 def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
     """Tensors that `as_in_files` would give a name or a shape that the files do not have."""
-    prefix = f"{model.base_model_prefix}."  # files of a model without its head lack it, which loading allows for
+    prefix = f"{model.base_model_prefix}."
     shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in files.items()}
+    return sorted(name for short, (name, shape) in _given(model).items() if shapes.get(short) != shape)
+
+
+def _given(model: Any) -> dict[str, tuple[str, torch.Size]]:
+    """Name and shape of what `as_in_files` gives, by the name that files of a model without its head have."""
     given = as_in_files(model, model.named_parameters(), "meta")
-    return sorted(name for name, tensor in given if shapes.get(name.removeprefix(prefix)) != tensor.shape)
+    return {name.removeprefix(f"{model.base_model_prefix}."): (name, tensor.shape) for name, tensor in given}
 
 
 # --- linear heads ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from vllm.config import ProfilerConfig, WeightTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import supports_lora
 
-from grpo_dist.assets.model_folder import is_read_as_it_is, load_tokenizer, read_header, weight_files
+from grpo_dist.assets.model_folder import is_read_as_it_is, load_tokenizer, read_header, read_object, weight_files
 from grpo_dist.config.schema_roles import ALL_LINEAR, LoraSection
 from grpo_dist.engines.base import rollout_backend
 from grpo_dist.engines.settings import EngineSettings
@@ -66,7 +66,11 @@ def engine_args(settings: EngineSettings, *, folder: str, usual: Mapping[str, An
         **(usual or {}),
     }
     head = {"head_dtype": "float32"} if settings.model.head_dtype else {}
-    if overrides := settings.model.override_config | head:
+    changes = settings.model.override_config
+    if "text_config" in read_object(Path(settings.model.path, "config.json"), settings.model.path):
+        args["language_model_only"] = True  # rows have no images
+        changes = {"text_config": changes} if changes else {}
+    if overrides := changes | head:
         args["hf_overrides"] = overrides
     own = rollout_backend(settings.rollout.name).given(settings.rollout)
     try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,7 @@ _DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 _OWN_WEIGHTS = (*_DRAFTS, "quantization", "quantization_config")
 _BACKENDS = "v1/attention/backends"
 _SIZES = "get_supported_head_sizes"
+_MODELS = "_MULTIMODAL_MODELS"  # of vllm/model_executor/models/registry.py
 _PARSERS = "_TOOL_PARSERS_TO_REGISTER"  # of vllm/tool_parsers/__init__.py
 
 
@@ -58,7 +60,7 @@ class VLLMBackend(RolloutBackend):
 
     def model_problem(self, model_config: Mapping[str, Any], device: str) -> str:
         """See `RolloutBackend.model_problem`."""
-        return attention_problem(model_config) if device == "cpu" else ""
+        return needs_torchvision(model_config) or (attention_problem(model_config) if device == "cpu" else "")
 
     # --- its arguments ---------------------------------------------------------------------------------------------
     def problems(self, config: RunConfig, *, seeded: bool) -> Iterator[Problem]:
@@ -124,6 +126,24 @@ class VLLMBackend(RolloutBackend):
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
+def needs_torchvision(model_config: Mapping[str, Any]) -> str:
+    """Say that vLLM's class of a model with a vision part lacks torchvision; "" where it does not."""
+    name = next(iter(model_config.get("architectures") or ()), "")
+    if not isinstance(model_config.get("text_config"), Mapping) or find_spec("torchvision"):
+        return ""
+    tables = [node for node in _source("model_executor/models/registry.py").body if isinstance(node, ast.Assign)]
+    table = next((node.value for node in tables if ast.unparse(node.targets[0]) == _MODELS), ast.Dict([], []))
+    file, _ = ast.literal_eval(table).get(name, ("", ""))
+    command = [sys.executable, "-c", f"import vllm.model_executor.models.{file}"]
+    tried = subprocess.run(command, capture_output=True, check=False) if file else None
+    if tried is None or tried.returncode == 0 or b"torchvision" not in tried.stderr:
+        return ""
+    return (
+        f"vLLM's {name} needs torchvision, which is not installed (pip install --no-deps torchvision==0.28.0, without "
+        "a GPU with --index-url https://download.pytorch.org/whl/cpu)"
+    )
+
+
 def attention_problem(model_config: Mapping[str, Any]) -> str:
     """Say why the installed vLLM cannot compute a model's attention on CPU; "" if it can, or if that cannot be told."""
     from transformers import AutoConfig

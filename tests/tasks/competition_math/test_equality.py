@@ -150,9 +150,7 @@ def test_long_garbage_takes_no_time(text: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "truth"), [("(" * 240 + "x" + ")" * 240, "4"), ("2^" * 240 + "2", "4"), *pairs(ENDLESS)]
 )
-def test_what_would_never_end_is_wrong_within_the_limits(
-    answer: str, truth: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_never_end_is_wrong_within_limits(answer: str, truth: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality, "CPU_S", CPU_S)
     start = time.process_time()
     assert not same_value(answer, truth)

@@ -51,9 +51,6 @@ def test_scores() -> None:
     assert compute_score("d", r"\boxed{4}", 4, {}, right=2.0)["score"] == 2.0
     assert compute_score("d", r"\boxed{2} or \boxed{1}", "1, 2", {})["acc"] == 1.0
     assert compute_score("d", r"\boxed{2} or \boxed{1}", "1", {})["acc"] == 0.0, "two guesses"
-
-
-def test_a_list_holds_accepted_answers() -> None:
     for answer, acc in (("4", 1.0), ("5.0", 1.0), ("4, 5", 0.0), ("6", 0.0)):
         assert compute_score("d", rf"\boxed{{{answer}}}", ["4", 5], {})["acc"] == acc
     assert compute_score("d", r"\boxed{0.0000001}", 1e-07, {})["acc"] == 1.0, "as JSON writes it"
@@ -85,14 +82,11 @@ def score_built_in(data_source: str, text: str) -> float:
     return scored(text, r"\frac{1}{2}", data_source).score
 
 
-def test_dapos_scale_for_its_data_sources() -> None:
+def test_dapos_scale_for_its_data_sources_and_in_another_thread() -> None:
     for data_source, wrong in (("lighteval/MATH", 0.0), ("math_dapo", -1.0), ("HuggingFaceH4/aime_2024", -1.0)):
         assert score_built_in(data_source, "Answer: 0.5") == 1.0
         assert score_built_in(data_source, "Answer: 0.6") == wrong
-
-
-def test_in_a_thread_that_is_not_the_main_one() -> None:
-    """math-verify's own timeouts raise there."""
+    # math-verify's own timeouts raise there.
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(score_built_in, "lighteval/MATH", r"\boxed{2/4}").result(timeout=60) == 1.0
         assert pool.submit(score_built_in, "lighteval/MATH", r"\boxed{3/4}").result(timeout=60) == 0.0
